@@ -1,9 +1,9 @@
 """The arithmetic of routers' loads and balance losses: functions of tensors.
 
-A load is a row of integers for one layer: the number of tokens that chose each of its E experts,
-then the number of tokens, of choices out of range (of any token, even if it does not count), and of
-tokens whose logits are not finite.
-Integers are exact in any order, so the loads of microbatches and ranks are summed as they come.
+A load is a row of integers for one layer: for each of its E experts, the number of tokens that
+chose it; then the number of tokens, the number of choices out of range (also of tokens that do not
+count), and the number of tokens whose logits are not finite. Sums of integers are exact in any
+order, so the loads of microbatches and ranks are summed as they come.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import torch
 from torch import Tensor
 
 MORE = 3
-"""Columns of a load after the experts' columns."""
+"""Number of columns of a load after the experts' columns."""
 
 
 def load_of(index: Tensor, is_finite: Tensor, counted: Tensor | None, experts: int) -> Tensor:
     """Return the load (experts + MORE,) of some tokens. `index`: (tokens, k), the chosen experts.
-    `is_finite`: (tokens,). `counted`: (tokens,), True for tokens that count; None: all."""
+    `is_finite`: (tokens,), True for tokens with finite logits. `counted`: (tokens,), True for
+    tokens that count; None: all."""
     return loads_of_samples(index, is_finite, counted, experts, samples=1)[0]
 
 
 def loads_of_samples(
     index: Tensor, is_finite: Tensor, counted: Tensor | None, experts: int, *, samples: int
 ) -> Tensor:
-    """Return the load of each sample, (samples, experts + MORE). The tokens of a sample follow one
-    another. See `load_of`."""
+    """Return the load of each sample, (samples, experts + MORE). The tokens of a sample are
+    consecutive. See `load_of`."""
     counts = (
         torch.ones(len(index), dtype=torch.int64, device=index.device)
         if counted is None
@@ -38,7 +39,7 @@ def loads_of_samples(
     column = torch.where(is_valid, index, experts + 1).long()
     loads = torch.zeros((samples, experts + MORE), dtype=torch.int64, device=index.device)
     of_each = counts.view(samples, -1)
-    # a choice out of range is an error of any token
+    # a choice out of range is an error even if its token does not count
     safe_index = torch.where(is_valid, counts[:, None], 1)
     loads.scatter_add_(1, column.view(samples, -1), safe_index.view(samples, -1))
     loads[:, experts] = of_each.sum(1)
@@ -83,8 +84,8 @@ def balance_loss(chosen: Tensor, summed: Tensor) -> Tensor:
 
 
 def averaged_over_layers(loads: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the layers' loads. If all layers have the same tokens, the f of the sum is
-    the mean of the layers' f."""
+    """Return the sum of the layers' loads. If all layers have the same tokens, f of this sum is the
+    mean of the layers' f."""
     return torch.stack(list(loads)).sum(0)
 
 
@@ -95,8 +96,8 @@ def z_loss(logits: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def bias_step(load: Tensor) -> Tensor:
-    """Return the direction in which a router's bias moves, for each expert: 1 if it has fewer
-    tokens than the mean, -1 if it has more, else 0. Integer arithmetic, so it is exact."""
+    """Return, for each expert, the direction in which the router's bias changes: 1 if the expert
+    has fewer tokens than the mean, -1 if it has more, else 0. Integer arithmetic makes it exact."""
     counts = load[:-MORE]
     return (counts.sum() - counts * len(counts)).sign()
 

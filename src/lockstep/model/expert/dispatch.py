@@ -1,9 +1,10 @@
-"""The forward of a module of experts whose experts are on several ranks.
+"""The forward of a module of experts that is divided over ranks.
 
-Each rank sends the row of each of its pairs (token, chosen expert) to the rank that holds the
-expert. There the module's own forward computes the rows, with one expert for each and the weight 1.
-The rows come back, and are weighted and summed where their tokens are, so that the gradient of the
-router stays on its rank. No row is dropped or padded. The host waits once, for the numbers of rows.
+For each of its pairs (token, chosen expert), a rank sends the token's row to the rank that holds
+the expert. There the module's own forward computes the rows, with one expert per row and the weight
+1. The outputs are sent back, and are weighted and summed on the token's rank, so that the router's
+gradient is computed there. No row is dropped or padded. The host waits once, for the numbers of
+rows.
 """
 
 from __future__ import annotations
@@ -43,31 +44,31 @@ ComputeRows = Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]
 
 @dataclass(slots=True, eq=False)
 class Dispatch:
-    """The forward of one module of experts, each of whose ranks holds some of the experts."""
+    """The forward of one module of experts, some of which each rank holds."""
 
     names: Sequence[str]
     """The names of all modules of experts of the model."""
     place: int
-    """The number of this module among them."""
+    """The index of this module in `names`."""
     most: int
-    """The largest number of experts of these modules."""
+    """The largest number of experts in one of these modules."""
     experts: Experts
     world: World
     """The ranks of the axis `expert`."""
     exchange: SyncBatchNormExchange
-    """Says if the microbatch is a dummy."""
+    """Knows if the microbatch is a dummy."""
     proved: set[tuple[Any, ...]]
-    """The kinds of modules that are proved. Modules of a model share it."""
+    """The kinds of modules that were proved. All modules of a model share this set."""
     leaves: Leaves | None
-    """With bitwise numerics: the leaves that keep the gradients of each rank's rows apart. Each
-    rank's rows are computed by themselves, as on one process."""
+    """With bitwise numerics: the leaves that keep the gradients for each rank's rows apart. The
+    rows of each rank are then computed separately, as on one process."""
     _own: Callable[..., Any] = field(init=False)
     _signature: inspect.Signature = field(init=False)
     _attributes: tuple[Any, ...] = field(init=False)
     """The plain attributes of the module and its parts, before the first forward."""
     _is_checked: bool = False
     _is_left: bool = False
-    """True for a module that is left as it is."""
+    """True for a module that keeps its own forward."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatch:
         """Return the forward of a copy of the module, over the same ranks."""
@@ -89,12 +90,12 @@ class Dispatch:
         self._own = module.forward
         self._signature = inspect.signature(self._own)
         self._attributes = plain_attributes(module)
-        # compiled code breaks here: it knows neither the numbers of rows nor collectives
+        # a graph break: compiled code knows neither the numbers of rows nor collectives
         module.forward = wraps(self._own)(Uncompiled(partial(self.forward)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the experts of this rank's tokens. Every rank of the axis calls it at the same
-        time. Raises `RecipeError`, the same on all ranks."""
+        """Return the output of the experts for this rank's tokens. Every rank of the axis calls it
+        at the same time. Raises `RecipeError`, the same on all ranks."""
         given = [*self._signature.bind(*args, **kwargs).arguments.values()]
         with handled():
             self._check(given)
@@ -111,13 +112,13 @@ class Dispatch:
 
     def leave_out(self) -> None:
         """Tell the other ranks that a forward leaves the module out. Raises `RecipeError` on all
-        ranks if another rank's forward calls the module."""
+        ranks if another rank calls the module."""
         self._exchange_counts(self.world, self._nothing(), None)
 
     def end_forward(self) -> None:
         """Tell the other ranks that a forward of the model has ended. Raises `RecipeError` if
-        another rank calls a module once more. On an accelerator the host does not wait for the
-        answer, so only the other rank raises."""
+        another rank calls a module of experts instead. On an accelerator the host does not wait for
+        the answer, so only the other rank raises."""
         call = self._call(len(self.names))
         with handled():
             _, theirs = self._exchange(self.world, self._nothing(), call)
@@ -151,8 +152,8 @@ class Dispatch:
         return (pairs * weights[..., None]).sum(1).to(back.dtype)
 
     def _prove(self, tokens: Tensor, index: Tensor, weights: Tensor) -> None:
-        """Compare the forward with a forward in which each rank has all experts. Every rank of the
-        axis calls it."""
+        """Compare this forward with the module's own, in which each rank has all experts. Every
+        rank of the axis calls it."""
         world, each = self.world, self.experts.count // self.world.size
         whole = {key: _in_use(full_tensor(part.detach())) for key, part in self._parameters()}
         local = {key: tensor[world.rank * each :][:each] for key, tensor in whole.items()}
@@ -187,10 +188,10 @@ class Dispatch:
     def _exchange_counts(
         self, world: World, routing: Routing, index: Tensor | None
     ) -> tuple[list[int], list[int], Tensor]:
-        """Return the number of rows to send to each rank and to receive from each, and the counts
-        of the latter: (ranks, local experts). `index`: None if the module is left out. Raises
-        `RecipeError` on all ranks if a rank has chosen an expert that does not exist, or has called
-        another layer."""
+        """Return the number of rows to send to each rank, the number to receive from each rank, and
+        the received numbers by expert: (ranks, local experts). `index`: None if the module is left
+        out. Raises `RecipeError` on all ranks if a rank has chosen an expert that does not exist,
+        or has called another layer."""
         count, each = self.experts.count, self.experts.count // world.size
         mine, theirs = self._exchange(world, routing, self._call(self.place, index is None))
         # the host waits here
@@ -216,16 +217,15 @@ class Dispatch:
 
     def _call(self, place: int, is_left_out: bool = False) -> int:
         """Return a number that encodes this rank's call and its number of chunks. `place`: the
-        module's index, or the number of modules at the end of a forward."""
+        module's index; at the end of a forward, the number of modules."""
         sequence = None if self.leaves is None else active()
         chunks = 0 if sequence is None else sequence.layout.chunks
         return 2 * (place + (len(self.names) + 1) * chunks) + is_left_out
 
     def _exchange(self, world: World, routing: Routing, call: int) -> tuple[Tensor, Tensor]:
-        """Exchange counts with every rank: the number of rows for each of its experts, the number
-        of choices out of range, and the call. Return the counts sent and received. The tensors have
-        the same shape for all modules, so that ranks that call different modules can exchange
-        them."""
+        """Send to every rank the number of rows for each of its experts, the number of choices out
+        of range, and the call. Return the sent and the received tensors. They have the same shape
+        for all modules, so that ranks that call different modules can exchange them."""
         ranks = world.size
         counts = routing.counts.view(ranks, -1)
         padded = F.pad(counts, (0, self.most // ranks - counts.shape[1]))
@@ -267,7 +267,7 @@ class Dispatch:
         the experts' parameters."""
         is_empty = not len(rows)
         if is_empty:
-            # one row, so that gradients of parameters are zeros, as on a rank that has rows
+            # one row of zeros, so that parameters have gradients (of zeros), as on a rank with rows
             rows, local, ones = (
                 torch.cat([each, each.new_zeros(1, *each.shape[1:])])
                 for each in (rows, local, ones)
@@ -285,8 +285,8 @@ class Dispatch:
         ones: Tensor,
         received: list[int],
     ) -> Tensor:
-        """Compute the rows of each rank by themselves. `parameters_of`: (rank) -> the parameters
-        with which its rows are computed."""
+        """Compute the rows of each rank separately. `parameters_of`: (rank) -> the parameters with
+        which its rows are computed."""
         ends = list(accumulate(received, initial=0))
         parts = [
             self._computed(parameters_of(rank), rows[a:b], local[a:b], ones[a:b], [])
@@ -298,7 +298,7 @@ class Dispatch:
         )
 
     def _local(self) -> Parameters:
-        """Return this rank's part of each parameter, with a gradient."""
+        """Return this rank's part of each parameter, through which gradients flow."""
         return {key: parameter.to_local() for key, parameter in self._parameters()}
 
     def _parameters(self) -> Iterator[tuple[Key, DTensor]]:
@@ -306,8 +306,8 @@ class Dispatch:
 
     @contextmanager
     def _with_count(self, held: int) -> Iterator[None]:
-        """A context in which attributes that hold the number of experts, such as `num_experts`,
-        hold the number of this rank's experts."""
+        """A context in which attributes such as `num_experts` hold the number of this rank's
+        experts."""
         count = self.experts.count
         named = [
             (each, name)
@@ -329,8 +329,9 @@ class Dispatch:
         return type(module), module.training, shapes, self._attributes
 
     def _check(self, given: list[Any]) -> None:
-        """Check the arguments of the first call, and prove the module's kind. If that fails, a
-        module that each rank has whole stays unchanged. Raises `RecipeError` on all ranks."""
+        """Check the arguments of the first call, and prove the module's kind. If this fails for a
+        module that every rank holds whole, the module keeps its own forward; otherwise raises
+        `RecipeError` on all ranks."""
         if not self._is_checked or (not self._is_left and self._kind() not in self.proved):
             # all ranks must call this module before they prove it
             self._exchange_counts(self.world, self._nothing(), self._nothing().order)
@@ -358,8 +359,8 @@ class Dispatch:
 
 
 def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
-    """Return the types of a module and its parts, and their attributes that are numbers, texts or
-    functions: modules that differ in none of them compute alike."""
+    """Return the types of a module and its submodules, and their attributes that are numbers, texts
+    or functions. Modules that agree in all of these compute the same function."""
     return tuple(
         (type(each), name, value)
         for each in module.modules()
@@ -369,7 +370,8 @@ def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _problem(given: list[Any]) -> str | None:
-    """Return why an experts' forward cannot have these arguments, as text; None if it can."""
+    """Return the reason why these cannot be the arguments of an experts' forward; None if they
+    can."""
     said = ", ".join(
         f"{tuple(each.shape)} {each.dtype}".replace("torch.", "")
         if isinstance(each, Tensor)
@@ -393,8 +395,8 @@ def _problem(given: list[Any]) -> str | None:
 
 @torch.no_grad()
 def _in_use(parameter: Tensor) -> Tensor:
-    """Return other values if all are (nearly) zero: with zeros, an error of the layer would not
-    show in the output."""
+    """Return random values for a parameter that is (nearly) all zeros, because zeros would hide an
+    error of the layer."""
     if parameter.abs().max() >= SMALL:
         return parameter
     generator = torch.Generator().manual_seed(parameter.numel())
@@ -415,8 +417,8 @@ def _with_parameters(parameters: Parameters) -> Iterator[None]:
 
 
 class _Rows(torch.autograd.Function):
-    """Takes the token of each pair. The backward sums the gradients of a token's pairs in the order
-    of its choices."""
+    """Returns the token's row for each pair. The backward sums the gradients of a token's pairs in
+    the order of its choices."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, order: Tensor, choices: int) -> Tensor:

@@ -22,7 +22,7 @@ from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 
 
 def check_experts(model: nn.Module, experts: Mapping[str, Experts], ranks: int) -> None:
-    """Raise `PlanError` if these experts cannot be divided over so many ranks."""
+    """Raise `PlanError` if these experts cannot be divided over `ranks` ranks."""
     if not experts:
         raise PlanError(
             f"expert={ranks}, but the model has no modules of experts; in such a module, dim 0 of"
@@ -60,8 +60,8 @@ def check_experts(model: nn.Module, experts: Mapping[str, Experts], ranks: int) 
 
 
 def check_parts(shared: Iterable[str], experts: Mapping[str, Experts]) -> None:
-    """Raise `PlanError` if parts of the model share these divided experts, in bitwise numerics.
-    `shared`: names of the parameters that several parts have."""
+    """Raise `PlanError` if, with bitwise numerics, several parts of the model share experts that
+    are divided. `shared`: names of the parameters that several parts have."""
     for name, each in experts.items():
         if any(is_within(parameter, name) for parameter in shared):
             raise PlanError(
@@ -73,7 +73,8 @@ def check_parts(shared: Iterable[str], experts: Mapping[str, Experts]) -> None:
 
 
 def _other_number(experts: Experts) -> str | None:
-    """Return the attribute that holds the number of experts, if no dim 0 of a parameter has it."""
+    """Return an attribute `num_experts`, as text, if no such attribute equals dim 0 of the
+    parameters; else None."""
     numbers = {
         value: f"{name}={value}"
         for module in experts.module.modules()
@@ -94,11 +95,11 @@ def divide_experts(
     materialize: Callable[[nn.Module], None],
     bitwise: bool,
 ) -> list[Leaves]:
-    """Give each rank its experts, in place, and let the modules' forwards send tokens. Every rank
-    calls it, before FSDP2 shards the model. `mesh`, `world`: the axis `expert`. `exchange`: says if
-    the microbatch is a dummy. `roots`: the modules that are called one after another, "" for the
-    model. `materialize`: called with a module just before it is divided. Returns, with bitwise
-    numerics, the leaves of each module."""
+    """Reduce the modules to this rank's experts, in place, and make their forwards send tokens.
+    Every rank calls it, before FSDP2 shards the model. `mesh`, `world`: the axis `expert`.
+    `exchange`: knows if the microbatch is a dummy. `roots`: names of the modules that are called
+    one after another; "" for the model. `materialize`: called with each module before it is
+    divided. Returns the leaves of each module, with bitwise numerics."""
     proved: set[tuple[object, ...]] = set()
     leaves: list[Leaves] = []
     layers = []
@@ -121,16 +122,16 @@ def divide_experts(
 def compute_by_rows(
     experts: Mapping[str, Experts], world: World, exchange: SyncBatchNormExchange
 ) -> None:
-    """Let modules of experts that each rank has whole compute as divided ones do, with the same
-    bits. Modules that cannot are left as they are. `world`: this rank alone."""
+    """Make modules of experts that every rank holds whole compute with the same bits as divided
+    ones. Modules that cannot keep their own forward. `world`: this rank alone."""
     proved: set[tuple[object, ...]] = set()
     for place, each in enumerate(experts.values()):
         Dispatch(list(experts), place, each.count, each, world, exchange, proved, None).install()
 
 
 def use_eager(experts: Mapping[str, Experts]) -> list[str]:
-    """Let transformers' experts compute one after another, because in its faster implementations
-    the bits of a row depend on the other rows. Returns the modules that are changed."""
+    """Make experts of transformers compute one after another, because in faster implementations the
+    bits of a row depend on the other rows. Returns the names of the changed modules."""
     changed = []
     for name, each in experts.items():
         config = getattr(each.module, "config", None)

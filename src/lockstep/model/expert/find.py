@@ -17,7 +17,7 @@ from lockstep.base.errors import RecipeError
 from lockstep.model.blocks import check_not_nested, matching_names, outermost
 
 ARGUMENTS = 3
-"""Arguments of the forward: tokens, index, weights."""
+"""Number of arguments of the forward: tokens, index, weights."""
 TO_WRITE = """
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ class Experts(nn.Module):
             output = output.index_add(0, row, weighted.to(output.dtype))
         return output
 """
-"""A module of experts, to write instead of a list of modules."""
+"""Code of a module of experts, to suggest instead of a list of modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Experts:
 
 def find_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, Experts]:
     """Return the modules of experts by name, in the order of the model's modules. `names`:
-    `Recipe.experts`; None: modules with the form of such modules. Raises `RecipeError` for names of
+    `Recipe.experts`; None: find the modules that have this form. Raises `RecipeError` for names of
     other modules, and for experts in a list of modules."""
     experts = stacked_experts(model, names)
     if names is None and not experts and (lists := _lists_of_experts(model)):
@@ -62,7 +62,7 @@ def find_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, Exp
 
 
 def stacked_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, Experts]:
-    """Return the result of `find_experts`; nothing for a model with experts in a list. Raises
+    """Return the result of `find_experts`, but nothing for a model with experts in a list. Raises
     `RecipeError` for names of other modules."""
     modules = {name: module for name, module in model.named_modules() if name}
     if names is None:
@@ -113,8 +113,8 @@ def _count(name: str, module: nn.Module) -> int:
 
 
 def _lists_of_experts(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return lists of equal modules that are named experts, or that are next to a linear layer with
-    one output per module."""
+    """Return lists of equal modules that are called "experts", or that are beside a linear layer
+    with one output per module."""
     lists = {}
     for name, module in model.named_modules():
         for child, members in module.named_children():

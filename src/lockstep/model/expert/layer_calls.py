@@ -1,10 +1,10 @@
-"""The layers of experts that a forward leaves out, as stochastic depth does, or calls more often.
+"""Detects that a forward leaves out a layer of experts (as stochastic depth does), or calls one
+more often.
 
 Each call of a layer has collectives, which all ranks of the axis `expert` must make. If a rank's
-forward leaves out a layer, the rank tells the others when the layer's turn comes. A forward that
-leaves out a layer on some ranks only is refused on all ranks; otherwise its rows would go to
-another layer. A rank also announces the end of a forward, because another rank may still call a
-layer.
+forward leaves out a layer, the rank announces this in place of the layer's call. If only some ranks
+leave it out, all ranks raise; otherwise rows would go to the wrong layer. A rank also announces the
+end of a forward, because another rank may still call a layer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class _RunningForward(threading.local):
     """The forward of the model that runs in this thread."""
 
     next: int | None = None
-    """The layer that is expected next; None outside of a forward. (Recomputation calls layers in
-    another order.)"""
+    """Index of the layer that is expected next; None outside of a forward. (Recomputation calls
+    layers in another order.)"""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _RunningForward:
         return _RunningForward()

@@ -1,7 +1,8 @@
-"""Gradients of experts, kept apart for the rows of each rank: the leaves of bitwise sums.
+"""Keeps the gradients of experts apart for the rows of each rank: these are the leaves of bitwise
+sums.
 
-All rows from one rank belong to one microbatch. They are computed with separate tensors, which
-share memory with the parameters, so that autograd keeps the ranks' gradients apart.
+All rows from one rank belong to one microbatch. Each rank's rows are computed with tensors of their
+own, which share memory with the parameters, so that autograd keeps the ranks' gradients apart.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ class Leaves:
         self._tensors: dict[Key, list[nn.Parameter]] = {}
 
     def parameters_of(self, rank: int) -> Parameters:
-        """Return the tensors for rows of this rank of the axis."""
+        """Return the tensors for the rows of rank `rank` of the axis."""
         return {key: self.of(key)[rank] for key, _ in divided_parameters(self._module)}
 
     def within(self, modules: Collection[nn.Module]) -> list[nn.Parameter]:
-        """Return the tensors of the last forward, if `modules` contains the module."""
+        """Return the tensors of the last forward if `modules` contains the module of experts, else
+        none."""
         if self._module not in modules:
             return []
         return [each for tensors in self._tensors.values() for each in tensors]
@@ -51,7 +53,8 @@ class Leaves:
         return next((key for key, each in pairs if each is parameter), None)
 
     def of(self, key: Key) -> list[nn.Parameter]:
-        """Return the tensors of each rank for a parameter. Under FSDP2: while it is gathered."""
+        """Return a parameter's tensor for each rank. Under FSDP2, only while the parameter is
+        gathered."""
         module, name = key
         parameter = own_parameters(module)[name]
         assert parameter is not None, "it was a parameter"
@@ -64,8 +67,8 @@ class Leaves:
         return tensors
 
     def take(self, key: Key) -> list[Tensor | None]:
-        """Return the gradients for the rows of each rank, and clear them; None where a rank has
-        none."""
+        """Return a parameter's gradient for the rows of each rank (None where a rank has none), and
+        clear these gradients."""
         tensors = self._tensors.get(key)
         return [None] * self.ranks if tensors is None else list(map(_take, tensors))
 
@@ -78,7 +81,7 @@ class ParameterLeaves:
         self, parameter: nn.Parameter, leaves: Sequence[Leaves], key: Key | None = None
     ) -> None:
         """`leaves`: the leaves of all modules of experts in the model. `key`: the parameter's key,
-        if other tensors get its gradient."""
+        if tensors in `leaves` get its gradient."""
         self._parameter = parameter
         self._key = key
         keys = ((each, each.key_of(parameter)) for each in leaves)
@@ -86,7 +89,7 @@ class ParameterLeaves:
 
     @property
     def are_apart(self) -> bool:
-        """True if the rows of each rank have a gradient of their own."""
+        """True if there is one gradient for the rows of each rank."""
         return self._place is not None
 
     @property
@@ -102,7 +105,7 @@ class ParameterLeaves:
         return [*leaves.of(key)]
 
     def take(self) -> list[Tensor | None]:
-        """Return their gradients, and clear them; None for a tensor without one."""
+        """Return the gradient of each tensor (None if it has none), and clear these gradients."""
         if self._place is None:
             return [_take(self._current)]
         leaves, key = self._place
@@ -119,8 +122,8 @@ class ParameterLeaves:
 
 
 def leaves_of(model: nn.Module, leaves: Sequence[Leaves]) -> dict[nn.Parameter, ParameterLeaves]:
-    """Return the leaves of each parameter, also while FSDP2 has replaced it by the gathered one.
-    Under FSDP2: call it while parameters are sharded."""
+    """Return the leaves of each parameter, by parameter (under FSDP2, by the sharded one). Under
+    FSDP2, call it while parameters are sharded."""
     by_parameter: dict[nn.Parameter, ParameterLeaves] = {}
     for module in model.modules():
         for name, parameter in own_parameters(module).items():

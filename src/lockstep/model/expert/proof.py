@@ -2,8 +2,8 @@
 one rank.
 
 Random rows are computed twice, by the experts of all ranks and by the module's own forward with all
-experts. Half of the rows choose their experts at random, the others all choose the same ones. The
-outputs are compared, and the gradients of tokens and weights."""
+experts. Half of the rows choose their experts at random; all other rows choose the same experts.
+The outputs are compared, and the gradients of tokens and weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(tokens, index, weights) -> the output of a module of experts."""
 ROWS = 32
-"""Rows that choose experts at random; as many more all choose the same ones."""
+"""Number of rows that choose experts at random; as many more rows all choose the same experts."""
 RULE = (
     "the output of a token must be the sum over its experts of weight times expert(token), where"
     " expert(token) depends on the token's row and the expert's parameters alone: take no mean over"
@@ -47,10 +47,10 @@ def prove(
     weights: Tensor,
     world: World,
 ) -> None:
-    """Compare the two. Every rank of the axis calls it. `divided`: has collectives, and raises the
-    same on all ranks. `alone`: computes the same as `divided` on one rank, with the same bits; None
-    if bits may differ. `tokens`, `index`, `weights`: the arguments of a forward, which give the
-    shapes. Raises `RecipeError`, the same on all ranks."""
+    """Compare `divided` with `whole`. Every rank of the axis calls it. `divided`: has collectives,
+    and raises the same error on all ranks. `alone`: computes the same as `divided` on one rank,
+    with the same bits; None if bits may differ. `tokens`, `index`, `weights`: the arguments of a
+    forward, which give the shapes. Raises `RecipeError`, the same on all ranks."""
     generator = torch.Generator().manual_seed(world.rank)
     rows = 2 * ROWS
     scores = torch.rand(rows, experts, generator=generator)
@@ -128,7 +128,8 @@ def on_all_ranks(world: World, name: str, compute: Callable[[], T]) -> T:
 def _with_gradients(
     compute: Compute, tokens: Tensor, index: Tensor, weights: Tensor
 ) -> list[Tensor]:
-    """Return the output, and the gradients of tokens and weights of a weighted sum of it."""
+    """Return the output, and the gradients that a weighted sum of the output has with respect to
+    tokens and weights."""
     inputs = tokens.detach().requires_grad_(), weights.detach().requires_grad_()
     output = compute(inputs[0], index, inputs[1])
     factors = torch.linspace(0.5, 1.5, output.numel()).view(output.shape).to(output)

@@ -1,4 +1,4 @@
-"""Finds the routers of a model's experts, and records what they choose in a forward."""
+"""Finds the routers of a model's experts, and records their choices in a forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.model.expert.find import Experts, find_experts
 from lockstep.model.trial import in_trial
 
 BIAS = "e_score_correction_bias"
-"""Name that transformers gives to a router's bias."""
+"""Name of a router's bias in transformers."""
 NAME_THE_ROUTERS = (
     "name the modules that return the logits: ls.Balance(routers=['blocks.*.router'])"
 )
@@ -35,7 +35,8 @@ class RoutedLayer:
     router: str
     """Name of the module that returns the logits."""
     bias: str | None = None
-    """Name of the buffer that is added to the scores before experts are chosen, if it moves."""
+    """Name of the buffer that is added to the scores before experts are chosen, if the balance
+    updates it."""
 
 
 @dataclass(slots=True)
@@ -59,7 +60,8 @@ def find_routers(
 ) -> list[RoutedLayer]:
     """Return the layers of experts with their routers, in the order of the model's modules. Call it
     before the model is parallelized. `experts`, `routers`: as in `Recipe` and `Balance`.
-    `with_bias`: True if each router has a bias to move. Raises `RecipeError`."""
+    `with_bias`: True to find each router's bias, because the balance updates it. Raises
+    `RecipeError`."""
     layers = find_experts(model, experts)
     if not layers:
         raise RecipeError(
@@ -95,8 +97,8 @@ def _routers_matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def router_beside(model: nn.Module, name: str, experts: Experts) -> str:
-    """Return the name of the module beside the experts whose weight has a row for each expert.
-    Raises `RecipeError`."""
+    """Return the name of the module beside the experts that has a weight with a row for each
+    expert. Raises `RecipeError`."""
     around = name.rpartition(".")[0]
     parent = model.get_submodule(around)
     inside = {id(each) for each in experts.module.modules()}
@@ -105,7 +107,7 @@ def router_beside(model: nn.Module, name: str, experts: Experts) -> str:
         for each, module in parent.named_modules()
         if each and id(module) not in inside and _scores(module, experts.count)
     ]
-    # a module beside the experts comes before one that is deeper
+    # prefer a module beside the experts to a deeper one
     nearest = min((each.count(".") for each, _ in others), default=0)
     candidates = [_joined_name(around, each) for each, _ in others if each.count(".") == nearest]
     if len(candidates) != 1:
@@ -223,15 +225,15 @@ class RoutingRecorder:
 
 
 def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that compiled code calls as it is: the code breaks there."""
+    """Return a hook that is never compiled: compiled code has a graph break there."""
     called: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return called
 
 
 def _in_range(index: Tensor, experts: int) -> Tensor:
-    """Return the index. On a CPU, choices out of range are replaced by experts that exist. Their
-    number is in the loads, so that all ranks raise one error after the step's forwards; the module
-    of experts would raise another on this rank alone."""
+    """Return the index; on a CPU, with choices out of range replaced by valid ones, because the
+    module of experts would raise an error on this rank alone. The loads have the number of such
+    choices, so that all ranks raise one error after the step's forwards."""
     if index.is_cpu and index.numel() and (int(index.min()) < 0 or int(index.max()) >= experts):
         return index.clamp(0, experts - 1)
     return index

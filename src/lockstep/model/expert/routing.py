@@ -1,5 +1,5 @@
-"""The pairs of a token and an expert that each rank computes: pure functions of the chosen
-experts."""
+"""Computes, from the chosen experts, the pairs of a token and an expert that each rank computes.
+Pure functions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The pairs of this rank's tokens, in the order in which they are sent."""
+    """The pairs (token, expert) of this rank's tokens, in the order in which they are sent."""
 
     order: Tensor
-    """The pairs in the order of experts, and of tokens for one expert. Pair `k * token + choice`
-    is a token with one of its k experts."""
+    """The pairs, sorted by expert and then by token. Pair number `k * token + choice` is a token
+    with one of its k experts."""
     counts: Tensor
     """Number of pairs of each expert: (E,)."""
     outside: Tensor

@@ -1,12 +1,12 @@
-"""Deferred initialization: a model is built without values, and the initial value of each tensor is
-computed separately.
+"""Deferred initialization: builds a model without values, and computes the initial value of each
+tensor separately.
 
 Under `KeyedInit` each random operation draws from a generator seeded by the operation's number, so
 its result does not depend on earlier operations. `DeferredModel.build` runs the user's factory on
 fake tensors and logs every operation that writes; `materialize` replays only the operations on
-which one tensor depends. Tensors made from values (lists, NumPy, a file), and results computed from
-such tensors only, have their values at once. If Python needs a value (`.item()`, `if mask.any():`),
-it is computed from the log."""
+which one tensor depends. Tensors that are made from values (lists, NumPy, a file), and results that
+depend on such tensors only, are computed at once. A value that Python needs (`.item()`, `if
+mask.any():`) is computed from the log."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DeferredModel:
         self.module = module
         self._log = log
         self._sources = sources
-        # keeps them alive, so that no other tensor gets the id of one of them
+        # keep the tensors alive, so that no other tensor gets one of their ids
         self._tensors = tensors
         self._names = {
             name: tensor
@@ -90,7 +90,7 @@ class DeferredModel:
                     module = factory()
             except Exception as error:
                 raise CannotDefer(_reason(error, recorder)) from error
-            # the factory caught the error, and took a different branch than with values
+            # the factory has caught the error, so it may have taken another branch than with values
             if recorder.failure is not None:
                 raise CannotDefer(_reason(recorder.failure, recorder)) from recorder.failure
             if not isinstance(module, nn.Module):
@@ -109,7 +109,7 @@ class DeferredModel:
 
     @torch.no_grad()
     def materialize(self, tensor: str | Tensor) -> Tensor:
-        """Compute one parameter or buffer, given by its name or as the module's tensor. Returns a
+        """Compute one parameter or buffer. `tensor`: its name, or the module's tensor. Returns a
         new plain tensor on the CPU. Needs memory only for this tensor and its dependencies, and
         does not change the state of torch's default generator."""
         meta = self._names[tensor] if isinstance(tensor, str) else tensor
@@ -148,7 +148,7 @@ def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder)
 @contextmanager
 def _older_objects_frozen() -> Iterator[None]:
     """Exclude older objects, such as torch's modules, from the search for the factory's tensors."""
-    if is_frozen():  # objects were frozen before, and could not be told apart
+    if is_frozen():  # objects that other code has frozen could not be told apart from ours
         yield
         return
     gc.freeze()

@@ -1,5 +1,5 @@
-"""A model with its initial values, which are computed at once, or later for the tensors of this
-rank only."""
+"""A model with its initial values. They are computed at once, or later and only for this rank's
+tensors."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ class InitialModel:
 
     module: Any
     deferred: DeferredModel | None
-    """Computes the values of single tensors; None if the module was initialized at once."""
+    """The deferred model, which computes values of single tensors; None if the module was
+    initialized at once."""
     reason: str | None
     """The reason why the module was initialized at once although the plan defers it; else None."""
 
     checksums: dict[str, int] = field(default_factory=dict)
-    """Name -> checksum of the values that this rank computed. Empty without other ranks."""
+    """Name -> checksum of the values that this rank has computed. Empty with one rank."""
     given: frozenset[str] = frozenset()
     """First names of the tensors whose values are loaded later; their initial values are not
     computed."""
@@ -49,9 +50,10 @@ class InitialModel:
     def build(
         cls, factory: Callable[[], Any], key: int, mesh: Mesh, *, without_values: bool = False
     ) -> InitialModel:
-        """Call the factory. The values depend on `key` alone, not on the plan. Every rank calls it.
+        """Call the factory. The values depend only on `key`, not on the plan. Every rank calls it.
         `without_values`: leave tensors empty; a factory that cannot be deferred is called under the
-        modes of the caller. Raises `RecipeError` if the models of two ranks differ in structure."""
+        caller's dispatch modes. Raises `RecipeError` if the models of two ranks differ in
+        structure."""
         deferred, reason = None, None
         if mesh.torch_mesh is not None or without_values:
             try:
@@ -89,8 +91,8 @@ class InitialModel:
                     named[name] = values.get(id(tensor), tensor)
 
     def compute_checksums(self, parts: Iterable[str]) -> None:
-        """Compute the values of these parts. `check_values` compares them with the values on the
-        rank that holds the parts."""
+        """Compute the values of these parts, so that `check_values` can compare them with the
+        values on the ranks that hold the parts."""
         if self.deferred is not None:
             for part in parts:
                 module = self.module.get_submodule(part)

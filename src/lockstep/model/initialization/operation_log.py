@@ -1,7 +1,7 @@
 """Logs all operations that write to a storage, and replays the operations on which a tensor
-depends. The log contains storages; a view is a storage with size, strides and offset. So views need
-no entry, an operation on a slice is a write to the storage, and `p.data.copy_(q)` and `p.data = q`
-need no special rule."""
+depends. The log refers to storages; a view is a storage with size, strides and offset. So making a
+view needs no entry, an operation on a slice is a write to the storage, and `p.data.copy_(q)` and
+`p.data = q` need no special rule."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class OperationLog:
     def _slice(self, wanted: set[int]) -> list[int]:
         """Return the indices of the entries on which the storages depend, ascending."""
         needed: set[int] = set()
-        live: set[int] = set()  # each of these has exactly one pair in next_writes
+        live: set[int] = set()  # each has exactly one pair in next_writes
         next_writes: list[tuple[int, int]] = []
 
         def follow(storage: int, before: int) -> None:

@@ -1,4 +1,4 @@
-"""The dispatch modes in which a model's factory runs. One seeds random operations by keys, the
+"""The dispatch modes in which a model's factory runs: one seeds random operations by keys, the
 other logs writes."""
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class CannotDefer(LockstepError):
 
 class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Seeds torch's default CPU generator with `key(key, n)` before the n-th random operation
-    inside the context. An operation that is given a generator draws from that; `torch.manual_seed`
-    inside has no effect. Python's and NumPy's generators are seeded once at the start, and all
-    three once at the end. Operations in other threads, and on devices other than the CPU, are not
-    covered."""
+    inside the context. An operation with a `generator` argument draws from that generator;
+    `torch.manual_seed` inside has no effect. Python's and NumPy's generators are seeded once at the
+    start; at the end, all three default generators are seeded. Operations in other threads, and on
+    devices other than the CPU, are not covered."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -123,7 +123,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         state = None
         if given is not None:
             state = given.get_state()
-            # executed for its effect on the generator
+            # executed because it changes the generator
             self._now(func, self.values(args), self.values(kwargs), None)
         args, kwargs = tree_map(self._constant, (args, kwargs))
         try:
@@ -142,8 +142,8 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _constant(self, item: Any) -> Any:
-        """Return a fake tensor for a tensor with values, and copy the current values, because NumPy
-        may change them unnoticed."""
+        """Return a fake tensor for a tensor with values. Copies the current values, because NumPy
+        could change them unnoticed."""
         if not isinstance(item, Tensor) or self.is_fake(item):
             return item
         copy = item.detach().clone()
@@ -179,7 +179,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         )
 
     def _outputs(self, out: Any) -> tuple[tuple[StorageView | None, ...], set[int]]:
-        """Return an operation's outputs as in `LoggedOperation.outputs`, and the new storages."""
+        """Return an operation's outputs (see `LoggedOperation.outputs`), and its new storages."""
         outputs: list[StorageView | None] = []
         new: set[int] = set()
         for tensor in tensor_leaves(out):

@@ -13,10 +13,10 @@ from torch import Tensor
 from lockstep.base.errors import RecipeError
 
 Around = Callable[[int], AbstractContextManager[Any]]
-"""(stage) -> the context of its forward. A whole model is stage 0."""
+"""(stage) -> the context of the stage's forward. A whole model is stage 0."""
 Run = Callable[[int, Callable[["Arguments"], Any], Any], Any]
 """(stage, its forward, `Arguments` or `Chunks` of them) -> the stage's output, or `Chunks` of
-outputs. Arguments of `PipelineMicrobatch.score`, on the last stage."""
+outputs. The last stage's result is passed to `PipelineMicrobatch.score`."""
 
 
 class Arguments(NamedTuple):
@@ -70,13 +70,13 @@ class StageTerm(NamedTuple):
     scaled: Tensor
     """Scalar. The backward accumulates its gradient."""
     record: Sequence[Tensor | float]
-    """Further numbers, beside the numbers of `PipelineLoss.record`."""
+    """Further numbers to send, after those of `PipelineLoss.record`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineMicrobatch:
-    """One microbatch. Every rank has the same microbatches in the same order; a rank may pass
-    anything for functions that it does not call."""
+    """One microbatch. Every rank has the same microbatches in the same order. Functions that only
+    other ranks call may be anything."""
 
     position: tuple[int, ...]
     """The key of its random streams, see `ModuleRandomStreams.start`."""
@@ -90,12 +90,12 @@ class PipelineMicrobatch:
     is_recomputed: bool = False
     """True if another pipeline's microbatch is computed, to compare its gradient."""
     run: Run | None = None
-    """Computes this microbatch in a stage. None: a call of the stage's forward."""
+    """Computes this microbatch in a stage. None: call the stage's forward."""
     before: Callable[[], object] = lambda: None
     """Called before each stage's forward, on its rank."""
     term: Callable[[], StageTerm | None] = lambda: None
-    """Called after each stage's forward, on its rank. Returns a part of the loss, or None; None in
-    a forward without backward."""
+    """Called after each stage's forward, on its rank. Returns a part of the loss, or None; always
+    None in a forward without backward."""
 
 
 class Boundary(NamedTuple):
@@ -108,7 +108,7 @@ class Boundary(NamedTuple):
     single: bool
     """True for a tensor, False for a tuple."""
     chunks: int | None
-    """Number of chunks that have these tensors each; None if the sequence is not in chunks."""
+    """Number of chunks, each with such tensors; None if the sequence is not in chunks."""
 
     @classmethod
     def of(cls, value: Any, part: str) -> Boundary:
@@ -148,8 +148,8 @@ class Boundary(NamedTuple):
 
     @classmethod
     def joined(cls, boundary: Boundary | Chunks, part: str) -> Boundary:
-        """Return the boundary of all chunks. `boundary`: the boundary of each chunk, or of whole
-        sequences."""
+        """Return the boundary of all chunks. `boundary`: the boundary of each chunk, or that of
+        whole sequences."""
         if isinstance(boundary, Boundary):
             return boundary
         chunks: Sequence[Boundary] = boundary.each
@@ -174,7 +174,7 @@ class Boundary(NamedTuple):
         return cls(tuple(map(tuple, shapes)), tuple(dtypes), tuple(gradients), single, chunks)
 
     def arguments(self, tensors: tuple[Tensor, ...]) -> Arguments | Chunks:
-        """Return the arguments of the next stage. `tensors`: received ones."""
+        """Return the arguments of the next stage. `tensors`: the received tensors."""
         if self.chunks is None:
             return self._arguments_of_one(tensors)
         width = len(tensors) // self.chunks
@@ -186,7 +186,7 @@ class Boundary(NamedTuple):
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Everything except the shapes. It is the same for all microbatches in one call of a
+        """The boundary without its shapes. It is the same for all microbatches in one call of a
         schedule."""
         sizes = tuple(map(len, self.shapes))
         return self.dtypes, self.gradients, self.single, self.chunks, sizes
@@ -217,14 +217,14 @@ class Boundary(NamedTuple):
 
 
 def received_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return received tensors in a form that the first part may change in place, and whose
-    gradients can be sent back."""
+    """Return received tensors in a form that the first part may change in place, with gradients
+    that can be sent back."""
     return _StageInputs.apply(*tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def sendable_outputs(value: Any, scaled: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return a stage's output as tensors that can be sent and detached: contiguous, and not views.
-    `scaled`: a scalar, whose gradient their backward accumulates too."""
+    """Return a stage's output as tensors that can be sent and detached: contiguous, and no views.
+    `scaled`: a scalar whose gradient the same backward accumulates."""
     chunks = value.each if isinstance(value, Chunks) else (value,)
     tensors = [each for one in chunks for each in (one if isinstance(one, tuple) else (one,))]
     return _StageOutputs.apply(scaled, *tensors)  # type: ignore[no-untyped-call, no-any-return]

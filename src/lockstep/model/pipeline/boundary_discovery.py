@@ -1,5 +1,4 @@
-"""Discovery of the shapes that a pipeline's stages exchange, and errors that are raised on every
-rank.
+"""Discovers the shapes that a pipeline's stages exchange, and raises errors on every rank.
 
 One microbatch of each kind is computed stage by stage. Torch's own shape inference repeats every
 part and the loss for each schedule, and deadlocks if one rank fails."""
@@ -34,7 +33,7 @@ class StageFailed(LockstepError):
 
 
 class PipelineFailure:
-    """The first error on this rank since `clear`. Every rank of the pipeline has such an object."""
+    """The first error on this rank since `clear`. Every rank of the pipeline makes one."""
 
     def __init__(self, world: World) -> None:
         self.error: Exception | None = None
@@ -52,13 +51,13 @@ class PipelineFailure:
 
     def raise_if_any(self) -> None:
         """Raise on every rank if any rank has an error. Every rank calls it."""
-        # exchanged between hosts, without waiting for their devices
+        # an exchange between hosts, which does not wait for devices
         if self._world.any(self.error is not None):
             self.raise_known()
 
     def raise_known(self) -> None:
         """Raise the error of this rank, or the first error of another rank. Every rank calls it
-        once all know that there is an error."""
+        once all ranks know that there is an error."""
         mine, self.error = self.error, None
         error = None if mine is None else [type(mine).__name__, str(mine)]
         everyone = self._world.gather_values(error)
@@ -184,7 +183,7 @@ class BoundaryDiscovery:
 
     def _undiscovered(self, keys: Sequence[tuple[int, bool]]) -> list[int]:
         """The first microbatch of each new kind; if ranks must run the same forwards, of each kind
-        that is new to any rank."""
+        that is new on any rank."""
         new = torch.zeros(len(keys))
         for key in set(keys) - self._known.keys():
             new[keys.index(key)] = 1.0
@@ -241,10 +240,11 @@ class BoundaryDiscovery:
                 return self._forwards.output(stage, microbatch, received, route)
 
         count = len(self._stages.ranges)
-        # where ranks fail alone in a schedule, the last stage too computes its first forward here
+        # if forwards have collectives, an error in a schedule would stay on one rank: the last
+        # stage computes its first forward here too
         route, _ = self._in_turn(compute, count if self._forwards.lockstep_ranks else count - 1)
         for stage, boundary in enumerate(route):
-            # every stage must have something to train
+            # a gradient must reach every stage
             if backward and not any(boundary.gradients):
                 raise RecipeError(
                     f"the part {self._stages.last_part(stage)!r} of the model passes on"
@@ -255,8 +255,8 @@ class BoundaryDiscovery:
         return route
 
     def try_forward(self, arguments: Arguments | Chunks, run: Run) -> Any:
-        """Call the stages one after another, for no microbatch and without gradients. Every rank
-        calls it. Returns the model's output on the last rank, None on the others."""
+        """Call the stages one after another, outside of a microbatch and without gradients. Every
+        rank calls it. Returns the model's output on the last rank, None on other ranks."""
 
         def compute(stage: int, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
             given = arguments
@@ -276,8 +276,8 @@ class BoundaryDiscovery:
         count: int,
     ) -> tuple[list[Boundary], Any]:
         """Compute the first `count` stages one after another. Every rank calls it. Returns the
-        boundaries after them, and the output of the model's last stage, on its rank. `compute`:
-        (stage, received tensors, boundaries before it) -> its output."""
+        boundaries after these stages and, on the last stage's rank, the model's output. `compute`:
+        (stage, received tensors, boundaries before the stage) -> the stage's output."""
         route: list[Boundary] = []
         value: tuple[Tensor, ...] = ()
         found = None

@@ -1,10 +1,10 @@
 """The `pipeline` axis: each rank has some stages of the model, and microbatches go through all
 stages.
 
-Torch's schedules order the forwards, backwards, sends and receives. This module adds: the loss is
-computed in the forward of the last stage, with a factor for each microbatch; microbatches of
-different shapes share a schedule; each part draws from its own random stream; and if a forward
-fails, the schedule runs to its end before every rank raises."""
+Torch's schedules order the forwards, backwards, sends and receives. This module adds to them: the
+last stage's forward computes the loss, with a factor for each microbatch; microbatches of different
+shapes share a schedule; each part draws from its own random stream; and if a forward fails, the
+schedule runs to its end before every rank raises."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from lockstep.plan import Schedule
 
 
 class Pipeline:
-    """The stages of one model on one rank. Every rank of the pipeline makes one, and makes the same
-    calls on it. `model`: this rank's parts must have values before the first call. `together`: the
-    ranks in the collectives of a stage's forward, along each axis that has some: they hold shards
-    of the parameters, or parts of the sequences."""
+    """The stages of one model on one rank. Every rank of the pipeline makes one, and calls its
+    methods in the same order. `model`: this rank's parts must have values before the first call.
+    `together`: for each axis with collectives in a stage's forward, the ranks along it, which hold
+    shards of the parameters or parts of the sequences."""
 
     def __init__(
         self,
@@ -76,18 +76,18 @@ class Pipeline:
         """Called with the stage's index in `modules` and the microbatch's number, when a backward
         of `run` has completed the gradient of the stage's weights."""
         self.on_exchange: Callable[[int, Sequence[int], Sequence[Tensor]], None] | None = None
-        """Called in `run` with the microbatch's number, the position, and the tensors that a stage
-        receives or sends there. The loss counts as sent."""
+        """Called in `run` with the microbatch's number, the position of the exchange, and the
+        tensors that a stage receives or sends. The loss counts as sent."""
         self.leaves: Sequence[PartLeaf] = ()
         """See `SeparateParts`."""
         self.expert_leaves: Sequence[Leaves] = ()
-        """The leaves of each module of experts on several ranks."""
+        """The leaves of each module of experts that is divided over ranks."""
         self._schedules: dict[Any, tuple[Any, list[VariableShapeStage]]] = {}
         self._microbatches: Sequence[PipelineMicrobatch] = ()
         self._routes: list[list[Boundary]] = []
         self._results: dict[int, Any] = {}
         self._rows: dict[int, list[Sequence[Tensor | float]]] = {}
-        """The numbers to record of each microbatch, from each of this rank's stages."""
+        """For each microbatch, the numbers to record from each of this rank's stages."""
 
     @property
     def exchange(self) -> SyncBatchNormExchange | None:
@@ -101,8 +101,8 @@ class Pipeline:
 
     def watch(self, around: Around, after: Callable[[int], object]) -> None:
         """Set the context of each stage's forward and loss, and a function to call after each
-        forward of `run`. Both take the stage's index in `modules`. `after` is called in the
-        microbatches' order, not for dummies."""
+        forward of `run`. Both take the stage's index in `modules`. `after` is called in the order
+        of microbatches, without dummies."""
         self._forwards.around, self._after = around, after
 
     @property
@@ -151,7 +151,7 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, microbatches: Sequence[PipelineMicrobatch]) -> list[Any]:
         """Compute the forward only. Returns each microbatch's `score` on the last rank, an empty
-        list on the others. All activations between stages are in memory at once: pass a few
+        list on other ranks. All activations between stages are in memory at once: pass a few
         microbatches at a time."""
         if not microbatches:
             return []
@@ -172,8 +172,8 @@ class Pipeline:
 
     def _starts(self) -> list[int]:
         """Return the microbatches with which a schedule begins: the first one, and each one whose
-        boundaries differ from the microbatch before. Ranks that must run the same forwards get the
-        same microbatches."""
+        boundaries differ from the previous microbatch's. Ranks that must run the same forwards get
+        the same result."""
         kinds = list(map(_signatures, self._routes))
         starts = [
             0,
@@ -206,7 +206,7 @@ class Pipeline:
             if not self._forwards.lockstep_ranks or self._failure.error is None:
                 raise
         if self._forwards.lockstep_ranks and self._failure.error is not None:
-            raise self._failure.error  # and not the error that torch has raised from it
+            raise self._failure.error  # instead of the error that torch has raised from it
         for stage in stages:
             stage.release()
 
@@ -242,8 +242,8 @@ class Pipeline:
         return SEVERAL_STAGES_A_RANK[schedule](stages, count, loss, scale_grads=False), stages
 
     def weights(self) -> list[list[nn.Parameter]]:
-        """The leaves of autograd in each of this rank's stages. They are the stage's parameters;
-        for a parameter that an earlier part has, the leaf that replaces it."""
+        """The leaves of autograd in each of this rank's stages: the stage's parameters, except that
+        a leaf replaces a parameter that an earlier part also has."""
         seen: set[nn.Parameter] = set()
         leaves = []
         for stage, module in enumerate(self.modules):
@@ -261,8 +261,8 @@ class Pipeline:
         return [each for leaves in self.expert_leaves for each in leaves.within(modules)]
 
     def _forward(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
-        """Run a stage's forward for torch's schedule. If it fails, return zeros, so that no rank
-        waits for its output. If the forward has collectives, raise instead, because these cannot be
+        """Run a stage's forward for torch's schedule. If the forward fails, return zeros, so that
+        no rank waits for its output. But if it has collectives, raise, because these cannot be
         replaced."""
         try:
             return self._compute(stage, local, index, received)
@@ -291,7 +291,7 @@ class Pipeline:
         if not has_backward:
             self._results[index] = value
             return torch.zeros((), device=self.world.device)
-        # the record is without the graph, so that torch frees it
+        # the record has no graph, so that torch can free the graph
         self._rows.setdefault(index, []).append(value.record)
         total = value.total * value.grad_output
         return total if term is None else total + term.scaled
@@ -328,8 +328,8 @@ class Pipeline:
 
 
 class _StageModule(nn.Module):
-    """The module that torch's pipelining calls for a stage. It holds the stage's parameters, of
-    which zero-bubble computes the gradients."""
+    """The module that torch's pipelining calls for a stage. It holds the stage's parameters, whose
+    gradients zero-bubble computes."""
 
     def __init__(
         self,
@@ -342,7 +342,8 @@ class _StageModule(nn.Module):
         self.parts = nn.ModuleList(parts)
         self.leaves = nn.ParameterList(leaves)
         self.expert_leaves = expert_leaves
-        """The tensors of the last forward. Under `shard` they exist only once it has gathered."""
+        """The tensors of the last forward. Under `shard` they exist only once the forward has
+        gathered the parameters."""
         self.compute = compute
         self.received: tuple[Tensor, ...] = ()
         """Inputs of the latest forward."""
@@ -350,7 +351,7 @@ class _StageModule(nn.Module):
         """The number of the microbatch that the next forward computes."""
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the leaves of autograd."""
+        """Yield the leaves of autograd's graph."""
         yield from gathered_parameters(self) or super().parameters(recurse)
         yield from self.expert_leaves()
 
@@ -367,7 +368,7 @@ def _sum(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
 def _float64(number: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(number, Tensor):
         return number.to(device, torch.float64)
-    # torch.tensor would make the host wait for a copy
+    # torch.tensor would make the host wait for the copy
     return torch.full((), number, dtype=torch.float64, device=device)
 
 

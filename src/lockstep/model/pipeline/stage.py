@@ -55,7 +55,7 @@ class VariableShapeStage(PipelineStage):
     """(microbatch) -> the context for its backward."""
     on_missing_gradient: Callable[[], None]
     on_gradient: Callable[[int], None] | None
-    """Called with the number of each microbatch when its gradient of the weights is complete."""
+    """Called with the number of each microbatch once its gradient of the weights is complete."""
     on_exchange: Callable[[int, Sequence[int], Sequence[Tensor]], None] | None
     """See `Pipeline`."""
 
@@ -90,7 +90,7 @@ class VariableShapeStage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Send zeros as the gradient of an input that the output does not depend on; torch's stage
+        """Send zeros as the gradient of an input on which the output does not depend; torch's stage
         would deadlock."""
         received = self.received.pop(bwd_chunk_id, ())
         is_full = kwargs.get("full_backward", True)
@@ -102,7 +102,7 @@ class VariableShapeStage(PipelineStage):
         if is_full:
             self._note_gradient(bwd_chunk_id)
         self._free(self.args_recv_info[bwd_chunk_id])
-        # an evaluation has no gradient buffers
+        # evaluations have no gradient buffers
         self._free(self.grad_recv_info.get(bwd_chunk_id, ()))
         needed = [isinstance(tensor, Tensor) and tensor.requires_grad for tensor in received]
         gradients = stage_input_gradients(self)
@@ -176,7 +176,7 @@ class VariableShapeStage(PipelineStage):
 
 
 def _allocates_at_receive(info: Any) -> bool:
-    """True from torch 2.15 on: a stage then has a description of the tensors that it receives,
+    """True from torch 2.15 on, where a stage has descriptions of the tensors that it receives
     instead of a buffer for each microbatch."""
     return hasattr(info, "allocate_buffer")
 
@@ -236,16 +236,16 @@ class StageForwards:
 
     @property
     def lockstep_ranks(self) -> Sequence[World]:
-        """The ranks that must run the same forwards, because these have collectives: along each of
-        these axes. Empty if there are none."""
+        """For each axis with collectives in forwards, the ranks along it, which must run the same
+        forwards. Empty if there is no such axis."""
         if (exchange := self._exchange_in_training) is None:
             return self._together
         return () if exchange.world is None else (exchange.world,)
 
     @contextmanager
     def computing(self, microbatch: PipelineMicrobatch) -> Iterator[None]:
-        """Tell SyncBatchNorm which microbatch is computed: in the forward, and in the backward for
-        recomputation."""
+        """Tell SyncBatchNorm which microbatch is computed. Entered in the forward, and in the
+        backward because of recomputation."""
         exchange = self._exchange_in_training
         if exchange is None:
             yield
@@ -263,7 +263,7 @@ class StageForwards:
 
 @contextmanager
 def unchanged_buffers(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """On leaving, restore the buffers of `parts`."""
+    """A context that restores the buffers of `parts` at its end."""
     kept = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
     try:
         yield

@@ -21,19 +21,19 @@ STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zer
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """A parameter whose gradients are summed over several ranks of a pipeline, in this order. Only
-    the first rank includes it in the norm."""
+    """A parameter whose gradients are summed over several ranks of a pipeline, in the order of
+    `ranks`. Only the first rank includes it in the norm."""
 
     name: str
     ranks: tuple[int, ...]
-    """In bitwise runs there is a gradient for each part that has the parameter, so a rank may occur
-    several times."""
+    """In bitwise runs, each part that has the parameter has a gradient, so a rank may occur several
+    times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """A model split into stages, which consist of `parts` that run in order. Stage s is on rank s
-    mod `ranks` of the pipeline."""
+    """The split of a model into stages, each of which runs some of `parts` in order. Stage s is on
+    rank s mod `ranks` of the pipeline."""
 
     parts: tuple[str, ...]
     ranges: tuple[range, ...]
@@ -52,9 +52,9 @@ class Stages:
         costs: Sequence[float] | None = None,
         bitwise: bool = False,
     ) -> Stages:
-        """Split `model` into stages for a pipeline of `ranks`, with `per_rank` stages on each.
-        Raises `RecipeError`. `patterns`: `Recipe.stages`. `costs`: one for each part; None: the
-        number of its parameters. Call it before any parameter is removed from the model."""
+        """Split `model` into stages for a pipeline of `ranks` ranks, with `per_rank` stages on
+        each. Raises `RecipeError`. `patterns`: `Recipe.stages`. `costs`: the cost of each part;
+        None: its number of parameters. Call it before any parameter is removed from the model."""
         if not (parts := sequential_parts(model, patterns)):
             raise RecipeError(
                 f"pipeline={ranks} and a model ({type(model).__name__}) that is not an"
@@ -95,7 +95,7 @@ def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[s
     """Return the names of the model's sequential parts, in the order of their calls. Empty if the
     order is unknown. The parts of an `nn.Sequential` are its members. Otherwise they are the
     modules that `patterns` name, in the order of the patterns; modules that match the same pattern
-    are in the model's order. Raises `RecipeError` if these cannot be parts, or leave out a
+    are in the model's order. Raises `RecipeError` if these modules cannot be parts, or leave out a
     tensor."""
     if patterns is None:
         if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
@@ -132,8 +132,8 @@ def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
 def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
     """Split `count` microbatches into consecutive calls of torch's schedules: [start, stop) and the
     schedule's name. Torch's 1F1B needs at least as many microbatches as stages; fewer are run by
-    GPipe. Torch's interleaved schedules need a number of microbatches that is a multiple of the
-    number of rounds; the remaining microbatches are a second call."""
+    GPipe. Torch's interleaved schedules need a multiple of the number of rounds; the remaining
+    microbatches are a second call."""
     if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.ranges)):
         return [(0, count, schedule)] if count else []
     if schedule == "1f1b":
@@ -158,7 +158,7 @@ def check_microbatches(count: int, stages: Stages) -> None:
 def shared_parameters(
     model: nn.Module, parts: Sequence[str], ranks: Sequence[int], *, each_part: bool
 ) -> tuple[SharedParameter, ...]:
-    """Return the parameters that parts on several of `ranks` share. `ranks`: one for each part.
+    """Return the parameters that parts on several ranks share. `ranks`: the rank of each part.
     `each_part`: also return parameters that several parts on one rank share, with a rank for each
     part."""
     holders: dict[int, list[int]] = {}
@@ -175,8 +175,8 @@ def shared_parameters(
 
 
 def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
-    """Remove the parameters and buffers outside of these parts. Modules, and the names of the other
-    tensors, do not change."""
+    """Remove the parameters and buffers outside of these parts. Modules stay, and so do the names
+    of the remaining tensors."""
     held = {id(tensor) for name in names for tensor in module_tensors(model.get_submodule(name))}
     for module in model.modules():
         for tensors in (own_parameters(module), own_buffers(module)):
@@ -246,9 +246,9 @@ def _best(
     join: Callable[[float, float], float],
     most: float,
 ) -> list[tuple[float, int]]:
-    """Dynamic programming over the number of runs. Entry row * (len(costs) + 1) + stop contains the
-    least value for costs[:stop] in `row` runs, none of which has a sum above `most`, and the start
-    of the last run."""
+    """Dynamic programming over the number of runs. Entry row * (len(costs) + 1) + stop of the
+    result is (least value, start of the last run) for costs[:stop] in `row` runs, none of which has
+    a sum above `most`."""
     length, sums = len(costs), list(accumulate(costs, initial=0.0))
     table = [(math.inf, 0)] * ((count + 1) * (length + 1))
     table[0] = (0.0, 0)

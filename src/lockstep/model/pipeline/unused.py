@@ -1,7 +1,9 @@
-"""Gradients of parameters that a microbatch does not use, in a backward of weights alone.
+"""Gradients of parameters that a microbatch does not use, in a backward that computes only
+gradients of weights.
 
 Under zero-bubble, torch asks for the gradient of each parameter in the graph, and raises if one has
-none. One node stands for the chunks of a stage, so all parameters of the stage are in the graph."""
+none. All chunks of a stage share one node of the graph, so all parameters of the stage are in the
+graph."""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def given_or_unused(gradient: Tensor | None, parameter: Tensor) -> Tensor:
 
 
 def clear_unused(parameters: Iterable[Tensor]) -> None:
-    """Clear the gradients of parameters that have none but these zeros."""
+    """Clear the gradients of parameters that have only these zeros."""
     for each in parameters:
         if hasattr(each.grad, _UNUSED):
             each.grad = None
