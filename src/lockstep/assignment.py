@@ -1,4 +1,4 @@
-"""The samples of each step, and the microbatches of each rank. Pure arithmetic on positions."""
+"""Assigns samples to steps, and microbatches to ranks. Pure arithmetic on positions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 WORTHWHILE = 1.05
-"""Ranks get other numbers of microbatches only if a step becomes shorter by this factor, because
-times are noisy."""
+"""The assignment changes only if this makes a step faster by this factor, because measured times
+are noisy."""
 
 
 def batch_span(
@@ -101,7 +101,7 @@ def shares(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
     ]
     heapq.heapify(next_end)
     for _ in range(count - sum(sizes)):
-        _, rank = next_end[0]  # the rank that would finish first if it got one more
+        _, rank = next_end[0]  # the rank that would end first with one more microbatch
         sizes[rank] += 1
         heapq.heapreplace(next_end, ((sizes[rank] + 1) / speeds[rank], rank))
     return tuple(sizes)
@@ -109,7 +109,7 @@ def shares(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _shared_out(count: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
-    """Return the contiguous ranges of range(count), in rank order, whose sizes are `shares`."""
+    """Return each rank's contiguous part of range(count), with the sizes of `shares`."""
     return tuple(
         range(start, stop) for start, stop in pairwise(accumulate(shares(count, speeds), initial=0))
     )
@@ -119,10 +119,9 @@ def _shared_out(count: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
 class MicrobatchAssignment:
     """The ranks that compute the microbatches of a step.
 
-    Contiguous: each rank has a contiguous range of microbatches, and waits when it has computed
-    them. Round-robin: microbatch i belongs to rank (i mod ranks), and all ranks compute in every
-    round, because their forwards contain collectives; a rank that has no microbatch left computes a
-    dummy.
+    Contiguous: each rank has a contiguous range of microbatches, and then waits for the others.
+    Round-robin: microbatch i belongs to rank (i mod ranks). All ranks compute in every round,
+    because their forwards contain collectives; a rank that has no microbatch left computes a dummy.
     """
 
     ranks: int
@@ -151,8 +150,8 @@ class MicrobatchAssignment:
 
     def at_speeds(self, seconds: Sequence[float], count: int) -> MicrobatchAssignment | None:
         """Return the contiguous assignment for ranks that take `seconds` per microbatch. None if it
-        would not make a step of `count` microbatches `WORTHWHILE` times as fast, or a rank's time
-        is not known yet (NaN)."""
+        would not make a step of `count` microbatches faster by the factor `WORTHWHILE`, or if a
+        rank's time is not known yet (NaN)."""
         if not all(0 < each < math.inf for each in seconds):
             return None
         found = MicrobatchAssignment(self.ranks, speeds=tuple(1 / each for each in seconds))

@@ -1,4 +1,4 @@
-"""`evaluate`: a recipe's evaluations, measured without training."""
+"""`evaluate`: measures a recipe's evaluations without training."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def evaluated(
         evaluation=measured.get("", measured),
         weights=recipe.weights if weights is None else weights,
     )
-    # imports torch, which the command does not need
+    # import late: this imports torch, which the command does not need
     from lockstep.recipe_session import RecipeSession
 
     with RecipeSession(recipe, trains=False, run_dir=run_dir, plan=plan, resume="never") as session:

@@ -1,5 +1,5 @@
-"""lockstep's own hooks, in the order in which they are called, with the reason for the position of
-each."""
+"""lockstep's own hooks, in the order in which they are called, each with the reason for its
+position."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class HouseHooks:
         self.in_order = [
             # Watches forwards if the loss cannot be tried.
             CarriedState(),
-            # Likewise for variables of the script's loop.
+            # The same for variables of the script's loop.
             CarriedVariables(),
             # Stops torch from filling new tensors.
             *fills,
@@ -123,7 +123,7 @@ class HouseHooks:
             audit,
             # Ends the run before a wrong gradient is used.
             RecomputationAudit(self.checkpointing, recovery),
-            # Writes the next plan first: the emergency save that follows may take long, or fail.
+            # Writes the next plan before the emergency save, which may take long, or fail.
             self.out_of_memory,
             # Saves the state that all hooks before it have left.
             self.checkpointing,

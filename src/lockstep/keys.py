@@ -29,7 +29,8 @@ class RandomStream(IntEnum):
     EVALUATION = 6
     """One microbatch's forward in an evaluation: (seed, EVALUATION, steps done, microbatch)."""
     WINDOW = 7
-    """The permutation of one window of a stream: (seed, WINDOW, shard, epoch, window)."""
+    """The permutation of the samples in one window of a stream: (seed, WINDOW, shard, epoch,
+    window)."""
     SAMPLER = 8
     """A call of a sampler: (seed, SAMPLER, epoch); in `ls.samplers`: (seed, SAMPLER, epoch or
     number of a part)."""
@@ -37,8 +38,8 @@ class RandomStream(IntEnum):
     """A call of a user's hook: (seed, HOOK, index of the hook, number of the method, steps
     done)."""
     GRADIENT_HOOK = 10
-    """The calls of hooks that change the gradients of a model, in one step: (seed, GRADIENT_HOOK,
-    steps done, number of the model)."""
+    """The calls of the hooks on a model's gradients in one step: (seed, GRADIENT_HOOK, steps done,
+    number of the model)."""
     MIXTURE = 11
     """The stream of a mixture from which a sample comes: (seed, MIXTURE, shard, block of
     positions); and the seed of one of its streams: (seed, MIXTURE, hash of its name)."""
@@ -71,5 +72,5 @@ def key(*parts: int) -> int:
 
 
 def longer(key: int, part: int) -> int:
-    """Return the key of the parts of `key` and one more."""
+    """Return the key whose parts are those of `key` and `part`."""
     return mix(((key + GOLDEN) ^ part) & MASK)

@@ -83,7 +83,7 @@ class RunRequest:
     recipe: dict[str, Any] | None
     code: Mapping[str, str]
     code_and_objects: Digests
-    """Digests of the recipe's functions. They are compared with the resumed run's and with other
+    """Digests of the recipe's functions, to compare with the resumed run's and with other
     ranks'."""
     saving: Saving
     resume: Resume
@@ -101,8 +101,8 @@ class RunRequest:
         evaluations: Mapping[str, Evaluation] | None,
         **given: Any,
     ) -> RunRequest:
-        """The request with these arguments of `Session`. `evaluations`: the recipe's; None: the
-        script has its own loop. Raises the children of `UserError` for wrong values."""
+        """The request with these arguments of `Session`. `evaluations`: the recipe's evaluations;
+        None if the script has its own loop. Raises the children of `UserError` for wrong values."""
         check_count("log_every", given["log_every"], "steps")
         check_precision(given["precision"])
         check_compression(given["gradient_compression"])
@@ -126,7 +126,7 @@ class RunRequest:
         )
 
     def over(self, environment: Environment) -> RunRequest:
-        """This request, with the options that the launcher gives instead."""
+        """This request, with the launcher's options in place of the script's arguments."""
         saving, resume = self.saving, self.resume
         if environment.save_every is not None:
             saving = replace(saving, every=interval(environment.save_every, "LOCKSTEP_SAVE_EVERY"))
@@ -141,7 +141,7 @@ class RunRequest:
         )
 
     def check_same_as(self, ended: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` if a run that has ended had another recipe. `ended`: its
+        """Raise `CheckpointError` if a run that has ended had another recipe. `ended`: that run's
         run.json."""
         recipe, code, versions = (
             ended.get("recipe"),
@@ -205,8 +205,8 @@ class RunRequest:
         )
 
     def compared(self, launched: str | None) -> dict[str, Any]:
-        """JSON of everything that the script must pass identically on all ranks. Its plan counts
-        only if the launcher gives none (`launched`)."""
+        """Return as JSON everything that the script must pass identically on all ranks. `launched`:
+        True if the launcher gives the plan, so that the script's plan does not count."""
         learned = {
             "seed": self.seed,
             "precision": self.precision,
@@ -219,7 +219,7 @@ class RunRequest:
             "resume": self.resume,
         }
         parameters = {f"parameters.{name}": value for name, value in declared.values.items()}
-        # the parameters are compared separately, before values computed from them
+        # parameters are compared separately, before values that are computed from them
         learned.pop("parameters", None)
         return {
             **parameters,
@@ -361,8 +361,8 @@ def _check_allow_change(asked: RunRequest) -> None:
 def _join(
     request: RunRequest, environment: Environment, *, recovers: bool
 ) -> tuple[World, Sequence[Mapping[str, str]]]:
-    """Join the process group. Also returns the kind of each rank's device. Raises if the ranks were
-    launched, or called, with different settings."""
+    """Join the process group. Also returns the kind of each rank's device. Raises an error if the
+    ranks were launched, or called, with different settings."""
     joins = (
         partial(join_over, launcher_store(os.environ))
         if recovers and environment.world_size > 1

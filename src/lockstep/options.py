@@ -26,7 +26,7 @@ keep waiting."""
 Recovery = Literal["in-place", "shrink", "restart"]
 
 TIMES_USUAL = 20.0
-"""A phase may take this many times as long as it usually takes."""
+"""Timeout of a phase, as a multiple of its usual time."""
 LEAST_STEP_SECONDS = 60.0
 """Smallest timeout of `STEP_PHASES`."""
 LEAST_OTHER_SECONDS = 300.0
@@ -82,13 +82,12 @@ LAUNCHER_VARIABLES = (
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "GROUP_RANK",
 )
-"""Variables by which a launcher tells a process its rank."""
+"""Environment variables in which launchers give a process its rank."""
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 """Environment variables with the number of processes that mpirun has started: for Open MPI, for
 MPICH and Intel MPI, for MVAPICH2."""
 COMPARE_EVERY = 100
-"""Steps from one comparison of the replicas to the next, unless `--compare-every` says
-otherwise."""
+"""Steps between two comparisons of the replicas, unless `--compare-every` is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class Restart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """The documentation of an option, and how its value is written as text."""
+    """The documentation of an option, and the conversion of its value from and to text."""
 
     help: str
     """Meaning, unit and default, as `--help` shows them."""
@@ -161,7 +160,7 @@ class Option:
         return text
 
     def write(self, value: Any) -> str:
-        """Return the text from which `read` makes the value again."""
+        """Return the value as text that `read` parses."""
         if self.kind is frozenset:
             return ",".join(sorted(value))
         if self.kind is tuple:
@@ -334,7 +333,8 @@ class RunOptions:
         }
 
     def shared(self) -> dict[str, str]:
-        """The options that must be the same on all ranks: name of the variable -> value as text."""
+        """The options that must be the same on all ranks: name of the environment variable -> value
+        as text."""
         found = {
             each.name: getattr(self, each.name)
             for each in fields(RunOptions)
@@ -363,7 +363,7 @@ def check_shared_options(everyone: Sequence[Mapping[str, str]]) -> None:
     """Raise `LaunchError` if an option differs between a rank and rank 0. `everyone`:
     `RunOptions.shared` of each rank.
 
-    Every rank calls it with the same values, so that all of them raise or none does.
+    Every rank calls it with the same values, so that either all ranks raise or none.
     """
     for rank, given in enumerate(everyone):
         for name, value in given.items():

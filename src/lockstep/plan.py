@@ -52,7 +52,7 @@ SETTINGS = (
     "assignment",
     *("threads", "workers", "prefetch"),
 )
-"""Settings that the text of a plan contains only if they are not the default."""
+"""Settings that a plan's text contains only if they differ from their default."""
 TOGETHER = "its ranks compute each microbatch together"
 PACED_BY: dict[Divided, str] = {
     "parameters": "its ranks compute in rounds of one microbatch each, since each forward gathers"
@@ -63,15 +63,15 @@ PACED_BY: dict[Divided, str] = {
     " slowest",
     "layers": "each microbatch passes through all of its ranks, however fast they are",
 }
-"""The reason why ranks cannot each compute at their own speed, by what their axis divides last. An
-axis that is missing here has the reason `TOGETHER`."""
+"""The reason why the ranks of an axis cannot each compute at their own speed. The key is the last
+thing that the axis divides; `TOGETHER` is the reason for keys that are missing here."""
 NOT_IN_SLICES = {
     "context": "chunks of a sequence are computed in threads, and layers in slices are not",
     "expert": "layers are not computed in slices beside experts yet",
 }
 """Axis -> the reason why layers are not computed in slices beside it."""
 FIXED_IN_BITWISE = ("slices",)
-"""Settings that a run in bitwise numerics keeps when it is resumed, see `changed_bits`."""
+"""Settings that a run in bitwise numerics must keep when it is resumed; see `changed_bits`."""
 MEASURED = ("threads", "workers", "prefetch")
 """Settings whose `auto` is measured at the start of a run, see `lockstep.autotune.autotune`."""
 MOST = 1024
@@ -81,8 +81,8 @@ taken for a typing error."""
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A mesh axis: the things that its ranks divide among them, and their exchanges. Each field of
-    `Plan` that has an axis as its metadata adds that axis to the mesh."""
+    """A mesh axis: the things that its ranks divide, and their exchanges. A field of `Plan` with an
+    axis in its metadata adds the axis to the mesh."""
 
     name: str
     divides: tuple[Divided, ...]
@@ -90,7 +90,8 @@ class Axis:
     """True if all its ranks hold the same parameters, buffers and optimizer state. `Plan.larger`
     gives False for all axes over which the plan shards parameters."""
     in_forward: bool
-    """True if the forward communicates over it: its ranks then compute at the same time."""
+    """True if the forward communicates over the axis, so that its ranks must compute at the same
+    time."""
     sums: Literal["all", "partial", "shared"]
     """Parameters whose gradients are summed over the axis after the backward. `all`: all
     parameters, except experts that the axis divides; `partial`: parameters whose gradient a layer
@@ -349,14 +350,15 @@ class Plan:
         if self.schedule == "zero-bubble" and self.checkpointing == "selective":
             raise PlanError(
                 "schedule=zero-bubble with checkpointing=selective; it computes the gradients of"
-                " inputs and those of weights in two backwards, and results that selective"
-                " checkpointing keeps are for one; choose checkpointing=full, or schedule=1f1b"
+                " inputs and those of weights in two backwards, but results that selective"
+                " checkpointing keeps can be used in one backward only; choose"
+                " checkpointing=full, or schedule=1f1b"
             )
         if self.schedule == "gpipe" and self.logits == "chunked":
             raise PlanError(
                 "schedule=gpipe with logits=chunked; the forward of a loss computes the gradients"
-                " of the head, and gpipe would keep those of every microbatch until the backwards;"
-                " choose schedule=1f1b"
+                " of the head, and gpipe would keep these gradients of every microbatch until the"
+                " backwards; choose schedule=1f1b"
             )
 
     def _check_context(self) -> None:
@@ -390,8 +392,8 @@ class Plan:
             )
 
     def _refuse_with(self, axis: str, *refused: tuple[str, Any, Any, str]) -> None:
-        """Raise `PlanError` if a setting or another axis does not go with `axis`. `refused`: its
-        name, value, default and the reason."""
+        """Raise `PlanError` if a setting or another axis does not go with `axis`. `refused`: name,
+        value and default of each such setting, and the reason."""
         for name, value, default, why in refused:
             if value != default:
                 said = f"{name}={_text_of(value)}"
@@ -578,8 +580,8 @@ class Plan:
 
 
 def changed_bits(saved: Plan, now: Plan) -> list[str]:
-    """Describe the difference between two plans that changes the bits of a run in bitwise numerics;
-    empty if there is none."""
+    """Describe the differences between two plans that change the bits of a run in bitwise numerics;
+    empty if there are none."""
     if saved.numerics == now.numerics == "bitwise" and saved.slices != now.slices:
         return [f"slices (of the plan): {saved.slices}, now {now.slices}"]
     return []

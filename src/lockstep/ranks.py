@@ -1,4 +1,4 @@
-"""The rank of a process, also before and after training, and `once`, for downloads once per
+"""`rank`, which works also before and after training, and `once`, for downloads once per
 machine."""
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def rank() -> int:
 
 
 def once(function: Callable[[], T]) -> T:
-    """Call `function` on one process of each machine first, then on the others, and return the
-    result of each process's call. Use it for downloads: the other processes then find the files.
-    Every rank calls it, before training.
+    """Call `function` on one process of each machine first, then on the machine's other processes,
+    and return the result of this process's call. Use it for downloads: the other processes then
+    find the files. Every rank calls it, before training.
 
     If the call raises on the first process of a machine, that process raises the error, and all
     other ranks raise a `LaunchError`.

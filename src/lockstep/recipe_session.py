@@ -1,4 +1,5 @@
-"""The session of a recipe: it measures `auto` settings, builds the model, and writes the result."""
+"""The session of a recipe, which measures `auto` settings, builds the model, and writes the
+result."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ class RecipeSession(Session):
     ) -> None:
         self.recipe = recipe
         self._evaluations, self._recovery = recipe.evaluations, recovery
-        # a process that has trained compares the recipe as the script gave it
+        # after a recovery, compare the recipe as the script gave it
         code = RecipeCode.of(recipe) if recovery is None else recovery.code
         self.code, self._code_and_objects = code
         super().__init__(
@@ -190,7 +191,7 @@ class RecipeSession(Session):
             save_configuration(run.model, run.dir / CONFIGURATION)
 
     def result(self, seconds: float, *, is_trained: bool) -> Result:
-        """Write the final weights, unless the run was only evaluated, and the result."""
+        """Write the result and, unless the run was only evaluated, the final weights."""
         run, recorder = self.run, self.context.recorder
         state = run.training.modules[0].model_state()
         if is_trained:

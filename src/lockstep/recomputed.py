@@ -1,5 +1,5 @@
-"""The microbatches that several ranks compute to compare them, and the ranks that differ. Pure
-arithmetic."""
+"""Chooses the microbatches whose gradients several ranks compute, and finds the ranks with wrong
+results. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 Position = list[float]
-"""A position in the order in which the ranks of a replica exchange tensors. All these ranks have
-the same order. Positions compare as sequences."""
+"""A position in the order in which the ranks of a replica exchange tensors, which is the same for
+all these ranks. Positions compare as sequences."""
 RECEIVED, WITHIN, SENT = range(3)
-"""The second number of a position: tensors that a rank receives before it computes a part of a
-microbatch, sends meanwhile, or sends after it. The first number is the part's."""
+"""The second number of a position (the first is the number of a microbatch's part): a rank
+exchanges tensors before it computes the part, meanwhile, or after it."""
 GRADIENT: Position = [math.inf]
-"""The position of the gradient, which is used when all exchanges have ended."""
+"""The position of the gradient, after all exchanges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +25,17 @@ class Recomputed:
 
     microbatch: int
     ranks: tuple[int, ...]
-    """The rank to which it is assigned; the rank that recomputes it; and, if there are at least
-    three ranks, a third one that decides between the two."""
+    """The rank to which the microbatch is assigned; the rank that recomputes it; and, if there are
+    at least three ranks, a third rank that decides between these two."""
 
 
 def recomputed(
     shares: Sequence[Sequence[int]], choose: Callable[[int], int]
 ) -> tuple[Recomputed, ...]:
-    """Choose one microbatch of each rank that has microbatches, and the ranks that recompute it.
+    """Choose, for each rank with microbatches, one of them and the ranks that recompute it.
 
-    Each rank recomputes at most one, and decides about at most one. `shares`: the microbatches of
-    each rank; there are at least two ranks. `choose`: (number of the choice) -> random integer.
+    Each rank recomputes at most one microbatch, and decides about at most one. `shares`: the
+    microbatches of each of at least two ranks. `choose`: (number of the choice) -> random integer.
     """
     ranks = len(shares)
     first = 1 + choose(0) % (ranks - 1)
@@ -53,8 +53,8 @@ def recomputed(
 def ranks_at_fault(
     votes: Sequence[tuple[Recomputed, Sequence[object]]],
 ) -> tuple[list[int], list[int]]:
-    """Return the ranks that computed a wrong gradient; and, where the votes do not say which rank
-    it was, the ranks among which it is. `votes`: each microbatch, with the gradient that each of
+    """Return the ranks that computed a wrong gradient, and ranks among which at least one did
+    (where the votes do not show which). `votes`: each microbatch, with the gradient that each of
     its `ranks` computed, in any form that can be compared.
 
     Two ranks that agree are right, and a third one that differs from them is wrong.
@@ -75,13 +75,13 @@ class Computed(NamedTuple):
     """Checksums of a rank's results for one microbatch."""
 
     exchanged: Sequence[tuple[Position, int]]
-    """One for each tensor that is exchanged with other ranks of the replica, by position."""
+    """(position, checksum) for each tensor that is exchanged with other ranks of the replica."""
     gradient: Sequence[int]
-    """One for each parameter."""
+    """The checksum of each parameter's gradient."""
 
     def first_difference(self, other: Computed) -> Position | None:
-        """Return the first position at which another rank computed something else. None if it
-        computed the same."""
+        """Return the first position at which another rank's results differ; None if there is
+        none."""
         for pair in zip_longest(self.exchanged, other.exchanged):
             if pair[0] != pair[1]:
                 return min(each[0] for each in pair if each is not None)
@@ -94,7 +94,7 @@ class Reported(NamedTuple):
 
     ranks: Sequence[int]
     computed: Sequence[Computed]
-    """One result for each of their roles. A role is an index into `Recomputed.ranks`."""
+    """The result of each role of these ranks. A role is an index into `Recomputed.ranks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +105,15 @@ class WrongRanks:
     """The wrong ranks. If not `is_certain`, at least one of these ranks is wrong."""
     is_certain: bool
     microbatch: Recomputed
-    """A microbatch that one of them computed and whose gradients differ."""
+    """A microbatch that one of `ranks` computed and whose gradients differ."""
     role: int
-    """The role of a named rank in it."""
+    """The role of one of `ranks` in the microbatch."""
     other: int
-    """The role of a data rank that computed something else."""
+    """The role of a data rank with a different result."""
     position: Position
-    """The first position at which they differ."""
+    """The first position at which the two roles differ."""
     has_third: bool
-    """True if two data ranks agree on it, and so another one is wrong."""
+    """True if two data ranks agree on the microbatch, so that another one is wrong."""
 
 
 def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]) -> WrongRanks:
@@ -152,8 +152,8 @@ def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]
 
 
 def _pairs(values: Sequence[object], right: object | None) -> list[tuple[int, int]]:
-    """Return the roles of which the first computed something else than the second. `right`: the
-    value of the second one; None: any."""
+    """Return the pairs of roles with different values. `right`: the value of the second role; None:
+    any."""
     roles = range(len(values))
     return [
         (one, other)

@@ -36,7 +36,7 @@ def train(
 ) -> Result:
     """Train on the processes that were started. Every rank calls it, with the same recipe.
 
-    - `plan`, `run_dir`: used if the launcher gives none. None: `replicate=auto`, and a new
+    - `plan`, `run_dir`: used unless the launcher gives them. None: `replicate=auto`, and a new
       directory below `runs`.
     - `hooks`: called in this order; one with `state_dict` and `load_state_dict` is saved with the
       run.
@@ -45,7 +45,7 @@ def train(
     - `resume`: "auto" continues an unfinished run in `run_dir`; "never" refuses to; "must" refuses
       to start a new run. The launcher's value replaces it.
     - `allow_change`: fields of the recipe that may differ from the saved ones at a resume.
-    - `loggers`: where else the run's numbers go, such as `ls.WandB(project=...)`; see
+    - `loggers`: further receivers of the run's numbers, such as `ls.WandB(project=...)`; see
       `logging.loggers.Logger`.
 
     Raises the children of `ls.errors.UserError`. Raises `Preempted` if the run was asked to save
@@ -80,7 +80,7 @@ def train(
 
 
 def train_in(session: RecipeSession) -> Result:
-    """Train in a session that was entered before."""
+    """Train in a session that is entered already."""
     session.build()
     run, recipe, house = session.run, session.recipe, session.house
     assert recipe.microbatch != "auto", "_resolve has chosen one"

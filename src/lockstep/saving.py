@@ -17,9 +17,9 @@ Resume = Literal["auto", "never", "must"]
 one. `must`: refuse if there is none."""
 
 OutOfMemory = Literal["retry", "halve", "same-bits", "stop"]
-"""The changes of the plan after running out of memory. `halve`: the next fallback of
-checkpointing, offload and microbatch_splits. `same-bits`: the same, but no change that alters bits.
-`retry`: `same-bits` under bitwise numerics, else `halve`. `stop`: nothing."""
+"""The changes of the plan after running out of memory. `halve`: the next fallback among
+checkpointing, offload and microbatch_splits. `same-bits`: the next one that does not change bits.
+`retry`: `same-bits` under bitwise numerics, else `halve`. `stop`: no change."""
 
 
 @with_field_docs
@@ -36,8 +36,8 @@ class Saving:
     keep_every: int | None = None
     """Checkpoints at multiples of this many steps are never deleted. None: no such checkpoints."""
     keep: Literal["log"] | None = None
-    """`log`: keeps older checkpoints at distances that double with their age: about 2 log2(n) of n.
-    `lockstep replay` then begins near any old step. None: no such checkpoints."""
+    """`log`: keep older checkpoints at distances that double with their age, about 2 log2(n) of n,
+    so that `lockstep replay` can begin near any old step. None: no such checkpoints."""
     best: str | None = None
     """Name of an evaluation metric. The run is saved at each new best value, independently of
     `every`, and that checkpoint is kept until a better one. None: no such checkpoint."""
@@ -123,7 +123,7 @@ class Saving:
 @with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
-    """The best evaluation of a run by `Saving.best`; of equal ones the earliest."""
+    """The best evaluation of a run by `Saving.best`; the earliest of equally good ones."""
 
     metric: str
     """Name of the metric: `Saving.best`."""
@@ -152,7 +152,7 @@ def interval(text: str, name: str) -> int | str:
 
 
 def check_resume(value: Any, name: str) -> Resume:
-    """Raises `CheckpointError` unless it is one of `Resume`."""
+    """Raise `CheckpointError` unless `value` is one of `Resume`."""
     if value not in get_args(Resume):
         raise CheckpointError(f"{name}={value!r}; it must be one of {', '.join(get_args(Resume))}")
     found: Resume = value
@@ -171,7 +171,7 @@ def check_allow_change(value: Collection[str]) -> frozenset[str]:
 
 
 def check_out_of_memory(value: str, name: str) -> OutOfMemory:
-    """Raises `PlanError` unless it is one of `OutOfMemory`."""
+    """Raise `PlanError` unless `value` is one of `OutOfMemory`."""
     if value not in get_args(OutOfMemory):
         raise PlanError(f"{name}={value!r}; it must be one of {', '.join(get_args(OutOfMemory))}")
     return cast(OutOfMemory, value)

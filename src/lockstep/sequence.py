@@ -1,4 +1,4 @@
-"""The tokens of a sequence that each rank of the axis `context` computes: pure arithmetic.
+"""The tokens of a sequence that each rank of the axis `context` computes. Pure arithmetic.
 
 A sequence is cut into chunks whose widths differ by at most one token, so any length can be cut and
 nothing is padded. Ranks take contiguous shares of the chunks in *paired order*: 0, last, 1, last
@@ -22,16 +22,16 @@ def paired_order(chunks: int) -> list[int]:
 
 
 def chunks_of(chunks: int, ranks: int, rank: int) -> list[int]:
-    """Return the chunks of a rank, in paired order. The shares of all ranks, one after another, are
-    `paired_order`; if the numbers of chunks and of ranks are powers of two, each rank gets a
-    subtree of the tree over that order (`lockstep.tree`)."""
+    """Return the chunks of a rank, in paired order. The concatenated shares of all ranks are
+    `paired_order`. If the numbers of chunks and of ranks are powers of two, each rank gets a
+    subtree of the tree over this order (`lockstep.tree`)."""
     share = contiguous_range(chunks, rank, ranks)
     return paired_order(chunks)[share.start : share.stop]
 
 
 def spans(tokens: int, chunks: int, ranks: int, rank: int) -> tuple[range, ...]:
-    """Return the range of indices in the sequence of each of a rank's chunks, in the order of
-    `chunks_of`."""
+    """Return, for each of a rank's chunks in the order of `chunks_of`, the range of its indices in
+    the sequence."""
     return tuple(
         contiguous_range(tokens, chunk, chunks) for chunk in chunks_of(chunks, ranks, rank)
     )
@@ -39,8 +39,8 @@ def spans(tokens: int, chunks: int, ranks: int, rank: int) -> tuple[range, ...]:
 
 @lru_cache(maxsize=64)
 def places(tokens: int, chunks: int, ranks: int, rank: int) -> NDArray[np.int64]:
-    """Return the index in the sequence of each of a rank's tokens, in the rank's order. The array
-    is read-only."""
+    """Return the indices of a rank's tokens in the sequence, in the rank's order. The array is
+    read-only."""
     found = np.concatenate(
         [np.arange(each.start, each.stop) for each in spans(tokens, chunks, ranks, rank)]
     )

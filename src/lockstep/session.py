@@ -1,4 +1,4 @@
-"""The lower level that `train` is written on, for loops that a recipe cannot express: GANs,
+"""The lower level on which `train` is written, for loops that a recipe cannot express: GANs,
 reinforcement learning."""
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ TELLING_SECONDS = 1.0
 
 
 class Session:
-    """The processes, the run directory and the models of one run. Every rank makes one, and makes
-    the same calls on it.
+    """The processes, the run directory and the models of one run. Every rank makes one, and calls
+    its methods in the same order.
 
     Use it in a `with`. A plan or run directory from the launcher replaces the one given here.
     Raises `PlanError`, `LaunchError` and `RunDirectoryError` on entering.
@@ -84,8 +84,8 @@ class Session:
     ) -> None:
         """- `run_dir`, `plan`, `hooks`, `log_every`, `saving`, `resume`, `loggers`: as for `train`.
         - `seed`, `precision`, `gradient_compression`: as in `Recipe`.
-        - `recipe`: further facts about what is learned; run.json records them, and a resumed run is
-          compared with them.
+        - `recipe`: further values that decide what is learned; run.json records them, and a resumed
+          run is compared with them.
         - `allow_change`: fields of `recipe`, and arguments of `Session` and `steps`, that may
           differ from the saved ones.
         """
@@ -145,7 +145,7 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # the watchdog ends the process once it has saved; until then no signal does
+        # the watchdog ends the process once it has saved; until then, ignore signals
         while self.house.hang.ends_the_process:
             with suppress(BaseException):
                 threading.Event().wait()
@@ -381,7 +381,7 @@ class Session:
         return self.run.full_state_dict(model)
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of training. Any rank may call it; all ranks stop at the next logging
+        """Ask all ranks to stop training. Any rank may call it; all ranks stop at the next logging
         step or evaluation."""
         self.run.stop(reason)
 
@@ -397,13 +397,14 @@ def _shared(
     error: BaseException,
     found: UserError | None,
 ) -> UserError | None:
-    """Return the error to raise instead of `error`: the other rank's mistake, if that has caused
-    it. Another cause becomes a note of `error`. If the error is this rank's own, reports it to the
-    other ranks. `found`: the mistake for which the watchdog has ended the exchanges."""
-    # a rank that has failed in a forward makes another call than those that go on
+    """Return the error to raise instead of `error`: another rank's mistake, if that is its cause. A
+    cause that is not a mistake is added to `error` as a note. If the error is this rank's own,
+    reports it to the other ranks. `found`: the mistake for which the watchdog has ended the
+    exchanges."""
+    # a rank that has failed in a forward makes a different call than the other ranks
     differ = isinstance(error, CallsDiffer)
     if differ or (explained is None and lost_a_peer(error)):
-        # the other rank may have stopped this one's exchange, and be on its way out of its script
+        # the other rank may have stopped this rank's exchange, and may be leaving its script
         waits = differ or found is not None or isinstance(error, PeerStopped)
         seconds = TELLING_SECONDS if waits else 0.0
         if (cause := failure.cause(wait_seconds=seconds)) is not None:

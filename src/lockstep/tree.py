@@ -21,7 +21,7 @@ Node = tuple[int, int]
 
 
 def cover(start: int, stop: int, count: int) -> list[Node]:
-    """Return the smallest list of nodes of the tree over [0, count) that together cover [start,
+    """Return the shortest list of nodes of the tree over [0, count) that together cover [start,
     stop), in order."""
 
     def inside(a: int, b: int) -> list[Node]:
@@ -56,11 +56,11 @@ class Counter(Generic[T]):
         self.push_node((self._next, self._next + 1), value)
 
     def push_node(self, node: Node, value: T) -> None:
-        """Add a node that consists of the next leaves, which are already summed."""
+        """Add a node of the next leaves, whose sum is `value`."""
         if node[0] != self._next or not node[0] < node[1] <= self._count:
             raise ValueError(
-                f"node {node} after leaf {self._next - 1} of {self._count}: nodes follow on each"
-                " other and end at the count"
+                f"node {node} after leaf {self._next - 1} of {self._count}: nodes must be"
+                " consecutive and end at the count"
             )
         self._next = node[1]
         while self.nodes and self._siblings(self.nodes[-1], node):
@@ -88,7 +88,7 @@ class LeavesInAnyOrder(Generic[T]):
 
     def __init__(self, combine: Callable[[T, T], T], *, count: int) -> None:
         self.values: dict[Node, T] = {}
-        """The sums of nodes whose own leaves have arrived and whose siblings' leaves have not."""
+        """The sums of nodes whose leaves have all arrived, but whose sibling's leaves have not."""
         self._combine = combine
         self._count = count
         self._arrived: set[int] = set()
@@ -112,8 +112,8 @@ class LeavesInAnyOrder(Generic[T]):
 
 
 def fold(nodes: Sequence[Node], values: Sequence[T], count: int, combine: Callable[[T, T], T]) -> T:
-    """Return the sum over the whole tree from nodes that together cover [0, count), in order: the
-    covers of all ranks."""
+    """Return the sum over the whole tree. `nodes`: nodes that together cover [0, count), in order,
+    such as the covers of all ranks."""
     counter = Counter(combine, start=0, count=count)
     for node, value in zip(nodes, values, strict=True):
         counter.push_node(node, value)

@@ -1,5 +1,5 @@
-"""Hooks on the inputs of blocks. A tensor that a block gets several times stays one object, and the
-gradients of its uses inside the block are summed first."""
+"""Hooks on the inputs of blocks. A tensor that a block gets several times stays one object. The
+gradients of an input's uses inside a block are summed before they leave the block."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lockstep.base.torch_private import changed_grad_tensors, tree_flatten, tree
 
 
 def sum_in_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Sum the gradients of inputs first inside each of `blocks`, and inside `model`, as FSDP2's
-    groups do. Modules without direct parameters are not groups."""
+    """Make each of `blocks`, and `model`, sum the gradients of an input's uses inside it first, as
+    FSDP2's groups do. Modules without direct parameters are no groups."""
     seen: set[int] = set()
     for module in (*blocks, model):
         own = {id(parameter) for parameter in module.parameters()} - seen

@@ -27,7 +27,7 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
     Recomputation in Large Transformer Models, 2022). The forward drops the empty cache of keys and
     values that transformers makes by default, and refuses a filled one with `RecipeError`."""
     if isinstance(block, BatchNormBase):
-        # the block keeps only its input anyway, and a recomputation would update its running
+        # BatchNorm keeps only its input anyway, and a recomputation would update its running
         # statistics twice
         return
     forward: Callable[..., Any] = block.forward
@@ -65,10 +65,10 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
 
 
 class _DrawnAgain:
-    """The context of a recomputation, in which the random numbers of the forward are drawn again.
-    Make it before the forward. It can be entered several times, for `backward(retain_graph=True)`.
-    torch restores generators only on CUDA and XPU, and only for devices of positional arguments:
-    elsewhere, as on MPS, it silently recomputes with other dropout masks
+    """A context for recomputation that draws the forward's random numbers again. Make it before the
+    forward. It can be entered several times, for `backward(retain_graph=True)`. torch restores
+    generators only on CUDA and XPU, and only for devices of positional arguments: elsewhere, as on
+    MPS, it silently recomputes with other dropout masks
     (https://github.com/pytorch/pytorch/issues/127676).
     """
 
@@ -116,8 +116,8 @@ def _without_cache(item: Any) -> Any:
 
 
 def error_of_compiling(error: BaseException | None, plan: object) -> PlanError | None:
-    """Return an error that explains an error of torch in compiled blocks; None for another error.
-    `plan`: the plan that compiles them."""
+    """Return a `PlanError` that explains torch's error in a compiled block; None for an error that
+    it does not know. `plan`: the plan that compiles blocks."""
     said = "does not currently support double backward"
     if not isinstance(error, RuntimeError) or said not in str(error):
         return None
@@ -130,7 +130,7 @@ def error_of_compiling(error: BaseException | None, plan: object) -> PlanError |
 
 def compile_forward(block: nn.Module, *, bitwise: bool) -> None:
     """Compile the block's forward once for each shape, so that ranks execute the same code,
-    whatever shapes they had before."""
+    whatever shapes each has seen before."""
     # fallback_random: dropout has the same masks as in uncompiled code. deterministic: kernels are
     # not chosen by their time, so all ranks and runs sum in the same order.
     block.forward = torch.compile(

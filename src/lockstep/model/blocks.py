@@ -12,16 +12,16 @@ from torch.distributed.tensor import DTensor
 from lockstep.base.errors import RecipeError, first_few
 
 LARGE_FRACTION = 1 / 8
-"""If no list of modules repeats, a module with at least this fraction of all parameters is a
-block."""
+"""If the model has no list of repeated modules, a module with at least this fraction of all
+parameters is a block."""
 
 
 def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """Return the names of the model's blocks, in the order of its modules; no block is inside
     another one. May be empty. `patterns`: `Recipe.blocks`. None: the members of the outermost lists
-    of modules of one class (`nn.ModuleList`, `nn.Sequential`), or else the modules that have at
-    least an eighth of all parameters. Modules that share a parameter with another part of the model
-    are left out. Raises `RecipeError` if the patterns do not name blocks."""
+    (`nn.ModuleList`, `nn.Sequential`) whose members have one class; without such lists, the modules
+    that have at least an eighth of all parameters. Modules that share a parameter with another part
+    of the model are left out. Raises `RecipeError` if the patterns do not name blocks."""
     if patterns is None:
         found = list(_repeated(model, "")) or list(_large(model, "", numel(model) * LARGE_FRACTION))
         shared = blocks_with_shared_parameters(model, found)
@@ -83,12 +83,13 @@ def blocks_with_shared_parameters(model: nn.Module, blocks: Sequence[str]) -> se
 
 
 def is_within(name: str, outer: str) -> bool:
-    """True if the module `name` is the module `outer`, or inside it. "": the whole model."""
+    """True if module `name` is `outer` or inside it. "" is the whole model."""
     return not outer or f"{name}.".startswith(f"{outer}.")
 
 
 def outermost(names: list[str]) -> list[str]:
-    """Return the outermost of these names ("blocks.*" also matches modules inside a block)."""
+    """Return the names that are not inside another of these names ("blocks.*" also matches modules
+    inside a block)."""
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
@@ -128,8 +129,8 @@ def shared_names(model: nn.Module) -> list[list[str]]:
 
 
 def share_parameter(model: nn.Module, names: Sequence[str]) -> None:
-    """Let the modules with these parameters share one object again: the DTensor if there is one,
-    else the first."""
+    """Make the modules with these parameters share one object again: a DTensor if any of them is
+    one, else the first."""
     copies = [model.get_parameter(name) for name in names]
     one = next((parameter for parameter in copies if isinstance(parameter, DTensor)), copies[0])
     for name in names:
@@ -138,7 +139,7 @@ def share_parameter(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def pass_through(value: Tensor) -> Tensor:
-    """The forward of a block that is skipped, where its hooks must run all the same."""
+    """Replaces the forward of a skipped block whose hooks must still run."""
     return value.view_as(value)
 
 

@@ -1,12 +1,12 @@
-"""Logits that only their loss computes, in chunks of tokens: the output of a model's head under
+"""Logits that only the loss computes, in chunks of tokens: the output of a model's head under
 `logits=chunked`.
 
 The whole logits of a language model are often its largest tensor. Here the head returns a
-`ChunkedLogits`, which stands for them and computes nothing. `F.cross_entropy` of it computes the
-logits of some tokens at a time, their loss and their gradient, so that no tensor of all tokens and
-all classes is ever made. The gradients of the hidden states and of the weights are ready after the
-forward; the backward multiplies them by one number. With `reduction="none"` that number differs
-from token to token, so the backward computes the logits again.
+`ChunkedLogits`, which computes nothing. `F.cross_entropy` of it computes, for some tokens at a
+time, the logits, their loss and their gradient, so that no tensor of all tokens and all classes is
+ever made. The gradients of the hidden states and of the weights are ready after the forward; the
+backward multiplies them by one number. With `reduction="none"` this number differs from token to
+token, so the backward computes the logits again.
 
 `torch.nn.functional.linear_cross_entropy` does the same, but under autocast it sums the loss in
 bf16 or fp16, which is off by 1% for 2,048 tokens, and its chunks are too small for CPUs.
@@ -33,8 +33,8 @@ from lockstep.base.torch_private import (
 )
 
 MIN_ROWS, MIN_ROWS_OF_ACCELERATOR = 256, 1024
-"""Tokens of a chunk, if there are twice as many: fewer do not keep a CPU, or an accelerator,
-busy."""
+"""Smallest number of tokens in a chunk (if there are at least twice as many), on a CPU and on an
+accelerator: fewer would not keep the device busy."""
 SAME = frozenset({"contiguous", "clone"})
 CASTS = frozenset({"float", "double", "bfloat16", "to"})
 SHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"})
@@ -50,17 +50,17 @@ OF_HIDDEN = frozenset(
     {"device", "requires_grad", "grad_fn", "is_leaf", "get_device", "is_inference"}
     | accelerator.DEVICE_FLAGS
 )
-"""Attributes and methods that are answered by the hidden states."""
+"""Attributes and methods that are taken from the hidden states."""
 OF_EACH_LOGIT = frozenset(
     {"div", "true_divide", "divide", "mul", "multiply", "tanh", "sigmoid", "clamp", "exp", "pow"}
     | {"__truediv__", "__rtruediv__", "__mul__", "__rmul__", "__pow__"}
 )
-"""Names of functions that change each logit by itself."""
+"""Names of elementwise functions of logits."""
 
 
 class Head(NamedTuple):
-    """The weights of a head, and the dtypes of its logits: of the product, and of the casts after
-    it."""
+    """The weights of a head, and the dtypes of its logits: the product's, and those of the casts
+    after it."""
 
     weight: Tensor
     bias: Tensor | None
@@ -75,11 +75,11 @@ class Head(NamedTuple):
 
 
 class ChunkedLogits(Tensor):
-    """Logits that have not been computed: hidden states and a head. The tensor itself has a shape
-    and a dtype, and no memory."""
+    """Logits that were not computed: hidden states and a head. The tensor itself has a shape and a
+    dtype, but no memory."""
 
     _hidden: Tensor
-    """It has the shape of the logits, but for the dim of the classes."""
+    """The hidden states. They have the shape of the logits, except in the dim of classes."""
     _head: Head
     _class_dim: int
 
@@ -141,12 +141,12 @@ class ChunkedLogits(Tensor):
 
 
 def hidden_states(tensor: Tensor) -> Tensor:
-    """Return the hidden states of chunked logits, and another tensor unchanged."""
+    """Return the hidden states of chunked logits; return any other tensor unchanged."""
     return tensor._hidden if isinstance(tensor, ChunkedLogits) else tensor
 
 
 def with_hidden(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `change(tensor)`; for chunked logits, the same head of the changed hidden states."""
+    """Return `change(tensor)`; for chunked logits, chunked logits with changed hidden states."""
     if not isinstance(tensor, ChunkedLogits):
         return change(tensor)
     return ChunkedLogits.of(change(tensor._hidden), tensor._head, tensor._class_dim)
@@ -236,8 +236,8 @@ def _error(name: str) -> PlanError:
 
 
 def _is_of_the_house(hook: Any) -> bool:
-    """True for hooks that only note that a backward begins, such as FSDP2's. Another one expects
-    the gradient of the logits, and would get that of the hidden states."""
+    """True for hooks that only note that a backward begins, such as FSDP2's. Any other hook expects
+    the gradient of the logits, but would get the gradient of the hidden states."""
     return str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", "lockstep")
 
 
@@ -265,8 +265,8 @@ def _dtype_of(name: str, logits: ChunkedLogits, args: Any, kwargs: Any) -> torch
 
 
 def _index(logits: ChunkedLogits, index: Any) -> tuple[Any, ...]:
-    """Return the index for the hidden states. Raises `PlanError` if it takes some classes alone.
-    The classes are the last dim."""
+    """Return the index for the hidden states. The classes are the last dim. Raises `PlanError` if
+    the index selects among the classes."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, bool) for item in items):
         raise _error("__getitem__")
@@ -290,7 +290,7 @@ def _index(logits: ChunkedLogits, index: Any) -> tuple[Any, ...]:
 
 
 def _behind_one_node(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-    """Return the same tensors behind one node of the graph, but for frozen weights."""
+    """Return the same tensors as outputs of one node of autograd's graph, except frozen weights."""
     trained = [each for each in (weight, bias) if each is not None and each.requires_grad]
     joined = _Joined.apply(hidden, *trained)  # type: ignore[no-untyped-call]
     found = dict(zip(map(id, trained), joined[1:], strict=True))
@@ -298,9 +298,9 @@ def _behind_one_node(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tup
 
 
 class _Joined(torch.autograd.Function):
-    """The head's node in the graph. Its backward runs after the loss's and before the weights'
-    gradients are accumulated, as a linear layer's: FSDP2's hooks on the head's output belong to
-    it."""
+    """The head's node in autograd's graph. As for a linear layer, its backward runs after the
+    loss's backward and before the weights' gradients are accumulated. FSDP2's hooks on the head's
+    output are on this node."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Any) -> Any:
@@ -351,7 +351,7 @@ def _cross_entropy(
     hidden, head = input._hidden, input._head
     if head.dtypes[-1] in (torch.bfloat16, torch.float16) and torch.is_autocast_enabled(
         hidden.device.type
-    ):  # as autocast does for the loss
+    ):  # autocast runs the loss in float32
         head = head._replace(dtypes=(*head.dtypes, torch.float32))
     if len(head.weight) and not head.weight.untyped_storage().nbytes():
         raise PlanError(
@@ -401,8 +401,9 @@ def _check_call(input: Any, target: Any, size_average: Any, reduce: Any, reducti
 
 
 def _rows_of_chunk(hidden: Tensor, classes: int) -> int:
-    """Tokens of a chunk, by shapes alone: so many that its logits are about as large as the hidden
-    states, but enough to keep the device busy, and at most half of the tokens."""
+    """Return the number of tokens in a chunk, which depends on shapes only: its logits are about as
+    large as the hidden states, but it has enough tokens to keep the device busy, and at most half
+    of all tokens."""
     least = MIN_ROWS_OF_ACCELERATOR if accelerator.is_accelerator(hidden) else MIN_ROWS
     tokens, features = hidden.shape
     return max(1, min(max(least, tokens * features // max(1, classes)), -(-tokens // 2)))
@@ -424,14 +425,14 @@ def _chunks(head: Head, hidden: Tensor, target: Tensor) -> Iterator[_Chunk]:
 
 
 class _Gradients:
-    """The gradients of hidden states, weight and bias, summed over chunks; None if nobody needs the
-    gradient."""
+    """The gradients of hidden states, weight and bias, summed over chunks; None for a gradient that
+    is not needed."""
 
     def __init__(self, head: Head, hidden: Tensor, needed: Sequence[bool]) -> None:
         def zeros(tensor: Tensor | None, is_needed: bool) -> Tensor | None:
             if tensor is None or not is_needed:
                 return None
-            # of a low precision, many small parts would be lost
+            # sum in float32 at least: in a low precision, small parts would be lost
             wide = torch.promote_types(tensor.dtype, torch.float32)
             return torch.zeros_like(tensor, dtype=wide)
 
@@ -441,8 +442,8 @@ class _Gradients:
 
     @uncounted()
     def add(self, chunk: _Chunk, slope: Tensor) -> None:
-        """Add a chunk's part. `slope`: the gradient of its logits. It belongs to the backward,
-        whose FLOPs are not counted in a forward."""
+        """Add a chunk's part of the gradients. `slope`: the gradient of its logits. (The products
+        count as FLOPs of the backward.)"""
         slope = slope.to(self._head.dtypes[0])
         if self.hidden is not None:
             self.hidden[chunk.rows] = slope @ self._head.weight

@@ -1,5 +1,5 @@
-"""Checks that every rank builds the same model. Its factory may read the rank, the clock or an
-unseeded generator. Structure is compared first, because ranks with different parameters would
+"""Checks that every rank builds the same model, although its factory may read the rank, the clock
+or an unseeded generator. Structure is compared first, because ranks with different parameters would
 deadlock in their collectives. Then checksums of the values are compared; under deferred
 initialization, one tensor at a time."""
 
@@ -18,8 +18,8 @@ from lockstep.comm.world import World
 
 
 def check_structure(model: Any, world: World) -> None:
-    """Raise `RecipeError` on all ranks if two have different modules, parameters or buffers. Every
-    rank calls it."""
+    """Raise `RecipeError` on all ranks if two ranks have different modules, parameters or buffers.
+    Every rank calls it."""
     first, *others = world.gather_values(_structure(model))
     for rank, other in enumerate(others, start=1):
         if other != first:

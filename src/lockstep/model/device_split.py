@@ -1,7 +1,7 @@
 """One process on several devices: naive model parallelism, and `torch.nn.DataParallel`.
 
-Naive model parallelism: each layer is on one device, and activations move between them. Consecutive
-layers share a device. Everything else, including the batches and the model's output, is on the
+Naive model parallelism: each layer is on one device, and activations move between them. Each device
+has consecutive layers. Everything else, including the batches and the model's output, is on the
 first device, `home`. A layer's output moves to `home`, unless it is the input of the next layer (as
 in a list of layers).
 
@@ -290,7 +290,8 @@ def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
     parallel = nn.DataParallel(_OwnForward(model), device_ids=gpus)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # seeds are drawn from the microbatch's generator, so that each part has different masks
+        # draw a seed for each GPU from the microbatch's generator, so that each part has different
+        # masks
         for gpu in gpus[1:]:
             generator = accelerator.generator(torch.device(str(accelerator.kind()), gpu))
             generator.manual_seed(int(torch.randint(2**62, ())))
@@ -301,7 +302,7 @@ def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
 
 class _OwnForward(nn.Module):
     """The module that DataParallel replicates. It calls the forward of the model's class, because
-    `model.forward` is now DataParallel's."""
+    `model.forward` calls DataParallel."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

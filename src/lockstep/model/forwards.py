@@ -1,4 +1,4 @@
-"""The forward of a model that is whole on this rank, or that a pipeline computes in stages."""
+"""Runs forwards of a model, which is whole on this rank or split into a pipeline's stages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from lockstep.model.pipeline.boundary import Arguments, Chunks, Run
 
 
 class Forwards(Protocol):
-    """Computes forwards that belong to no microbatch. Every rank of `world` makes the same
-    calls."""
+    """Computes forwards outside of microbatches. Every rank of `world` makes the same calls."""
 
     world: World
     """The ranks that have the model's stages."""
@@ -42,7 +41,7 @@ class WholeModel:
     last_stage = 0
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        """`world`: any that this rank is in."""
+        """`world`: any world that contains this rank."""
         self.world = replace(world, rank=0, size=1, group=None, owns_group=False)
         self._model = model
 

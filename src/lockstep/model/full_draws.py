@@ -1,5 +1,5 @@
-"""Random numbers for sharded tensors: every rank draws the numbers of the full tensor, and keeps
-its part."""
+"""Draws random numbers for sharded tensors: every rank draws the numbers of the full tensor, and
+keeps its part."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _FILLING = frozenset(
 
 
 class FullDraws(TorchFunctionMode):
-    """Draws random numbers for a DTensor as one process does, while the body runs: torch would draw
-    each rank's by itself. All ranks have the same seeds."""
+    """Draws random numbers for a DTensor as one process does, while the body runs. (Torch would
+    draw each rank's part separately.) All ranks must have the same seeds."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,4 +1,5 @@
-"""A snapshot of the structure of a model and its optimizers, to find changes between two steps."""
+"""A snapshot of the structure of a model and its optimizers, to detect changes between two
+steps."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class ModelSnapshot:
         self._names = list(named)
         self._modules = list(named.values())
         self._modes = [module.training for module in self._modules]
-        # The dicts of the modules themselves: cheap to read, and always current.
+        # the modules' own dicts, which are cheap to read and always current
         self._owned: list[dict[str, Any]] = [
             dictionary
             for module in self._modules
@@ -85,7 +86,7 @@ class ModelSnapshot:
         """Raise `RecipeError` if the model's modules or parameters, or the groups of an optimizer,
         have changed."""
         if self._members_now() != self._members:
-            # a forward that the script called may have left gathered parameters
+            # a forward of the script may have left parameters gathered
             reshard(self._model)
             if self._members_now() != self._members:
                 raise RecipeError(

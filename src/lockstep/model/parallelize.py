@@ -59,21 +59,22 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Parallelized:
-    """The objects with which a parallelized model is run. `shared_parameters`: parameters that
-    several ranks of the pipeline have."""
+    """The objects that run a parallelized model. `shared_parameters`: parameters that several ranks
+    of the pipeline hold."""
 
     streams: ModuleRandomStreams | None
     """Random streams of the model's parts; None if its sequential parts are not known."""
     pipeline: Pipeline | None
     shared_parameters: Sequence[SharedParameter]
     cut: SequenceCut | None
-    """None if the model is called with whole sequences, as it is."""
+    """Calls the model with this rank's tokens; None if the model is called with whole sequences."""
     experts: Mapping[str, Experts]
     """The modules of experts in this rank's stages whose experts are divided over ranks."""
     expert_leaves: Sequence[Leaves]
-    """With bitwise numerics, the leaves of each module of experts on several ranks."""
+    """With bitwise numerics, the leaves of each module of experts that is divided over ranks."""
     separate: SeparateParts | None
-    """With bitwise numerics, of a model whose sequential parts are known."""
+    """Hooks that separate the sequential parts, with bitwise numerics, if the parts are known; else
+    None."""
     whole_experts: Sequence[str]
     """Modules of experts that `tensor` leaves whole."""
     eager_experts: Sequence[str]
@@ -100,7 +101,7 @@ def parallelize(
     """Change the model in place so that this rank holds and computes its part of the plan. Every
     rank calls it. `autocast_dtype`: None without autocast. `begin`: seeds the generators with a
     key. `blocks`, `tensor`, `stages`, `sequence`, `head`, `experts`: as in `Recipe`. `exchange`:
-    says if a forward computes a dummy microbatch. Raises `RecipeError` and `PlanError`."""
+    knows if a forward computes a dummy microbatch. Raises `RecipeError` and `PlanError`."""
     model = initial.module
     block_names = blocks_of(model, blocks)
     parts = sequential_parts(model, stages)
@@ -150,8 +151,7 @@ def parallelize(
     layers = layers_of(model, blocks, parts) if plan.split != 1 else []
 
     sharded = mesh.axis("shard").size > 1
-    # If a weight is used twice, the gradients of its uses are added in the precision in which it
-    # was gathered.
+    # The gradients of a weight's uses are added in the precision in which the weight was gathered.
     short_dtype = autocast_dtype if sharded and plan.numerics == "fast" else None
     short = None if short_dtype is None else AutocastWeights.of(model, short_dtype)
     materialize = partial(initial.materialize, device=mesh.world.device)
@@ -192,7 +192,7 @@ def parallelize(
             "offload": plan.offload,
             "materialize": materialize,
             "short": short,
-            "keep_casts": autocast_dtype is None,  # with autocast off there are no casts
+            "keep_casts": autocast_dtype is None,  # without autocast there are no casts
             "used_after_forward": used_by_loss,
             "experts": list(divided),
         }
@@ -231,7 +231,8 @@ def parallelize(
 def _find_experts(
     model: nn.Module, mesh: Mesh, plan: Plan, names: Sequence[str] | None
 ) -> Mapping[str, Experts]:
-    """Return the modules of experts that the plan divides, or that compute as divided ones do."""
+    """Return the modules of experts that the plan divides, or that compute with the same bits as
+    divided ones."""
     if (ranks := mesh.axis("expert").size) == 1:
         return stacked_experts(model, names) if plan.numerics == "bitwise" else {}
     found = find_experts(model, names)
@@ -249,10 +250,10 @@ def _place_experts(
     *,
     materialize: Callable[[nn.Module], None],
 ) -> tuple[Mapping[str, Experts], list[Leaves], list[str]]:
-    """Divide the experts that this rank's stages have over ranks. Return the divided ones, their
-    leaves, and the modules that compute one expert after another now. With bitwise numerics,
-    experts that are not divided compute with the same bits as divided ones. `roots`: the names of
-    the parts that this rank has, or "" for the whole model."""
+    """Divide the experts of this rank's stages over ranks. Return the divided modules, their
+    leaves, and the names of modules that now compute one expert after another. With bitwise
+    numerics, experts that are not divided compute with the same bits as divided ones. `roots`: the
+    names of the parts that this rank has, or "" for the whole model."""
     ranks, bitwise = mesh.axis("expert"), plan.numerics == "bitwise"
     if ranks.size == 1:
         compute_by_rows(found, ranks, exchange)
@@ -329,8 +330,7 @@ def _keep_own_stages(initial: InitialModel, stages: Stages, mesh: Mesh) -> list[
     has."""
     pipeline = mesh.stages
     own = stages.parts_on_rank(pipeline.rank)
-    # one rank also computes the values of another rank's stages to check them, because no other
-    # rank does
+    # each stage is on one rank only: another rank also computes its values, to check them
     if pipeline.size == mesh.world.size:
         initial.compute_checksums(stages.parts_on_rank((pipeline.rank + 1) % pipeline.size))
     keep_only_parts(initial.module, own)
@@ -343,8 +343,7 @@ def _wrap_blocks(model: nn.Module, names: Sequence[str], plan: Plan) -> None:
         if plan.compile:
             compile_forward(block, bitwise=plan.numerics == "bitwise")
         if plan.checkpointing != "none":
-            # "full" if compiled: compiled code writes results in place, and uses its own buffers
-            # instead of kept results
+            # "full" if compiled: compiled code ignores kept results, and writes results in place
             checkpoint_activations(block, "full" if plan.compile else plan.checkpointing)
 
 

@@ -1,4 +1,4 @@
-"""Replaces a module's parameters by DTensors, of which each rank has its part."""
+"""Replaces a module's parameters by DTensors."""
 
 from __future__ import annotations
 

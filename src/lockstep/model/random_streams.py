@@ -4,9 +4,9 @@ not depend on the rank.
 [Note: streams] A part's stream starts when the previous part ends, so `torch.utils.checkpoint`,
 which saves the generator's state for the recomputation, saves the state of the part's stream. A
 recomputation draws the same numbers as the forward, even if forwards of other microbatches ran in
-between, as in a pipeline. If several parts are checkpointed together, their recomputation starts
-the streams of the later ones too: the forward records the order of streams, by their generators'
-seeds."""
+between, as in a pipeline. If several parts are checkpointed together, their recomputation must
+start the streams of the later parts too. For this, the forward records the order of streams, by
+their generators' seeds."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ DRAWING = (
 )
 """Torch's modules that may draw random numbers in their forward."""
 REMEMBERED = 2**16
-"""Number of streams whose successors are remembered for recomputations: parts times microbatches in
-flight."""
+"""Number of streams whose successors are remembered for recomputations (parts times microbatches in
+flight)."""
 
 
 class ModuleRandomStreams:
-    """The random streams of a model's sequential parts, under every plan, so that one process has
-    the same masks as a pipeline. Call `start` or `set_position` before each microbatch's forward.
-    The first part draws from `key(*position)`, part i from `key(*position, i, n)` in the model's
-    n-th forward of this microbatch, and code after the last of P parts (such as the loss) from
-    `key(*position, P, n)`. If no part can draw, everything draws from `key(*position)`."""
+    """The random streams of a model's sequential parts. They are used under every plan, so that one
+    process has the same masks as a pipeline. Call `start` or `set_position` before each
+    microbatch's forward. The first part draws from `key(*position)`, part i from `key(*position, i,
+    n)` in the model's n-th forward of this microbatch, and code after the last of P parts (such as
+    the loss) from `key(*position, P, n)`. If no part can draw, everything draws from
+    `key(*position)`."""
 
     def __init__(
         self, model: nn.Module, parts: Sequence[str], begin: Callable[[int], None]
@@ -56,8 +57,8 @@ class ModuleRandomStreams:
         modules = [model.get_submodule(name) for name in parts]
         draw = [_may_draw(module) for module in modules]
         self.are_several = any(draw)
-        """False if no part can draw: everything then draws from one stream, and the position
-        matters to `start` alone."""
+        """False if no part can draw: everything then draws from one stream, and only `start` uses
+        the position."""
         # A part that cannot draw needs no stream; the loss always gets one.
         self._needed = [*draw, True]
         self._places: dict[int, list[int]] = {}
@@ -81,13 +82,12 @@ class ModuleRandomStreams:
         self._calls.made.clear()
 
     def stop(self) -> None:
-        """Stop seeding generators until the next `start`; for forwards that belong to no
-        microbatch."""
+        """Stop seeding generators until the next `start`. For forwards outside of microbatches."""
         self._position = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Start no stream in forwards of the body, which belong to no microbatch."""
+        """A context for forwards outside of microbatches, which start no stream."""
         position, self._position = self._position, None
         try:
             yield
@@ -121,14 +121,14 @@ class ModuleRandomStreams:
 
 
 class _Calls(threading.local):
-    """The number of forwards of each part in this microbatch, in each thread: threads compute
-    chunks of it."""
+    """The number of forwards of each part in this microbatch, by thread, because threads compute
+    chunks of a microbatch."""
 
     def __init__(self) -> None:
         self.made: dict[int, int] = {}
 
     def __reduce__(self) -> tuple[type[_Calls], tuple[()]]:
-        return _Calls, ()  # a hook may copy the model, with the hooks on its modules
+        return _Calls, ()  # a user's hook may copy the model with its modules' hooks
 
 
 def _may_draw(part: nn.Module) -> bool:

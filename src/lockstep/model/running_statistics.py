@@ -1,12 +1,12 @@
-"""Buffers that do not depend on the assignment of microbatches to ranks (law 2).
+"""Makes a model's buffers independent of the assignment of microbatches to ranks (law 2).
 
-Each microbatch's forward updates scratch buffers. One microbatch updates a running statistic r to
-keep * r + gain: every rank gathers (keep, gain) of all microbatches and applies them in the order
-of the microbatches, so the buffers are equal on all ranks and at any world size. Self-updating
-buffers (the vectors of `spectral_norm`, the codes of a vector quantizer) are updated once a step,
-from the first microbatch; every microbatch's forward starts with the values from before the step.
-Changes of other buffers are refused: in the same step if torch counts the change; changes through
-`.data` at steps where bits are compared."""
+Each microbatch's forward updates scratch buffers. A microbatch changes a running statistic r to
+keep * r + gain. Every rank gathers (keep, gain) of all microbatches and applies them in the order
+of microbatches, so the buffers are equal on all ranks and at any world size. Self-updating buffers
+(the vectors of `spectral_norm`, the codes of a vector quantizer) are updated once a step, from the
+first microbatch; every microbatch's forward starts with the values from before the step. Changes of
+other buffers are refused: at once if torch counts the change; changes through `.data`, in steps in
+which bits are compared."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class _ScratchBuffers:
 
 
 class RunningStatistics:
-    """One model's buffers. Every rank calls `begin` before a step, `note_microbatch` after a
-    forward, and `commit`."""
+    """One model's buffers. Every rank calls `begin` before a step, `note_microbatch` after each
+    forward, and `commit` at the end."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._data = mesh.data
@@ -129,7 +129,8 @@ class RunningStatistics:
             for key in own
             if (name := f"{prefix}.{key}" if prefix else key) in self._others
         }
-        """For each of the other buffers: the dict that holds it, and its key in that dict."""
+        """For each buffer that is neither BatchNorm's nor self-updating: the dict that holds it,
+        and its key there."""
         named = dict(model.named_parameters())
         self._watched = [*self._others.values(), *named.values()]
         self._names = [
@@ -178,7 +179,7 @@ class RunningStatistics:
             updating.note_microbatch()
 
     def discard(self) -> None:
-        """Discard updates by other forwards: by recomputations, or by forwards of another model."""
+        """Discard updates by recomputations, and by forwards for another model."""
         for scratch in self._scratches:
             scratch.renew()
         for updating in self._updating:
@@ -239,7 +240,7 @@ class RunningStatistics:
         else:
             mine = torch.zeros((0, sum(widths)), dtype=torch.float64, device=self._world.device)
         self._rows = []
-        # all slices of a microbatch have the same row
+        # the slices of a microbatch have equal rows
         everyone = in_order(mine, count, assignment, self._data)[:: assignment.slices or 1]
         if apply is not False:
             parts = torch.split(everyone, widths, dim=1)
@@ -264,12 +265,12 @@ def self_updating(module: nn.Module) -> Sequence[str]:
     """Return the names of a module's direct buffers that its forward updates. Raises
     `RecipeError`."""
     names = list(getattr(module, ATTRIBUTE, ()))
-    # made by torch.nn.utils.parametrizations.spectral_norm
+    # the module that torch.nn.utils.parametrizations.spectral_norm makes
     if type(module).__name__ == "_SpectralNorm":
-        # a weight with one dim needs none
+        # a weight with one dim has none
         names += [name for name in ("_u", "_v") if own_buffers(module).get(name) is not None]
     for hook in forward_pre_hooks(module):
-        if isinstance(hook, SpectralNorm):  # made by torch.nn.utils.spectral_norm
+        if isinstance(hook, SpectralNorm):  # the hook that torch.nn.utils.spectral_norm makes
             names += [f"{hook.name}_u", f"{hook.name}_v"]
     for name in names:
         if own_buffers(module).get(name) is None:
@@ -281,8 +282,8 @@ def self_updating(module: nn.Module) -> Sequence[str]:
 
 
 class SelfUpdatingBuffers:
-    """The self-updating buffers of one module. Each call of its forward in a microbatch gets a
-    copy, which it may change."""
+    """The self-updating buffers of one module. Each microbatch's forwards get copies, which they
+    may change."""
 
     def __init__(self, prefix: str, module: nn.Module, names: Sequence[str]) -> None:
         self._prefix = f"{prefix}." if prefix else ""
@@ -308,7 +309,7 @@ class SelfUpdatingBuffers:
         self.discard()
 
     def note_microbatch(self) -> None:
-        """Keep the updated buffers of this rank's first microbatch."""
+        """Record the end of a forward: keep the updated buffers of this rank's first microbatch."""
         if self._first is None and self._taken is not None:
             self._first = self._taken
         self.discard()

@@ -1,10 +1,9 @@
-"""The sequential parts of a model, computed as if each were on a process of its own, for
+"""Computes the sequential parts of a model as if each were on its own process, for
 numerics=bitwise: one process then has the bits of any pipeline.
 
 Between two parts, a tensor and its gradient have the strides of a new tensor, as if they had been
-received. A parameter that several parts share has a leaf of autograd in each of them, so that the
-gradients of each part are summed on their own, and then the parts' sums in the order of the
-parts."""
+received. A parameter that several parts share has a leaf of autograd in each part. So gradients are
+first summed within each part, and then over the parts, in their order."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from lockstep.base.torch_private import (
 
 
 class SeparateParts:
-    """Hooks on the parts that this rank has."""
+    """Hooks on this rank's parts."""
 
     def __init__(
         self, model: nn.Module, parts: Sequence[str], shared: Sequence[str], *, last: str
@@ -37,8 +36,8 @@ class SeparateParts:
         once = {id(each): each for name, each in modules.items() if name != last}
         self._handles = [each.register_forward_hook(_separate) for each in once.values()]
         self.leaves: dict[str, list[PartLeaf]] = {}
-        """Shared parameter -> its leaves, in the order of this rank's parts that have it. The first
-        part has no entry: there the parameter itself is the leaf."""
+        """Name of a shared parameter -> its leaves, in the order of this rank's parts that have it.
+        The first of these parts has no entry: there the parameter itself is the leaf."""
         self._in_place: list[PartLeaf] = []
         """Leaves that the running forward uses."""
         named = dict(model.named_parameters())
@@ -54,7 +53,7 @@ class SeparateParts:
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:
-        """A context in which other forwards may run, while one of this thread is not complete."""
+        """A context in which other forwards may run before this thread's forward is complete."""
         aside = [(leaf, leaf.take_out()) for leaf in list(self._in_place)]
         try:
             yield
@@ -69,14 +68,14 @@ class SeparateParts:
 
 
 class PartLeaf:
-    """A shared parameter as one part uses it."""
+    """The leaf of a shared parameter in one part."""
 
     def __init__(self, shared: nn.Parameter, part: nn.Module, in_place: list[PartLeaf]) -> None:
-        """`in_place`: contains this object while a forward uses the leaf."""
+        """`in_place`: a list that contains this object while a forward uses the leaf."""
         self.shared = shared
         self.part = part
         self.parameter = nn.Parameter(shared.detach())
-        """Gets the gradient of this part. It has the memory of the shared parameter."""
+        """Gets this part's gradient. It shares memory with the shared parameter."""
         self.gathered: nn.Parameter | None = None
         """The leaf on the gathered parameter, if parameters are sharded."""
         self._in_place = in_place
@@ -100,20 +99,20 @@ class PartLeaf:
         return [self.parameter if self.gathered is None else self.gathered]
 
     def take(self) -> list[Tensor | None]:
-        """Return its gradient, and clear it."""
+        """Return the leaf's gradient in a list, and clear it."""
         (leaf,) = self.tensors()
         gradient, leaf.grad = leaf.grad, None
         return [gradient]
 
     def put_in(self, leaf: nn.Parameter) -> None:
-        """Let the part's modules use the leaf."""
+        """Make the part's modules use the leaf."""
         own, name = self._owners[0]
         self._replaced = own[name]
         self._put(leaf)
         self._in_place.append(self)
 
     def take_out(self) -> nn.Parameter:
-        """Let the part's modules use the parameter again. Return the leaf that they used."""
+        """Make the part's modules use the parameter again, and return the leaf."""
         own, name = self._owners[0]
         used, replaced = own[name], self._replaced
         assert isinstance(used, nn.Parameter)
@@ -135,7 +134,7 @@ class PartLeaf:
         elif is_distributed(self.shared) and isinstance(current, nn.Parameter):
             leaf = self._leaf_on_gathered(current)
         else:
-            return  # another tensor, as with torch.func.functional_call
+            return  # the forward uses another tensor, as with torch.func.functional_call
         self.put_in(leaf)
 
     def _leaf_on_gathered(self, current: nn.Parameter) -> nn.Parameter:
@@ -155,7 +154,7 @@ class PartLeaf:
 
 
 def check_separable(model: nn.Module, parts: Sequence[str]) -> None:
-    """Raise `RecipeError` if one module is two of the model's parts."""
+    """Raise `RecipeError` if two of the model's parts are one module."""
     first: dict[int, str] = {}
     for name in parts:
         module = model.get_submodule(name)

@@ -37,10 +37,10 @@ SHARDED = re.compile(
     r"[Tt]ensors? (at index \d+ )?appears to not have been used in the graph|got mixed torch.Tensor"
     r" and DTensor|Cannot access data pointer of Tensor that doesn't have storage"
 )
-"""Messages of torch's errors when user code uses sharded parameters."""
+"""Messages of torch's errors in code that uses sharded parameters."""
 CALLED_BEFORE_MODEL = re.compile(
     "requires running forward through the root module first"
-    "|'FSDPCommContext' object has no attribute"  # in a forward after the one that failed
+    "|'FSDPCommContext' object has no attribute"  # after a forward that has failed
 )
 CHANGED_INPUT = re.compile(r"RegisterPostBackwardFunction is a view and is being modified inplace")
 
@@ -59,8 +59,9 @@ def reset_after_error(model: nn.Module) -> None:
 
 
 def gather_whole(model: nn.Module) -> None:
-    """Let a forward gather all parameters of the model, until `reshard`, and reduce no gradient. So
-    several forwards and backwards can run in turn. `model`: or a part that `shard` has sharded."""
+    """Make a forward gather all parameters of the model, until `reshard`, and reduce no gradients,
+    so that several forwards and backwards can run in turn. `model`: a model, or a part that `shard`
+    has sharded."""
     groups = fsdp_groups(model)
     versions: dict[str, int] = {}
     for group in groups:
@@ -92,8 +93,8 @@ def error_of_change(name: str) -> RecipeError:
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """All-gather the parameters while the context is entered, so that modules have the same tensors
-    as in a forward. Every rank enters it."""
+    """A context in which parameters are all-gathered, so that modules have the same tensors as in a
+    forward. Every rank enters it."""
     groups = fsdp_groups(model)
     for group in groups:
         group.unshard()
@@ -104,8 +105,8 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unreduced(model: nn.Module) -> Iterator[None]:
-    """Let backwards leave their gradients on the gathered parameters. FSDP2 would reduce zeros if a
-    backward computes gradients of inputs only."""
+    """A context in which backwards leave gradients on the gathered parameters. FSDP2 would reduce
+    zeros if a backward computed only gradients of inputs."""
     groups = fsdp_groups(model)
     for group in groups:
         group.set_requires_gradient_sync(False, recurse=False)
@@ -118,10 +119,10 @@ def unreduced(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def weights_backward(model: nn.Module) -> Iterator[None]:
-    """Enter this around the backward that computes the gradients of weights only, after one that
-    has computed the gradients of inputs. FSDP2 gathers before a backward of a module's output, and
-    reduces after one of its input, and this is neither. So gather all parameters of `model` before
-    it, and reduce all gradients after it. Every rank enters it."""
+    """A context for a backward that computes only gradients of weights, after another one has
+    computed the gradients of inputs. FSDP2 gathers when a backward reaches a module's output, and
+    reduces when it reaches the module's input; this backward does neither. So the context gathers
+    all parameters of `model` first, and reduces all gradients at its end. Every rank enters it."""
     groups = fsdp_groups(model)
     if not all(map(gathers_in_forward, groups)):  # see `gather_whole`
         yield
@@ -162,10 +163,10 @@ def shard(
 ) -> None:
     """Shard the parameters of `model` over `Mesh.shards`, block by block, in place. Every rank
     calls it. `free_after_forward`: free a block's all-gathered parameters after its forward and
-    all-gather them again for its backward. `free_root`: the same for parameters outside the blocks;
-    it is useless for a whole model, whose backward starts with them. `offload`: keep shards and
-    their gradients in CPU memory. `materialize`: called with a module just before it is sharded, so
-    that a rank has at most one full block besides its shards. `short`: weights to gather in
+    all-gather them again for its backward. `free_root`: the same for parameters outside the blocks
+    (useless for a whole model, whose backward starts with them). `offload`: keep shards and their
+    gradients in CPU memory. `materialize`: called with a module just before it is sharded, so that
+    a rank never holds more than one full block besides its shards. `short`: weights to gather in
     autocast's precision. `experts`: the modules of experts that are divided over ranks. Raises
     `RecipeError`."""
     for name, parameter in model.named_parameters():
@@ -202,7 +203,7 @@ def shard(
     for module in modules:
         shard_module(module, mesh.shard_mesh(), free_after_forward)
     shard_module(model, mesh.shard_mesh(), free_root)
-    # FSDP2 prefetches a block in the backward; without this, a CPU would wait for the prefetch
+    # FSDP2 prefetches blocks in the backward, for which a CPU would otherwise wait
     set_unshard_async(model, on_cpu)
     guard.install()
     if not keep_casts:
@@ -233,11 +234,11 @@ def _check_dtypes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def unmark(model: nn.Module, compiled: Sequence[str]) -> None:
-    """Remove FSDP2's mark from the modules of a sharded model. With it, transformers calls the
-    layers that LayerDrop skips (Wav2Vec2, HuBERT), and so trains another model.
+    """Remove FSDP2's mark from the modules of a sharded model. If it sees the mark, transformers
+    calls the layers that LayerDrop skips (Wav2Vec2, HuBERT), and so trains a different model.
 
-    Modules in `compiled` blocks keep it, because torch.compile looks at it; so do modules that
-    generate, because all ranks make equally many forwards with it.
+    Modules in `compiled` blocks keep the mark for torch.compile. Modules with `generate` keep it
+    too, because with it all ranks make equally many forwards.
     """
     for name, module in model.named_modules():
         if not hasattr(module, "generate") and not any(
@@ -276,7 +277,8 @@ def shard_parts(
 
 
 def error_of_order(calls: str) -> RecipeError:
-    """Return the error for ranks that gather or reduce different blocks. `calls`: their calls."""
+    """Return the error for ranks that gather or reduce different blocks. `calls`: text that names
+    two ranks' calls."""
     return RecipeError(
         f"{calls}; with sharded parameters, all ranks must call the same blocks in the same order,"
         " equally often; they may skip a block between others that get a tensor with a gradient;"
@@ -286,8 +288,8 @@ def error_of_order(calls: str) -> RecipeError:
 
 
 def error_of_sharding(error: BaseException | None, plan: object) -> UserError | None:
-    """Return an error that explains an error about sharded parameters; None for another error.
-    `plan`: the plan that shards them."""
+    """Return an error that explains torch's error about sharded parameters; None for an error that
+    it does not know. `plan`: the plan that shards them."""
     if isinstance(error, CallsDiffer) and error.calls is not None:
         return error_of_order(
             " and ".join(f"rank {rank} {call}" for rank, call in error.calls.items())
@@ -334,8 +336,8 @@ def modules_of(group: nn.Module) -> Iterator[nn.Module]:
 
 
 class SkippedBlockGuard:
-    """Handles blocks that a forward skips. Create it before the model is sharded and install it
-    afterwards, so that its hooks run outside of FSDP2's."""
+    """Makes every forward gather the blocks that it skips. Create it before the model is sharded
+    and install it afterwards, so that its hooks run around FSDP2's."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Any], *, gathers_ahead: bool) -> None:
         """`blocks`: the blocks in order. `gathers_ahead`: gather a block's parameters while the
@@ -362,7 +364,7 @@ class SkippedBlockGuard:
             first = place >= self._next
             skipped, self._next = range(self._next, place), max(self._next, place + 1)
             changed = self._pass_through(skipped, (arguments, keywords)) if skipped else None
-            # gathered blocks are used in this forward, before weights can change
+            # prefetched blocks are used in this forward, before weights can change
             if first and self._gathers_ahead:
                 for block in self._blocks[place : place + 2]:
                     block.unshard(async_op=True)
@@ -375,7 +377,8 @@ class SkippedBlockGuard:
         return self._pass_through(skipped, output) if skipped else None
 
     def _pass_through(self, skipped: range, value: Any) -> Any:
-        """Pass one tensor of `value` through the skipped blocks. Return the same structure."""
+        """Pass one tensor of `value` through the hooks of the skipped blocks. Return the same
+        structure."""
         leaves, structure = tree_flatten(value)
         tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         place = next((place for place in tensors if leaves[place].requires_grad), None)

@@ -16,9 +16,9 @@ from lockstep.model.tensor.random_functions import draws
 
 
 class StageDraws(TorchFunctionMode):
-    """While the body runs, refuses to draw random numbers for a tensor that is a parameter or a
-    gradient, or has the shape of one, unless the call has a generator. The default generators have
-    the same seeds on all stages, so each stage would draw the numbers of the first one."""
+    """While the body runs, refuses random numbers for a tensor that is a parameter or a gradient,
+    or has the shape of one, unless the call has a generator. The default generators have the same
+    seeds on all stages, so each stage would draw the first stage's numbers."""
 
     def __init__(self, models: Iterable[nn.Module], pipeline: int) -> None:
         super().__init__()
@@ -40,7 +40,8 @@ class StageDraws(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _name(self, drawn: Tensor | Size) -> str | None:
-        """Return the name of the parameter that random numbers are drawn for."""
+        """Return the name of the parameter for which random numbers are drawn; None if there is
+        none."""
         if isinstance(drawn, Tensor):
             return self._by_identity.get(id(drawn)) or self._by_shape.get(drawn.shape)
         return self._by_shape.get(drawn)
@@ -59,8 +60,8 @@ class StageDraws(TorchFunctionMode):
 
 
 def _drawn(args: Any, kwargs: Any) -> Iterator[Tensor | Size]:
-    """Yield the tensors and sizes among the arguments of a random function. Integers are a size if
-    there are two of them or more: a single one may be the number of anything."""
+    """Yield the tensors and sizes among the arguments of a random function. Two or more integers
+    are a size; a single integer may mean anything."""
     yield from (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
     for each in (*args, kwargs.get("size"), args):
         is_size = isinstance(each, tuple | list) and all(type(one) is int for one in each)

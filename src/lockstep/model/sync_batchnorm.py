@@ -3,9 +3,9 @@ all of its slices (law 2). All ranks compute their slices of microbatch 0 togeth
 microbatch 1, and so on. Outputs and gradients equal those of one process. Each layer exchanges
 (mean, variance, number of values) in the forward and two sums per channel in the backward, so every
 rank must run the same layers in the same order: a layer in a branch that only some ranks take
-deadlocks until the process group's timeout. Outside of the microbatches of steps, nothing is split
-or exchanged. Each slice has its own random numbers (so dropout masks and a random `collate` depend
-on the number of ranks here), and its own loss, the mean or the sum over its samples."""
+deadlocks until the process group's timeout. Outside of a step's microbatches, nothing is split or
+exchanged. Each slice has its own random numbers (so dropout masks and a random `collate` depend on
+the number of ranks here), and its own loss: the mean or the sum over its samples."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class SyncBatchNormExchange:
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Torch's layer with a forward that also works on CPUs, and computes statistics over all slices
-    of a microbatch."""
+    """Torch's layer with a forward that also works on CPUs, and that computes statistics over all
+    slices of a microbatch."""
 
     _exchange: SyncBatchNormExchange
 
@@ -196,7 +196,7 @@ class _Normalise(torch.autograd.Function):
             wide - mean.view(shape), (by_scale * deviation).view(shape), value=-1
         )
         if ctx.is_dummy:
-            for_x.zero_()  # a dummy does not belong to the microbatch, although the sums reach it
+            for_x.zero_()  # a dummy is no part of the microbatch, although it gets the sums
         needs = ctx.needs_input_grad
         return (
             for_x.to(x.dtype),

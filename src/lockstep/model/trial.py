@@ -1,4 +1,4 @@
-"""Forwards that belong to no microbatch, by which a model is tried before the first step."""
+"""Contexts and tolerances for trials: forwards outside of microbatches, before the first step."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ ROUNDINGS, SHORT_ROUNDINGS = 16.0, 4.0
 dtype's epsilon to the power of 3/4 (1e-4 in float32), or of the epsilon for shorter dtypes (3% in
 bfloat16)."""
 SMALL = 1e-2
-"""If a parameter's largest value is smaller, an error in its use does not show in the output."""
+"""A parameter whose largest value is smaller than this counts as zero: errors in its use would not
+show in the output."""
 
 _is_inside = ContextVar("inside a trial", default=False)
 
 
 def in_trial() -> bool:
-    """True in a forward that a module makes inside a microbatch's forward, to check itself."""
+    """True while a module checks itself by further forwards inside a microbatch's forward."""
     return _is_inside.get()
 
 
 @contextmanager
 def trial() -> Iterator[None]:
-    """A context for such forwards."""
+    """A context in which `in_trial` is true."""
     before = _is_inside.set(True)
     try:
         yield
@@ -41,8 +42,8 @@ def trial() -> Iterator[None]:
 
 
 def tolerance(tensor: Tensor) -> float:
-    """Return the relative error that rounding explains in a model's output, computed in another
-    order."""
+    """Return the relative error that rounding explains in a model's output that was computed in
+    another order."""
     eps = epsilon(tensor)
     return ROUNDINGS * eps**0.75 if eps <= SINGLE else SHORT_ROUNDINGS * eps
 
@@ -59,8 +60,8 @@ def epsilon(tensor: Tensor) -> float:
 
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """A context for forwards that belong to no microbatch: without gradients; generators and
-    buffers are restored."""
+    """A context for forwards outside of microbatches: computes no gradients, and restores
+    generators and buffers."""
     buffers = {each: each.clone() for each in model.buffers()}
     try:
         with torch.no_grad(), accelerator.preserved_generators(device):
@@ -68,7 +69,8 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, before in buffers.items():
-                if not torch.equal(buffer, before):  # a write would count as one by the forward
+                # avoid a write, which would count as the forward's
+                if not torch.equal(buffer, before):
                     buffer.copy_(before)
 
 
@@ -87,15 +89,15 @@ def nothing_dropped(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def all_in_use(model: nn.Module) -> Iterator[None]:
-    """A context in which trained parameters that are (nearly) zero are random, so that a branch
-    behind a zero gate or layer reaches the output. Every rank gives equal parameters the same
-    numbers."""
+    """A context in which trained parameters that are (nearly) zero have random values, so that a
+    branch behind a zero gate or layer reaches the output. Equal parameters get the same values on
+    every rank."""
     generator, before = torch.Generator(), []
-    reshard(model)  # a forward may have left parameters gathered
+    reshard(model)  # forwards may have left parameters gathered
     try:
         with torch.no_grad():
             for number, parameter in enumerate(model.parameters()):
-                # `data`: the values are restored, so the version does not change
+                # `data` does not change the version: the values are restored
                 part = to_local(parameter).data
                 if not (parameter.requires_grad and part.is_floating_point() and part.numel()):
                     continue

@@ -1,13 +1,13 @@
-"""Casts of sharded weights, which autocast makes at every use.
+"""Handles autocast's casts of sharded weights.
 
 FSDP2 gathers the weights of torch's layers in autocast's precision: casting a gathered weight gives
-the same bits as gathering the casts of its shards. Other code could use such a weight in another
-operation, and would get a rounded weight; `check_uses` detects that in the first backward.
+the same bits as gathering the casts of its shards. Other code that used such a weight in another
+operation would get a rounded weight; `check_uses` detects this in the first backward.
 
-For any other weight, a product under autocast saves the cast for its backward, where FSDP2 cannot
-free it: this would keep the full model in bf16 on every rank. So after the forward of a block,
-`drop_casts` replaces each such cast by a function that makes it again, with the same bits, from the
-weight, which FSDP2 gathers again for the block's backward. Other tensors that autograd has saved
+For any other weight, a product under autocast saves the cast for its backward. FSDP2 cannot free
+these casts, so they would keep the full model in bf16 on every rank. So after the forward of a
+block, `drop_casts` replaces each such cast by a function that makes it again, with the same bits,
+from the weight that FSDP2 gathers for the block's backward. Other tensors that autograd has saved
 are kept."""
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ _A_FORWARD_OF_ITS_OWN = (
 
 @dataclass(frozen=True, slots=True)
 class AutocastWeights:
-    """The weights of a model that FSDP2 gathers in `dtype`. `owners`: the modules of these weights,
-    and the names in them."""
+    """The weights of a model that FSDP2 gathers in `dtype`. `owners`: the module of each of these
+    weights, and the weight's name there."""
 
     dtype: torch.dtype
     owners: Collection[tuple[nn.Module, str]]
@@ -134,8 +134,8 @@ def check_uses(groups: Iterable[nn.Module], loss: Tensor) -> None:
 
 
 def error_of_autocast(error: BaseException | None, plan: object) -> PlanError | None:
-    """Return an error that explains an error of torch about two dtypes, if weights are gathered in
-    autocast's precision; None for another error. `plan`: the plan that shards them."""
+    """Return an error that explains torch's error about two dtypes, if weights are gathered in
+    autocast's precision; None for any other error. `plan`: the plan that shards them."""
     if not isinstance(error, RuntimeError) or not (said := re.search(_TWO_DTYPES, str(error))):
         return None
     return PlanError(
@@ -165,15 +165,15 @@ def _computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 BLOCK = "lockstep: output of a block"
-"""Key in the metadata of nodes."""
+"""Key in the metadata of autograd's nodes."""
 CAST = "ToCopyBackward0"
 View = Callable[[Tensor], Tensor]
 
 
 def drop_casts(group: nn.Module, *, is_root: bool) -> None:
-    """Stop autograd from keeping casts of the weights of one of FSDP2's groups from forward to
-    backward. `is_root`: True for the group of the parameters outside of blocks. Only the part of
-    its forward after the last block is searched."""
+    """Stop autograd from keeping, from forward to backward, casts of the weights of one FSDP2
+    group. `is_root`: True for the group of parameters outside of blocks, of whose forward only the
+    part after the last block is searched."""
     parameters = fsdp_parameter_group(group)
     compared: set[str] = set()
 
@@ -213,9 +213,9 @@ def drop_from_graph(
     is_end: Callable[[Any], bool],
     compared: set[str],
 ) -> None:
-    """Drop the casts of the weights from the graph between these nodes and the `is_end` nodes.
-    `weights`: the name of each, by its id. `compared`: names of weights whose casts were compared
-    already; the backward adds names."""
+    """Drop the casts of the weights from the graph between the `waiting` nodes and the `is_end`
+    nodes. `weights`: a weight's id -> its name. `compared`: names of weights whose casts were
+    compared already; the backward adds names."""
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
@@ -245,8 +245,7 @@ def _in_its_place(cast: _Cast, tensor: Tensor) -> _Cast:
 
 
 def _again_and_compared(expected: Tensor, name: str, compared: set[str], cast: _Cast) -> Tensor:
-    """Return the cast, made again. Raises `PlanError` if it differs from the cast of the
-    forward."""
+    """Make the cast again. Raises `PlanError` if it differs from the forward's cast."""
     again = cast.again()
     if again.untyped_storage().nbytes():
         if not torch.equal(_sum_of_bits(again), expected):
@@ -267,8 +266,8 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """A recipe for a view of the cast of a view of a gathered weight. `views`: the views before the
-    cast."""
+    """Describes a saved tensor: a view of the cast of a view of a gathered weight. `views`: the
+    views before the cast."""
 
     weight: Tensor
     views: tuple[View, ...]
@@ -279,7 +278,7 @@ class _Cast:
 
     @classmethod
     def of(cls, tensor: Tensor, weights: Mapping[int, str]) -> _Cast | None:
-        """Return a function that computes `tensor` again; None if it is not a cast of these
+        """Return an object that computes `tensor` again; None if the tensor is not a cast of these
         weights, or was changed."""
         cast = base_of(tensor)
         if type(cast.grad_fn).__name__ != CAST or version(cast) or is_distributed(cast):
@@ -310,8 +309,8 @@ class _Cast:
         return source
 
     def again(self) -> Tensor:
-        """Make the cast of the weight again, if the weight's memory exists: a backward also unpacks
-        tensors that it does not use."""
+        """Make the cast of the weight again, if the weight's memory exists. (A backward also
+        unpacks tensors that it does not use.)"""
         if not self.weight.untyped_storage().nbytes():
             device = self.weight.device
             freed = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)

@@ -1,8 +1,8 @@
 """The `tensor` axis: the weights of layers are DTensors, sharded over the ranks that compute each
 microbatch together.
 
-With slices (`sliced.py`), the layers compute the same bits on any number of ranks. One rank has
-plain weights then, and the same hooks.
+With slices (`sliced.py`), the layers compute the same bits on any number of ranks. A single rank
+then has plain weights, and the same hooks.
 
 A `colwise` layer computes a shard of its outputs on each rank. The `rowwise` layer after it takes
 this shard as input and sums over the ranks. Between the two, user code runs on smaller tensors
@@ -57,7 +57,7 @@ SHAPES = re.compile(
     r" divisible|broadcast|"
     r"should contain \d+ elements"
 )
-"""Messages of torch and Python about unexpected sizes."""
+"""Error messages of torch and Python about unexpected sizes."""
 
 
 def tensor_parallel(
@@ -71,7 +71,7 @@ def tensor_parallel(
 ) -> None:
     """Shard the layers of `model` over `mesh` (one axis), in place. Every rank calls it, before
     FSDP2 shards the model. `styles`: result of `tensor_styles`. `materialize`: called with a layer
-    just before it is sharded; all ranks must get the same values, because nothing is sent. Other
+    just before it is sharded; all ranks must compute the same values, because none are sent. Other
     parameters without values stay on the meta device. Shared parameters stay shared. `experts`:
     modules of experts, each of which is called with all tokens on every rank. `slices`: the slices
     in which layers compute; with slices on one rank, `mesh` is None."""
@@ -87,7 +87,7 @@ def tensor_parallel(
             layer.register_forward_pre_hook(hooks.check_input)
             layer.register_forward_hook(hooks.mark_output)
         else:
-            # torch's types say less than its docs
+            # torch's docs allow more than its types
             placing: Any = hooks.place_input, hooks.place_output
             distribute_module(layer, mesh, hooks.shard_parameters, *placing)
         if slices is not None:
@@ -133,8 +133,8 @@ def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
 def _gather_tokens(
     name: str, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Gather the arguments of a module of experts that are sharded over the sequence. Raises
-    `RecipeError` for tensors that are sharded over the features."""
+    """Gather a module of experts' arguments that are sharded over the sequence. Raises
+    `RecipeError` for arguments that are sharded over the features."""
     for each in (*arguments, *keywords.values()):
         if is_sharded(each):
             raise RecipeError(
@@ -174,12 +174,12 @@ class _ShardedLayer:
         place_parameters(module, mesh, placement_of)
 
     def check_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Check the input on one rank, as on several."""
+        """Check the layer's input on one rank, as is done on several."""
         if not is_passing_through(module):
             self._placement(module, self._first(inputs), 1)
 
     def mark_output(self, module: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Mark the output on one rank, as on several."""
+        """Mark the layer's output on one rank, as is done on several."""
         if is_passing_through(module):
             return output
         assert self._slices is not None, "one rank has no hooks without slices"
@@ -224,7 +224,7 @@ class _ShardedLayer:
         return inputs[0]
 
     def _placement(self, module: nn.Module, given: Tensor, size: int) -> Placement:
-        """Return the placement of a plain input."""
+        """Return the placement of an input that is no DTensor."""
         if self._slices is not None and self._style.exposes_shards:
             self._check_is_seen(given)
         wants_shard = self._style.input_layout == "sharded" and not self._style.slices_input
@@ -251,7 +251,7 @@ class _ShardedLayer:
         return Replicate()
 
     def _check_is_seen(self, given: Tensor) -> None:
-        """Raise `RecipeError` if lockstep cannot follow the computation around the layer."""
+        """Raise `RecipeError` if lockstep has not seen the computation of the layer's input."""
         if not self._features.is_entered:
             raise unseen(f"{self._name}, called outside of the forward of its module")
         with without_torch_function_modes():
@@ -283,7 +283,7 @@ class _ShardedLayer:
 
 
 class OtherForward:
-    """A forward that replaces the one of a module. Copies of the module share it."""
+    """Replaces the forward of a module. Copies of the module share this object."""
 
     def __deepcopy__(self, _: Any) -> Self:
         return self
@@ -296,7 +296,8 @@ class OtherForward:
 
 
 class _SlicedLayer(OtherForward):
-    """The forward of a sharded layer in slices. An embedding sums nothing, and has no slices."""
+    """The forward of a sharded layer, computed in slices. (An embedding has no sums, and so no
+    slices.)"""
 
     def __init__(self, name: str, style: str, unsharded_now: set[str], slices: Slices) -> None:
         self._name = name
@@ -363,7 +364,7 @@ class _TensorParallelForward(OtherForward):
 def _replace_forward(module: Any, by: OtherForward) -> None:
     """Replace the forward in a new class of the module, so that a copy of the module runs its own
     forward."""
-    # a forward that is an attribute of the module has priority over its class's
+    # a module's attribute `forward` has priority over its class's method
     if "forward" in vars(module):
         run = functools.partial(by.run, module, module.forward)
         module.forward = functools.wraps(module.forward)(run)

@@ -1,7 +1,7 @@
 """Elementwise functions whose bits do not depend on an element's position in the tensor.
 
 A CPU's kernel computes most elements in vectors, and the last ones by another function, which
-rounds differently. A shard ends elsewhere than the full tensor.
+rounds differently. The last elements of a shard are not the last ones of the full tensor.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from lockstep.model.tensor.operators import tensors_of
 
 VECTOR_ELEMENTS = 64
-"""The most elements that a CPU's kernel computes at once, in bf16 with AVX-512."""
+"""Largest number of elements that a CPU's kernel computes at once (in bf16 with AVX-512)."""
 ALIGNMENT = 64
-"""The bytes of a vector."""
+"""Number of bytes of a vector."""
 
 
 def elementwise(func: Any, args: Any, kwargs: Any, *, in_place: bool = False) -> Tensor:
@@ -45,22 +45,24 @@ def elementwise(func: Any, args: Any, kwargs: Any, *, in_place: bool = False) ->
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor that begins where a vector may: libraries round by both."""
+    """Return the tensor with contiguous elements at an aligned address: libraries round differently
+    without either."""
     tensor = tensor.contiguous()
     begins = tensor.storage_offset() * tensor.element_size()
     return tensor.clone() if begins % ALIGNMENT else tensor
 
 
 def aligned_gradient(item: Any) -> Any:
-    """Align the gradient of a tensor before the function that returned it gets it."""
+    """Make the gradient of a tensor aligned, before the backward of the tensor's function gets
+    it."""
     if isinstance(item, Tensor) and item.requires_grad:
         item.register_hook(aligned)  # type: ignore[no-untyped-call]
     return item
 
 
 def mapped(change: Callable[[Any], Any], nest: Any) -> Any:
-    """Return the arguments of a call with `change` applied to each, including those in lists,
-    tuples and dicts."""
+    """Return a call's arguments with `change` applied to each one, also inside lists, tuples and
+    dicts."""
     if isinstance(nest, dict):
         return {name: mapped(change, item) for name, item in nest.items()}
     if type(nest) in (list, tuple):

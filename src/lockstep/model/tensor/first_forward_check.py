@@ -1,16 +1,16 @@
-"""A check at the first forward: do modules that contain sharded layers compute the same as with
-full layers?
+"""Checks, at the first forward, that modules with sharded layers inside compute the same as with
+full layers.
 
 Code on a shard of the features can be wrong without an error: `query.view(batch, length, heads,
--1)` makes heads of half the depth, and `qkv.chunk(3, -1)` gives a rank no value at all. So in its
-first forward in training, and in its first one in evaluation, a module is computed twice more,
-without gradients: with sharded and with full layers, and with the same random numbers. With slices,
-whose tensors are laid out in memory otherwise, and on an accelerator, both are in evaluation mode,
-because masks of dropout differ; so are BatchNorm and other modules that update their buffers. Its
-inputs and outputs must be unsharded. Of several equal modules, only the first is checked. During
-the check, a rank has the full weights of these layers, such as one attention or one MLP. Both
-forwards leave out arguments other than tensors and plain values (a second forward would append to a
-cache of keys)."""
+-1)` makes heads of half the depth, and `qkv.chunk(3, -1)` gives a rank no value at all. So at a
+module's first forward in training mode, and at its first in evaluation mode, it is computed twice
+more, without gradients: with sharded and with full layers, and with the same random numbers. With
+slices (whose tensors have another memory layout) and on an accelerator, dropout would draw
+different masks, so both forwards are in evaluation mode. BatchNorm and other modules that update
+their buffers always are. The module's inputs and outputs must be unsharded. Of several equal
+modules, only the first is checked. During the check, a rank holds the full weights of these layers,
+such as one attention or one MLP. Both forwards leave out arguments other than tensors and plain
+values (a second forward would append to a cache of keys)."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from lockstep.model.tensor.sharded_logits import gather_full
 from lockstep.model.trial import trial
 
 ROUNDINGS = 8.0
-"""Tolerance of the relative error, in units of the square root of the dtype's eps, which is 3e-4 in
-float32."""
+"""Tolerance of the relative error, in units of the square root of the dtype's eps (3e-4 in
+float32)."""
 MAX_GATHERED_ELEMENTS = 2**26
 """A module is not checked if its sharded layers have more elements than this, and more than half of
 all sharded layers' elements."""
 
 
 class FirstForwardCheck:
-    """Compares the outputs of sharded and full layers, once for each of `layers`. The user's code
-    sees the shards of these layers. Every rank of the tensor axis makes one."""
+    """Compares the outputs of sharded and full layers, once for each of `layers`: the layers whose
+    shards the user's code sees. Every rank of the tensor axis makes one."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class FirstForwardCheck:
         *,
         draws_alike: bool,
     ) -> None:
-        """`on_sequence`: other layers; their output is a shard of the sequence. `unsharded_now`:
+        """`on_sequence`: further layers, whose output is a shard of the sequence. `unsharded_now`:
         filled with the layers that currently run with full weights. `draws_alike`: False if sharded
-        layers may draw other random numbers than full ones, as with slices."""
+        layers may draw different random numbers than full ones, as with slices."""
         self._modules = {name: model.get_submodule(name) for name in layers}
         self._on_sequence = {name: model.get_submodule(name) for name in on_sequence}
         self._unchecked = {training: set(layers) for training in (True, False)}
@@ -79,7 +79,7 @@ class FirstForwardCheck:
         keywords: Any,
     ) -> None:
         """Compute the module `name` with sharded and with full layers. Raises `RecipeError` if the
-        outputs differ. Does nothing if the layers inside are checked already, or if inputs or
+        outputs differ. Does nothing if the layers inside were checked before, or if inputs or
         outputs are sharded."""
         unchecked = self._unchecked[module.training]
         if self._comparing or not unchecked:
@@ -140,8 +140,7 @@ class FirstForwardCheck:
 
     @contextmanager
     def _with_full_weights(self, names: list[str]) -> Iterator[None]:
-        """While the context is entered, these layers have their full weights and ignore other
-        ranks."""
+        """A context in which these layers have their full weights and ignore other ranks."""
         modules = {name: (self._modules | self._on_sequence)[name] for name in names}
         parts = {name: dict(own_parameters(module)) for name, module in modules.items()}
         try:
@@ -203,8 +202,8 @@ def _evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """On leaving, restore the attributes and generators of a module and its submodules. In the
-    body, writes to buffers go to copies."""
+    """A context that restores the attributes of a module and its submodules, and the generators, at
+    its end. In the body, writes to buffers go to copies."""
     generators = [
         each
         for own in module.modules()
@@ -234,7 +233,7 @@ def _on_accelerator(given: Any) -> bool:
 
 @contextmanager
 def _same_numbers(given: Any) -> Iterator[None]:
-    """On leaving, restore torch's generators."""
+    """A context that restores torch's generators at its end."""
     devices = {
         leaf.device
         for leaf in tree_leaves(given)

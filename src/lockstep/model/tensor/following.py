@@ -1,5 +1,5 @@
 """Follows the sharded dim of plain tensors from function to function, without slices. Each distinct
-call is followed once."""
+call is analysed once."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from lockstep.model.tensor.marks import (
 from lockstep.model.tensor.sharded_dims import check_drawn, shards_of
 
 MOST = 10_000
-"""The most calls that are remembered: code may call a function with other sizes in each step."""
+"""Largest number of calls that are remembered: code may call a function with new sizes in each
+step."""
 
 
 CREATES = frozenset(
     {Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_tensor, Tensor.new_zeros}
 )
-"""Functions that take nothing but the dtype and device of a tensor."""
+"""Functions that use only the dtype and device of a tensor."""
 
 
 class Following:
-    """The marks of the results of each call in one model."""
+    """The marks of the results of one model's calls."""
 
     def __init__(self) -> None:
         self._known: dict[Any, _Followed] = {}
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function and mark its results. Raises `RecipeError` if random numbers have the
-        shape of a shard."""
+        """Call a function and mark its results. Raises `RecipeError` if it draws random numbers in
+        the shape of a shard."""
         key = func, _pattern(args), _pattern(kwargs)
         known = self._known.get(key)
         if known is not None:
@@ -59,12 +60,12 @@ class Following:
 
 
 class _Followed(NamedTuple):
-    """A call that has been followed."""
+    """The result of analysing a call."""
 
     shards: list[Shard]
     """The marks of its results."""
     writes: bool
-    """True if it writes a shard into its first argument, which is none."""
+    """True if the call writes a shard into its first argument, which was not sharded."""
 
 
 def _followed(func: Any, args: Any, kwargs: Any) -> tuple[Any, _Followed]:
@@ -104,7 +105,7 @@ def _written(target: Tensor, *item: Any) -> Tensor:
 
 
 def _mark_written(target: Tensor, shard: Shard) -> None:
-    """Mark a tensor that a shard has been written into, and the one that it is a view of."""
+    """Mark a tensor into which a shard was written, and its base if it is a view."""
     set_mark(target, shard)
     if not is_sharded(base := base_of(target)):
         mark_sharded(base)
@@ -121,5 +122,5 @@ def _pattern(item: Any) -> Any:
         return tuple((name, _pattern(each)) for name, each in item.items())
     if isinstance(item, slice):
         return slice, item.start, item.stop, item.step
-    # a number that changes from step to step is followed once
+    # calls that differ only in a number (such as a scale) are analysed once
     return item if isinstance(item, PLAIN) and not isinstance(item, float) else type(item)

@@ -1,7 +1,7 @@
-"""The form in which each function of a sharded tensor is called, so that its result has the bits of
-the full tensor's: as it is, of rows, or padded. Each distinct call is tried once, forward and
-backward, to see its ATen operators (`operators.py`). A function for which no form gives these bits
-is refused."""
+"""Chooses the form in which each function of a sharded tensor is called, so that its result has the
+same bits as with the full tensor: as it is, row by row, or padded. Each distinct call is tried
+once, forward and backward, to see its ATen operators (`operators.py`). A function without such a
+form is refused."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ PLAIN = (
     *(bool, int, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-"""Types that a function may return beside tensors. Anything else could carry values out of
-lockstep's sight."""
+"""Types that a function may return besides tensors. Other objects could hold tensors that lockstep
+does not see."""
 EXPANDS = frozenset({Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, torch.broadcast_to})
 REPEATS = frozenset({Tensor.repeat_interleave, torch.repeat_interleave})
 
@@ -49,7 +49,7 @@ def as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def by_rows(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function of contiguous tensors; its gradient is contiguous too."""
+    """Call a function with contiguous tensors and a contiguous gradient."""
 
     def prepared(item: Any) -> Any:
         return aligned(item) if isinstance(item, Tensor) else item
@@ -66,7 +66,7 @@ def expanded(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def repeated(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Repeat each element along a dim, a fixed number of times, as `expanded` does."""
+    """Repeat each element along a dim a fixed number of times, with the gradient of `expanded`."""
     named = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
     given, times, dim = named.pop("input"), named.pop("repeats"), named.pop("dim")
     if named or not isinstance(times, int) or not isinstance(dim, int):
@@ -114,7 +114,7 @@ class Seen:
         return {kind for kind, _, is_backward in self.operators if backward or not is_backward}
 
     def kinds_in_order(self) -> set[Kind]:
-        """Return the kinds. Operators of `IN_ORDER` have a known kind."""
+        """Return the kinds; operators of `IN_ORDER` count as a known kind."""
         return {
             "by rows" if name.split(".")[1].rstrip("_") in IN_ORDER else kind
             for kind, name, _ in self.operators
@@ -128,8 +128,8 @@ class Forms:
         self._known: dict[Any, tuple[Form, list[Shard]]] = {}
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call the function in its form, and mark its results. Raises `RecipeError` if it has no
-        form."""
+        """Call a function in its form, and mark its results. Raises `RecipeError` if the function
+        has no form."""
         if func in PRINTS:
             return func(*args, **kwargs)
         key = (func, _state(), _pattern((args, kwargs), {}))
@@ -160,7 +160,7 @@ def _form_of(func: Any, args: Any, kwargs: Any) -> tuple[Form, list[Shard]]:
     )
     first = _operators_of(grows or as_it_is, func, args, kwargs)
     if first is None:
-        func(*args, **kwargs)  # raises the error of a call that is wrong anyway
+        func(*args, **kwargs)  # an invalid call raises its own error here
         raise _refused(name, "which lockstep cannot try on copies of its tensors")
     if func is Tensor.backward or kwargs.get("out") is not None or first.returns is not None:
         raise _refused(name, f"whose result ({first.returns or 'in out='}) lockstep cannot follow")
@@ -199,7 +199,7 @@ def _operators_of(form: Form, func: Any, args: Any, kwargs: Any) -> Seen | None:
     """Call the function in a form on copies of its tensors. Return its operators; None if it
     fails."""
     seen = Seen()
-    # a plan is tried on tensors without values
+    # `lockstep plan` uses tensors without values
     fakes = (each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor))
     mode = next((each.fake_mode for each in fakes), None)
     with nullcontext() if mode is None else mode:
@@ -209,7 +209,7 @@ def _operators_of(form: Form, func: Any, args: Any, kwargs: Any) -> Seen | None:
         for each in tensors_of(args, kwargs):
             if torch.is_grad_enabled() and each.requires_grad:
                 leaves.append(copies[id(each)].requires_grad_())
-                # a function may write it, which no leaf allows
+                # a function may write the tensor, which autograd refuses for a leaf
                 copies[id(each)] = copies[id(each)].clone()
 
         def copied(item: Any) -> Any:
@@ -234,7 +234,7 @@ def _operators_of(form: Form, func: Any, args: Any, kwargs: Any) -> Seen | None:
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Notes the operators that are called."""
+    """Records the operators that are called."""
 
     def __init__(self, seen: Seen, storages: set[int], *, backward: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -249,7 +249,7 @@ class OperatorRecorder(TorchDispatchMode):
                 written = storage_address(given.untyped_storage()) in self._storages
                 self._seen.writes = self._seen.writes or (written and not self._backward)
         out = func(*args, **kwargs)
-        # tensors without values ask for their device
+        # fake tensors call this for their device
         if func.namespace != "prim":
             try:
                 kind = kind_of_operator(func, args, kwargs, out)
@@ -261,13 +261,14 @@ class OperatorRecorder(TorchDispatchMode):
 
 
 def _state() -> tuple[Any, ...]:
-    """Return the modes that a call's result depends on, besides its arguments."""
+    """Return the modes on which a call's result depends."""
     return torch.is_grad_enabled(), *accelerator.autocast_dtypes()
 
 
 def _pattern(item: Any, sizes: dict[int, int]) -> Any:
-    """Return a call's arguments, with each size replaced by the number of its first occurrence:
-    these decide which operators the call runs. `sizes`: the numbers of the sizes before."""
+    """Return a value that is equal for calls that run the same operators: a call's arguments, with
+    each size replaced by the index of its first occurrence. `sizes`: the indices of earlier
+    sizes."""
     if isinstance(item, Tensor):
         shape = tuple(
             size if size < 2 else sizes.setdefault(size, len(sizes)) for size in item.shape
@@ -281,7 +282,7 @@ def _pattern(item: Any, sizes: dict[int, int]) -> Any:
         return tuple((name, _pattern(each, sizes)) for name, each in item.items())
     if isinstance(item, list | tuple):
         return tuple(_pattern(each, sizes) for each in item)
-    # a number that changes from step to step is tried once
+    # calls that differ only in a number (such as a scale) are tried once
     return type(item), None if isinstance(item, float) and item % 0.5 else repr(item)
 
 

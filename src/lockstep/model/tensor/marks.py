@@ -14,7 +14,7 @@ from lockstep.base.torch_private import tree_leaves
 
 MARK = "_lockstep_mark"
 ONE = -1
-"""Stands for the dim of a shard of one head or feature whose dim is not known."""
+"""Stands for the dim of a shard of one head or feature, if that dim is not known."""
 
 
 class Shard(NamedTuple):
@@ -23,8 +23,8 @@ class Shard(NamedTuple):
     dim: int | None = None
     """The dim of the features or heads; None if it is not known."""
     strides: tuple[int, ...] | None = None
-    """The strides of a tensor with twice as many features or heads. Given only if the shard's
-    strides do not tell them, because a dim of size 1 may have any stride."""
+    """The strides that the tensor would have with twice as many features or heads. Given only if
+    the shard's strides do not show them, because a dim of size 1 may have any stride."""
 
 
 UNKNOWN = Shard()
@@ -52,7 +52,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def sharded_dim(tensor: Any) -> int | None:
-    """Return the dim that is sharded; None if it is not known, or none is."""
+    """Return the sharded dim; None if it is not known, or no dim is sharded."""
     mark = mark_of(tensor)
     return mark.dim if isinstance(mark, Shard) else None
 
@@ -70,8 +70,8 @@ def marked(out: Any, shards: Sequence[Shard] = ()) -> Any:
 
 
 def full_like(shard: Tensor, ranks: int) -> tuple[list[int], list[int]]:
-    """Return the shape of the full tensor, and its dims in the order in which one process has its
-    elements in memory. The dim of the shard must be known."""
+    """Return the shape of the full tensor, and its dims in one process's memory order. The sharded
+    dim must be known."""
     mark = mark_of(shard)
     shape = list(shard.shape)
     shape[mark.dim] *= 2

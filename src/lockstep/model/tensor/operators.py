@@ -13,10 +13,10 @@ from torch import Tensor
 Kind = Literal[
     "keeps", "moves", "exact", "by place", "by rows", "adds tokens", "product", "unknown"
 ]
-"""`keeps` and `moves`: copies elements to the same place, or to others. `exact`: rounds each
-element once. `by place`: a function of each element, which a CPU rounds differently at the end of a
-tensor. `by rows`: computes each row of a contiguous tensor by itself. The other kinds are
-refused."""
+"""The kinds of operators. `keeps` and `moves`: copies elements to the same position, or to others.
+`exact`: rounds each element once. `by place`: an elementwise function that a CPU rounds differently
+at the end of a tensor. `by rows`: computes each row of a contiguous tensor by itself. The other
+kinds are refused."""
 EXACT: frozenset[Kind] = frozenset({"keeps", "moves", "exact"})
 
 
@@ -41,14 +41,15 @@ ROUNDED_ONCE = _set(
     " lt masked_fill maximum minimum mul nan_to_num ne neg pow reciprocal relu round rsqrt rsub sgn"
     " sign signbit sqrt sub threshold threshold_backward trunc where"
 )
-"""Operators that round each element once, or twice in a fixed way, wherever it is in the tensor."""
+"""Operators that round each element once, or twice in a fixed way, at any position in the
+tensor."""
 EXPONENTS = (-2, -1, -0.5, 0, 0.5, 1, 2, 3)
 """The exponents for which `pow` multiplies, divides, or takes a root."""
 UNTAGGED = _set(
     "elu_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward"
     " log_sigmoid_backward log_sigmoid_forward mish_backward softplus_backward"
 )
-"""Functions of each element that have no `torch.Tag.pointwise`."""
+"""Elementwise operators that lack `torch.Tag.pointwise`."""
 ROWS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("sum", "mean"), lambda given, dim=None, *_, **__: dim),
     "linalg_vector_norm": lambda given, _=2, dim=None, *__, **___: dim,
@@ -66,8 +67,8 @@ ROWS: dict[str, Callable[..., Any]] = {
         None if any(rest[-1][1:]) else range(-len(shape), 0)
     ),
 }
-"""Operators that add along dims: their arguments -> these dims; None for all. `var` and `std` are
-missing: they add the only row of a tensor in another order."""
+"""Operators that sum over dims -> (function from a call's arguments to these dims; None for all
+dims). `var` and `std` are missing, because they sum the only row of a tensor in another order."""
 PRODUCTS = _set(
     "addbmm addmm addmv addr baddbmm bmm convolution convolution_backward dot mm mv vdot"
 )
@@ -79,7 +80,7 @@ IN_ORDER = _set(
     " max_pool2d_with_indices mean min native_batch_norm native_group_norm prelu prod sort std topk"
     " var var_mean"
 )
-"""Other operators that leave heads and features in their order."""
+"""Other operators that keep the order of heads and features."""
 
 
 def kind_of_operator(operator: Any, args: Any, kwargs: Any, out: Any) -> Kind:

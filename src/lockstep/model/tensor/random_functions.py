@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F, init
 
 DROPOUT = frozenset({F.dropout, torch.dropout, torch.dropout_})
-"""Functions that drop elements, and change nothing else."""
+"""Functions that only drop (and scale) elements."""
 _IF_TRAINING: dict[Any, tuple[int, bool]] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), (2, True)),
     **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), (2, False)),
@@ -20,7 +20,8 @@ _IF_TRAINING: dict[Any, tuple[int, bool]] = {
     },
     **dict.fromkeys((F.rrelu, torch.rrelu, torch.rrelu_), (3, False)),
 }
-"""Functions that draw in training alone -> the place of that argument, and its default."""
+"""Functions that draw in training only -> the position and the default of their argument
+`training`."""
 RANDOM = frozenset(_IF_TRAINING) | {
     getattr(owner, name)
     for owner, names in {

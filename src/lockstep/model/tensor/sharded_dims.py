@@ -1,8 +1,9 @@
 """Finds the dim of the heads or features in the result of a function of sharded tensors.
 
-The function is called with twice as many of them, on the meta device: one dim of the result is
-twice as large. A function that moves elements is also called with labels in their place: each
-element's index along the sharded dim. The labels of the result ascend along that dim."""
+The function is called on the meta device with twice as many heads or features: the dim of the
+result that becomes twice as large is the sharded one. A function that moves elements is also called
+with labels instead of the elements: each label is the element's index along the sharded dim, and in
+the result, labels ascend along the sharded dim."""
 
 from __future__ import annotations
 
@@ -33,14 +34,15 @@ FAILS = (
     *(RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AssertionError),
     AttributeError,
 )
-"""The errors of a function that is called with other sizes than its code names."""
+"""The errors of functions whose code expects other sizes."""
 
 
 def shards_of(
     func: Any, args: Any, kwargs: Any, kinds: set[Kind], outs: Sequence[Tensor]
 ) -> list[Shard]:
-    """Return the mark of each tensor that a function has returned. `kinds`: the kinds of its
-    operators (`operators.py`). `outs`: results of these shapes."""
+    """Return the mark of each tensor that a function has returned. `kinds`: the kinds of the
+    function's operators (`operators.py`). `outs`: the returned tensors, or tensors of their
+    shapes."""
     given = [each for each in tensors_of(args, kwargs) if is_sharded(each)]
     dims = [sharded_dim(each) for each in given]
     if not outs or None in dims or "unknown" in kinds:
@@ -68,8 +70,8 @@ def shards_of(
 
 def twice_as_many(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
     """Call a function on the meta device with twice as many heads or features, and return its
-    result; None if it fails. Attention is computed on its own device, which decides how its result
-    is laid out."""
+    result; None if it fails. Attention is computed on its own device, because the device decides
+    its result's memory layout."""
 
     def twice(item: Any) -> Any:
         if not isinstance(item, Tensor):
@@ -88,8 +90,8 @@ def twice_as_many(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
 
 
 def check_drawn(func: Any, args: Any, kwargs: Any, shards: Sequence[Shard]) -> None:
-    """Raise `RecipeError` unless the function takes the same random numbers, if any, for twice as
-    many features or heads. `shards`: the marks of its results."""
+    """Raise `RecipeError` if the function has random arguments that must grow with the number of
+    features or heads: they may be drawn in a shard's shape. `shards`: the marks of its results."""
     drawn = [each for each in tensors_of(args, kwargs) if mark_of(each) is DRAWN]
     if not drawn:
         return
@@ -105,7 +107,7 @@ def check_drawn(func: Any, args: Any, kwargs: Any, shards: Sequence[Shard]) -> N
 
 
 def _larger_dim(out: Tensor, twice: Tensor) -> int | None:
-    """Return the dim that is twice as large; None if others differ too, or none does."""
+    """Return the only dim that differs, if it is twice as large; else None."""
     if out.dim() != twice.dim():
         return None
     pairs = enumerate(zip(out.shape, twice.shape, strict=True))
@@ -125,12 +127,13 @@ def _tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
 def _dims_of_moved(
     func: Any, args: Any, kwargs: Any, given: list[Tensor], count: int
 ) -> list[int | None]:
-    """Return the sharded dim of each of the `count` tensors that a function returns, which only
-    moves elements."""
+    """Return the sharded dim of each of the `count` tensors that a function returns. The function
+    only moves elements."""
     dims = [sharded_dim(each) for each in given]
     found = None
     if ONE not in dims:
-        # code that does not name the size gets twice as many heads: one head has no order
+        # try twice as many heads first, because one head shows no order; code that names the size
+        # fails with these
         found = _labelled(func, args, kwargs, count, times=2)
         found = found or _labelled(func, args, kwargs, count, times=1)
     is_one = all(
@@ -144,8 +147,8 @@ def _dims_of_moved(
 def _dims_of_computed(
     args: Any, kwargs: Any, given: list[Tensor], shapes: list[torch.Size]
 ) -> list[int | None]:
-    """Return the sharded dim of each result of a function of each element, of each row, or of each
-    pair of matrices."""
+    """Return the sharded dim of each result of a function that works by elements, by rows, or by
+    pairs of matrices."""
     tensors = tensors_of(args, kwargs)
     count = max(each.dim() for each in tensors)
     try:
@@ -167,7 +170,7 @@ def _dims_of_computed(
     dim = dims.pop() if len(dims) == 1 or len(dims := dims - {ONE}) == 1 else None
     if dim is None or dim == ONE:
         return [dim] * len(shapes)
-    # a sum over rows drops its last dims, or makes them 1
+    # a sum by rows drops the last dims, or makes their size 1
     return [
         dim if shape[: dim + 1] == full[: dim + 1] and len(shape) <= len(full) else None
         for shape in shapes
@@ -179,7 +182,7 @@ def _labelled(
 ) -> list[int | None] | None:
     def labels(item: Any, *, copy: bool) -> Any:
         if not is_sharded(item):
-            # the function may write it
+            # the function may write the tensor
             return item.clone() if isinstance(item, Tensor) else item
         dim = sharded_dim(item)
         assert dim is not None, "checked above"
@@ -201,7 +204,7 @@ def _labelled(
     if outs is None or len(outs) != count:
         return None
     most = max(each.dim() for each in tensors_of(args, kwargs))
-    # with the given sizes, a new dim of size 1 may be the dim of one head
+    # with one head, a new dim of size 1 may be mistaken for the dim of heads
     unclear = times == 1 and any(1 in each.shape and each.dim() > most for each in outs)
     return None if unclear else [_ascending_dim(each) for each in outs]
 
@@ -217,7 +220,7 @@ def _ascending_dim(labels: Tensor) -> int | None:
     for dim, size in enumerate(labels.shape):
         if size > 1:
             rows = labels.movedim(dim, 0).reshape(size, -1)
-            # zeros are no labels: the function has padded them
+            # zeros are padding, not labels
             least, most = rows.where(rows != 0, math.inf).amin(1), rows.amax(1)
             ascends = bool((least[1:] >= most[:-1]).all()) and bool(most[-1] > least[0])
             if ascends and bool(least.isfinite().all()):

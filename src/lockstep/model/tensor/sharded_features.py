@@ -1,5 +1,5 @@
-"""Plain tensors that contain a shard of the features (or heads), between the layer that returns
-them and the layer that takes them.
+"""Handles plain tensors that hold a shard of the features (or heads), between the layer that
+returns them and the layer that takes them.
 
 User code between these layers is written for full tensors; `ShardedFeatures` intercepts each torch
 function that it calls:
@@ -9,13 +9,13 @@ function that it calls:
 - If an unsharded tensor meets a sharded one (the weight of a norm over each head, a learned scale),
   each rank computes a part of its gradient, which is all-reduced: parameters without a style have
   equal gradients on all ranks.
-- `any` and `all` of a sharded tensor answer for the full one.
+- `any` and `all` of a sharded tensor are computed for the full tensor.
 - The sharded dim is followed from function to function (`following.py`).
 - Dropout of a sharded tensor draws the full mask, as one process does, and takes this rank's shard
-  (law 2). Other random functions are called with the full tensor. In a GPU's attention kernels
-  alone, each rank has its own seed.
+  (law 2). Other random functions are called with the full tensor. Only in a GPU's attention
+  kernels, each rank has its own seed.
 - Other random numbers that meet a sharded tensor must not have its shape: they may be drawn in the
-  shape of a shard, so that each rank draws the same ones.
+  shape of a shard, and each rank would then draw the same numbers for its shard.
 - With slices (`sliced.py`), on any number of ranks, each function is called so that an element has
   the same bits in a shard as in the full tensor (`forms.py`), or refused: an unsharded tensor with
   a gradient that meets a sharded one, random numbers other than dropout, a sharded weight used
@@ -82,14 +82,14 @@ from lockstep.model.tensor.sliced import Slices, of_heads
 
 SEEDS = 2**32
 VALUES = READS | ARRAYS | {Tensor.register_hook}
-"""Functions that pass a tensor's values to code that lockstep cannot follow."""
+"""Functions that give a tensor's values to code that lockstep cannot follow."""
 ANSWERS = {
     **dict.fromkeys((torch.any, Tensor.any), dist.ReduceOp.MAX),
     **dict.fromkeys((torch.all, Tensor.all), dist.ReduceOp.MIN),
 }
-"""Function of all elements -> the reduction of the ranks' results."""
+"""Function over all elements -> the reduction over the ranks' results."""
 OWN_FUNCTIONS = ("lockstep.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
-"""The modules of autograd.Functions that a sharded tensor may come from."""
+"""Prefixes of the modules whose autograd.Functions may return a sharded tensor."""
 OWN_HOOKS = (*OWN_FUNCTIONS, "torch.autograd.graph", "torch.utils.module_tracker")
 MATMUL = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
 
@@ -116,7 +116,7 @@ class SlicedModel:
 
     model: nn.Module
     layers: Sequence[str]
-    """The names of its sharded layers."""
+    """The names of the model's sharded layers."""
     slices: Slices
 
 
@@ -134,7 +134,7 @@ class ShardedFeatures(TorchFunctionMode):
         self._layers: dict[str, nn.Module] = {}
         if sliced is not None:
             self._layers = {name: sliced.model.get_submodule(name) for name in sliced.layers}
-        # the hooks of saved tensors, where each forward began
+        # the saved-tensor hooks that were active when each forward began
         self._entered: list[Any] = []
 
     @property
@@ -222,7 +222,7 @@ class ShardedFeatures(TorchFunctionMode):
         return self._forms.call(func, args, kwargs)
 
     def _answer(self, func: Any, tensor: Tensor) -> Tensor:
-        """Return `any` or `all` of the full tensor: `assert not x.isnan().any()`."""
+        """Return `any` or `all` of the full tensor, as for `assert not x.isnan().any()`."""
         own: Tensor = func(tensor)
         if self._mesh is None:
             return own
@@ -234,9 +234,9 @@ class ShardedFeatures(TorchFunctionMode):
         return self._of_heads(func, func, input, other)
 
     def _of_heads(self, func: Any, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """Compute a function of all heads, for some at a time. `func`: torch's function."""
+        """Compute a function of all heads, slice by slice. `func`: torch's function."""
         assert self._sliced is not None
-        # a shard of one head is multiplied with the heads in the dim of the others
+        # a shard of one head without a known dim takes the dim of the other tensors
         dims = {sharded_dim(each) for each in tensors} - {ONE}
         dim = dims.pop() if len(dims) == 1 else None
         count = tensors[0].dim()
@@ -331,8 +331,8 @@ class ShardedFeatures(TorchFunctionMode):
         return lambda: tensor * self._mask(tensor, p)
 
     def _mask(self, tensor: Tensor, p: float) -> Tensor:
-        """Draw the mask of the full tensor, laid out as in one process, and return this tensor's
-        part."""
+        """Draw the mask of the full tensor, with one process's memory layout, and return this
+        tensor's part."""
         if isinstance(tensor, DTensor):
             shape, order = tensor.shape, order_in_memory(tensor.shape, tensor.stride())
             return distribute_tensor(
@@ -360,12 +360,12 @@ class ShardedFeatures(TorchFunctionMode):
         return dim
 
     def _drawn_in_full(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a random function of the full tensor, and return this rank's part."""
+        """Call a random function with the full tensor, and return this rank's part."""
         name = func.__name__
         if self._sliced is not None:
             raise RecipeError(
                 f"{name} of a tensor that is sharded over the tensor axis, with slices; each rank"
-                " takes its part of one mask, of torch.nn.functional.dropout alone; use it, draw"
+                " takes its part of one mask only for torch.nn.functional.dropout; use it, draw"
                 " outside of the sharded layers, or leave slices and numerics=bitwise out"
             )
         first = next(each for each in tensors_of(args, kwargs) if is_sharded(each))
@@ -390,7 +390,7 @@ class ShardedFeatures(TorchFunctionMode):
         return first.copy_(out) if writes(func, args, kwargs) else out
 
     def _full(self, item: Any) -> Any:
-        """Gather a sharded tensor, laid out as in one process."""
+        """Gather a sharded tensor, with one process's memory layout."""
         if not is_sharded(item):
             return item
         assert self._mesh is not None, "one rank has slices, and refuses it"
@@ -402,7 +402,7 @@ class ShardedFeatures(TorchFunctionMode):
             (Sharded(order.index(dim)),),
             run_check=False,
         )
-        # a function may write it
+        # a function may write the tensor
         full = part.full_tensor(grad_placements=[Partial()]).clone()
         return full.permute(_inverse(order))
 
@@ -417,8 +417,8 @@ class ShardedFeatures(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Callable[[], Tensor] | None:
-        """Return the computation of attention with dropout on a CPU, step by step, with the dropout
-        mask of all heads."""
+        """Return a function that computes attention with dropout on a CPU, step by step, with the
+        dropout mask of all heads. Returns None for other calls."""
         if not dropout_p:
             return None
         if query.device.type != "cpu" or not is_sharded(query):
@@ -474,7 +474,7 @@ class ShardedFeatures(TorchFunctionMode):
         if self._sliced is not None:
             raise RecipeError(
                 f"{func.__name__} with dropout, of a tensor that is sharded over the tensor axis,"
-                f" on {device.type}, with slices; each rank would draw random numbers of its own;"
+                f" on {device.type}, with slices; each rank would draw different random numbers;"
                 " leave its dropout out, write it with matmul, softmax and"
                 " torch.nn.functional.dropout, or leave slices and numerics=bitwise out"
             )
@@ -485,7 +485,7 @@ class ShardedFeatures(TorchFunctionMode):
 
 
 def _drawn_mask(shape: Sequence[int], order: Sequence[int], like: Tensor, p: float) -> Tensor:
-    """Draw a dropout mask. `order`: its dims in the order in which they are in memory."""
+    """Draw a dropout mask. `order`: its dims in memory order."""
     ones = torch.ones([shape[dim] for dim in order], dtype=like.dtype, device=like.device)
     return F.dropout(ones, p).permute(_inverse(order))
 
@@ -495,7 +495,8 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def _drawn_in_full_sequence(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a random function of tensors that are sharded over the sequence, in full."""
+    """Call a random function with full tensors instead of tensors that are sharded over the
+    sequence, and return this rank's part."""
     first = next(each for each in tensors_of(args, kwargs) if isinstance(each, DTensor))
 
     def own(out: Any) -> Any:
@@ -512,8 +513,8 @@ def _drawn_in_full_sequence(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mark_drawn(out: Any, args: Any, kwargs: Any) -> None:
-    """Mark random numbers, and the results computed with them. If a tensor with a gradient that was
-    not drawn has the same shape, the shape is not a shard's."""
+    """Mark random numbers, and results that are computed from them. (Not if they meet a tensor of
+    the same shape that requires a gradient and was not drawn: then the shape is not a shard's.)"""
     shapes = [
         each.shape
         for each in tensors_of(args, kwargs)
@@ -527,10 +528,10 @@ def _mark_drawn(out: Any, args: Any, kwargs: Any) -> None:
 
 def _of_values(func: Any) -> RecipeError:
     return RecipeError(
-        f"{func.__name__} of a tensor that is sharded over the tensor axis; each rank has the"
-        " values of its heads or features alone, so that ranks would go on differently; call it"
-        " before the 'colwise' layer or after the 'rowwise' one, or give these layers"
-        " 'colwise_gathered' and 'rowwise_split'"
+        f"{func.__name__} of a tensor that is sharded over the tensor axis; each rank has only the"
+        " values of its heads or features, so ranks would take different branches; call it before"
+        " the 'colwise' layer or after the 'rowwise' one, or give these layers 'colwise_gathered'"
+        " and 'rowwise_split'"
     )
 
 
@@ -544,15 +545,15 @@ def check_backward(tensor: Tensor) -> None:
 
 
 def _is_own_hook(args: Any) -> bool:
-    """True if a gradient hook is FSDP2's, or torch's own, which counts uses of modules."""
+    """True if a gradient hook is FSDP2's, or torch's own that counts uses of modules."""
     hook = args[1] if len(args) > 1 else None
     return str(getattr(hook, "__module__", "")).startswith(OWN_HOOKS)
 
 
 def check_gradients(given: Tensor, layer: str) -> None:
-    """Raise `RecipeError` if an unsharded parameter has a part in a sharded tensor, and its
-    gradient would be incomplete on each rank: lockstep has not seen the function that combines
-    them. `layer`: the layer whose input it is."""
+    """Raise `RecipeError` if a sharded tensor was computed from an unsharded parameter by a
+    function that lockstep has not seen: the parameter's gradient would be incomplete on each rank.
+    `layer`: the layer whose input the tensor is."""
     todo, known = [given.grad_fn], set()
     while todo:
         node: Any = todo.pop()
@@ -592,7 +593,7 @@ def unseen(what: str) -> RecipeError:
 
 
 def _check_uses_no_weight(out: Any, layer: str, func: Any) -> None:
-    """Raise `RecipeError` if something was computed with a weight of a sharded layer."""
+    """Raise `RecipeError` if `out` was computed with a weight of a sharded layer."""
     if not any(
         each.requires_grad and not isinstance(each, nn.Parameter)
         for each in tree_leaves(out)

@@ -1,6 +1,7 @@
 """Logits whose classes are sharded over the tensor axis: the output of the style `loss`. Their
 cross-entropy is computed on shards, and communicates three numbers per token. Other operations
-gather the logits. With slices (`sliced.py`), one process computes it in the same order."""
+gather the logits. With slices (`sliced.py`), one process computes the cross-entropy in the same
+order."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ KEEPS_CLASSES = frozenset(
         "_is_view",
     ]
 )
-"""Names of functions that compute nothing: their result is still sharded, or is not a tensor."""
+"""Names of functions that compute nothing: they return sharded logits, or no tensor."""
 WRITES = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor))__")
 """Names of functions that change a tensor in place."""
 
@@ -81,8 +82,8 @@ class ShardedLogits(DTensor):
 
 
 def as_sharded_logits(item: Any, slices: Slices | None = None) -> Any:
-    """Return a DTensor sharded along one dim as `ShardedLogits`, another one gathered, and anything
-    else unchanged."""
+    """Return a DTensor that is sharded along one dim as `ShardedLogits`; gather any other DTensor;
+    return anything else unchanged."""
     if not isinstance(item, DTensor):
         return item
     if not (len(item.placements) == 1 and item.placements[0].is_shard()):
@@ -114,7 +115,7 @@ class SlicedLogits(Tensor):
 
 
 def as_sliced_logits(item: Any, slices: Slices) -> Any:
-    """Return a tensor as `SlicedLogits`, and anything else unchanged."""
+    """Return a tensor as `SlicedLogits`; return anything else unchanged."""
     if type(item) is not Tensor:
         return item
     logits = item.as_subclass(SlicedLogits)
@@ -152,8 +153,8 @@ class _LocalShard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        # the gradient is not contiguous if the code after the layer transposes, but the layer's
-        # backward relies on it
+        # the layer's backward needs a contiguous gradient, which transposes after the layer would
+        # prevent
         gradient = gradients[0].contiguous()
         stride = make_contiguous_strides_for(ctx.shape)
         return DTensor.from_local(
@@ -204,7 +205,7 @@ def _cross_entropy(
 
 
 class _Alone:
-    """A mesh of this process alone."""
+    """Stands for a mesh of this process only."""
 
     def size(self) -> int:
         return 1

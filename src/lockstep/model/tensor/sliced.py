@@ -1,9 +1,9 @@
-"""The products of a sharded layer, computed in slices of its features: the same bits on any number
-of ranks that divides the number of slices.
+"""Computes the products of a sharded layer in slices of its features, with the same bits on any
+number of ranks that divides the number of slices.
 
-Each slice has its own product in the forward and its own two in the backward, of contiguous and
-aligned tensors. So a library sees the same calls on one rank and on eight. The two sums over
-features add the slices' products in a binary tree, of which each rank has a subtree.
+Each slice has one product in the forward and two in the backward, of contiguous and aligned
+tensors. So a library gets the same calls on one rank and on eight. Sums over features add the
+slices' products in a binary tree, of which each rank has a subtree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Slices:
     count: int
     """The number of slices over all ranks: a power of two."""
     ranks: World
-    """The ranks of the tensor axis. Each has as many slices."""
+    """The ranks of the tensor axis, which have equally many slices."""
 
     @property
     def own(self) -> int:
@@ -38,12 +38,12 @@ class Slices:
         return self.count // self.ranks.size
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum of one tensor for each slice. `parts`: this rank's parts. Every rank calls
-        it."""
+        """Return the sum over all slices. `parts`: the tensor of each of this rank's slices. Every
+        rank calls it."""
         return self.sum_over_ranks(tree_sum(parts))
 
     def sum_over_ranks(self, node: Tensor) -> Tensor:
-        """Return the sum of one tensor for each rank. Every rank calls it."""
+        """Return the sum over all ranks. `node`: this rank's tensor. Every rank calls it."""
         if self.ranks.size == 1:
             return node
         each_one = [range(rank, rank + 1) for rank in range(self.ranks.size)]
@@ -71,22 +71,22 @@ def linear(
 def of_heads(
     compute: Callable[..., Tensor], tensors: Sequence[Tensor], dim: int, slices: Slices
 ) -> Tensor:
-    """Return `compute(*tensors)` for some heads at a time: a product of all heads of a rank has
-    other bits than one of more heads. `dim`: the dim of the heads."""
+    """Return `compute(*tensors)`, computed slice by slice of heads, because the bits of a product
+    depend on its number of heads. `dim`: the dim of heads."""
     pieces = math.gcd(slices.own, *(each.shape[dim] for each in tensors))
     cut = [_cut(tensor, dim, pieces) for tensor in tensors]
     return torch.cat([aligned_gradient(compute(*each)) for each in zip(*cut, strict=True)], dim)
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    """Return the tensor in the dtype of autocast, if that is enabled."""
+    """Return the tensor in autocast's dtype, if autocast is enabled."""
     kind = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 
 
 class _OverOutputs(torch.autograd.Function):
-    """A layer of which each slice has some of the outputs. The gradient of the input is a sum over
-    the slices."""
+    """A layer whose slices have different outputs. The gradient of the input is a sum over the
+    slices."""
 
     @staticmethod
     def forward(
@@ -123,8 +123,8 @@ class _OverOutputs(torch.autograd.Function):
 
 
 class _OverInputs(torch.autograd.Function):
-    """A layer of which each slice has some of the inputs. The output is a sum over the slices, plus
-    the bias."""
+    """A layer whose slices have different inputs. The output is a sum over the slices, plus the
+    bias."""
 
     @staticmethod
     def forward(
@@ -155,8 +155,8 @@ class _OverInputs(torch.autograd.Function):
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of 2^k tensors in a binary tree. A product may be kept by activation
-    checkpointing, so it is not written."""
+    """Return the sum of 2^k tensors, added in a binary tree. Does not write to `parts`, because
+    activation checkpointing may keep them."""
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
@@ -177,7 +177,7 @@ def _cut(tensor: Tensor, dim: int, pieces: int) -> list[Tensor]:
 
 
 def _wide(left: Tensor, right: Tensor) -> Tensor:
-    """Return the product of two matrices, in float32 if theirs is a shorter dtype."""
+    """Return the product of two matrices, in float32 if their dtype is shorter."""
     if left.dtype not in (torch.bfloat16, torch.float16):
         return left @ right
     if left.is_cpu:

@@ -1,4 +1,4 @@
-"""The styles of the `tensor` axis: patterns of module names, and the sharding of each module,
+"""The styles of the `tensor` axis: maps patterns of module names to the sharding of each module,
 including layers that peft has wrapped in LoRA adapters. No communication."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Style:
     """Layout of the output. `sequence` and `classes` are DTensors, sharded along dim 1 and along
     the last dim."""
     slices_input: bool = False
-    """True if the input is a full tensor, of which the layer takes this rank's shard."""
+    """True if the input is a full tensor, from which the layer takes this rank's shard."""
 
     @property
     def exposes_shards(self) -> bool:
@@ -83,7 +83,7 @@ HEADS = re.compile(r"(n|num|number_of)?_?((attention|key_value|kv|q|query)_)?n?h
 FUSED = re.compile(
     r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gate_up(_proj)?)$", re.IGNORECASE
 )
-"""Names of layers that stack several matrices."""
+"""Names of layers whose weight stacks several matrices."""
 
 
 def tensor_styles(
@@ -96,9 +96,9 @@ def tensor_styles(
 ) -> dict[str, str]:
     """Return the style of each sharded module, by its name, in the order of the model's modules.
     Raises `RecipeError`. `given`: `Recipe.tensor`; if several patterns match, the last one is used.
-    None: the model's `tensor_plan`, or the plan of a Hugging Face model, without its `experts`. A
-    layer that shares its weight (tied embeddings) gets the matching style. `slices`: as in `Plan`.
-    `experts`: modules of experts, which stay whole."""
+    None: the model's `tensor_plan`, or the plan of a Hugging Face model, in both cases without
+    `experts`. A layer that shares its weight (tied embeddings) gets the matching style. `slices`:
+    as in `Plan`. `experts`: modules of experts, which stay whole."""
     source, patterns = _source(model, given, experts)
     matched = _styles_of(model, source, patterns)
     if not source:
@@ -111,7 +111,7 @@ def tensor_styles(
         _check(model, name, style, size)
         if slices != 1:
             _check_slices(model, name, style, slices)
-        # transformers knows the layout of its own layers
+        # in transformers' own plans, these layers are correct
         if source and STYLES[style].output_layout == "sharded" and FUSED.search(name):
             raise RecipeError(
                 f"the style {style!r} for {name!r}, which by its name stacks several matrices; a "
@@ -142,8 +142,8 @@ def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
 def _source(
     model: nn.Module, given: Mapping[str, str] | None, experts: Collection[str]
 ) -> tuple[str, Mapping[str, str]]:
-    """Return the source of the patterns (for errors), and the patterns, with lockstep's styles in
-    place of Hugging Face's, and without its patterns of experts."""
+    """Return the source of the patterns (for errors), and the patterns. Hugging Face's styles are
+    translated to lockstep's, and its patterns of experts are dropped."""
     if given is not None:
         return "Recipe.tensor", given
     own = getattr(model, "tensor_plan", None)
@@ -192,7 +192,7 @@ def _without_experts(
 
 
 def _expert_of(name: str, experts: Collection[str]) -> str | None:
-    """Return the module of experts that is `name`, or has it inside."""
+    """Return the module of experts that is `name` or contains it."""
     return next((each for each in experts if f"{name}.".startswith(f"{each}.")), None)
 
 
@@ -216,7 +216,7 @@ def _styles_of(model: nn.Module, source: str, patterns: Mapping[str, str]) -> di
                 f"{source} has {pattern!r}: {style!r}, an unknown style; the known styles are"
                 f" {', '.join(STYLES)}"
             )
-        # a plan of transformers may name layers that only other models have
+        # transformers' plans may name layers that this model lacks
         if source or any(fnmatchcase(name, pattern) for name in names):
             matching = matching_names(names, pattern, f"{source} has", "blocks.*.query")
             chosen |= dict.fromkeys(matching, style)
@@ -334,8 +334,8 @@ def _check_slices(model: nn.Module, name: str, style: str, slices: int) -> None:
 
 
 def _check_heads(name: str, module: nn.Module, chosen: Mapping[str, str], size: int) -> None:
-    """Raise `RecipeError` if the size of the axis does not divide an attention's number of heads,
-    because each rank has whole heads."""
+    """Raise `RecipeError` if the size of the axis does not divide an attention's number of heads.
+    Each rank must have whole heads."""
     children = [
         child
         for own, child in module.named_children()
@@ -377,9 +377,9 @@ def kind_of(module: nn.Module) -> str:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """True if it is the linear layer of GPT-2 in transformers, whose weight is (inputs,
+    """True for GPT-2's linear layer in transformers, whose weight has the shape (inputs,
     outputs)."""
-    # FSDP2 gives a layer that it gathers alone a class derived from its own
+    # FSDP2 derives a class for a layer that it gathers separately
     kinds = type(module).__mro__
     return any(kind.__name__ == "Conv1D" for kind in kinds) and hasattr(module, "nf")
 
@@ -407,13 +407,12 @@ _ADAPTER_STYLES = {
     "rowwise": ("rowwise", ""),
     "rowwise_split": ("", ""),
 }
-"""Style of a layer -> styles of the two matrices of its adapter (features -> rank, and rank ->
+"""Style of a layer -> styles of its adapter's two matrices (features -> rank, and rank ->
 features). "": unsharded."""
 
 
 def without_adapters(model: Any) -> tuple[str, Any]:
-    """Return the name and the module of the model that peft has wrapped; ("", `model`) if it has
-    wrapped none."""
+    """Return (name, module) of the model that peft has wrapped; ("", `model`) if there is none."""
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return "", model
     inner = model.get_base_model()
@@ -421,8 +420,8 @@ def without_adapters(model: Any) -> tuple[str, Any]:
 
 
 def styles_with_adapters(model: nn.Module, chosen: Mapping[str, str]) -> dict[str, str]:
-    """Return the styles, where the style of each wrapper is replaced by styles of its layer and
-    adapters."""
+    """Return the styles, with each adapter wrapper's style replaced by styles of its layer and of
+    its adapters."""
     styles: dict[str, str] = {}
     for name, style in chosen.items():
         module: Any = model.get_submodule(name)
