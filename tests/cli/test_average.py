@@ -229,7 +229,7 @@ def test_an_evaluation_that_fails_writes_nothing(
         ),
         (
             ["a", "b", "--weights", "0,0"],
-            "CheckpointError: weights of an average that are all 0; they are divided by their sum",
+            "CheckpointError: all weights of an average are 0; they are divided by their sum",
         ),
         (
             ["a", "b", "--greedy"],

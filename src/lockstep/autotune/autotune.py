@@ -47,8 +47,8 @@ from lockstep.training.set_up import use_threads
 
 RECIPE_SETTINGS = ("precision", "microbatch")
 TIMED_SETTINGS = ("threads", "precision", "microbatch")
-"""The settings in the order of timing. Each setting is timed with the values chosen for the
-settings before it."""
+"""The settings in the order of timing. Each setting is timed with the values that were chosen for
+earlier settings."""
 
 
 def autotune(recipe: Recipe, opened: Opened) -> tuple[Recipe, Context]:
@@ -148,7 +148,7 @@ class _Autotuner:
 
     def run(self) -> tuple[Measurement, str]:
         """Return the chosen values, and the source of the values that are not in `fixed`: "cache"
-        or "measurement". The source is "rule" if all values are in `fixed`."""
+        or "measurement"; "rule" if all are in `fixed`."""
         if self.context.overrides.bare:
             bare = {
                 "precision": "fp32",
@@ -239,7 +239,7 @@ class _Autotuner:
         """Return an earlier run's measurement (the same on every rank) and the path of its file (on
         rank 0)."""
         path, found, problem = None, None, None
-        # built on every rank, because building it has collectives; below only rank 0 uses it
+        # every rank builds the model, because this has collectives; below, only rank 0 uses it
         _ = self.model
         if self.context.world.rank == 0:
             try:

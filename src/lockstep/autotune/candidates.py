@@ -9,17 +9,17 @@ from typing import TypeVar
 
 T = TypeVar("T")
 REFERENCE_MICROBATCH = 8
-"""Number of samples in the microbatch with which other settings are timed before the microbatch is
+"""Number of samples in the microbatch with which other settings are timed, before a microbatch is
 chosen."""
 MIN_SPEEDUP = {"precision": 1.1, "threads": 1.03, "microbatch": 1.03}
-"""The speedup from which a candidate is chosen instead of a preferred one."""
+"""The smallest speedup for which a candidate is chosen instead of a preferred one."""
 MAX_INLINE_FETCH = 0.05
 """The largest ratio of fetch time to compute time at which the training process itself fetches the
 data."""
 FETCH_HEADROOM = 1.25
-"""The factor on the mean fetch time for which loader workers are provisioned."""
+"""Loader workers are provisioned for the mean fetch time multiplied by this factor."""
 DEFAULT_PREFETCH = 2
-"""Microbatches that a loader worker prefetches if every fetch takes equally long."""
+"""Number of microbatches that a loader worker prefetches if all fetches take equally long."""
 MAX_PREFETCH = 8
 
 
@@ -36,8 +36,8 @@ def timing_order(sizes: Sequence[int], known: int) -> list[int]:
 
 
 def preferred_candidate(candidates: Sequence[T], seconds: Mapping[T, float], worth: float) -> T:
-    """Return the first candidate that takes at most `worth` times as long as the fastest; if there
-    is none, the first."""
+    """Return the first candidate that takes at most `worth` times as long as the fastest; the first
+    of all if none does."""
     fastest = min(seconds.values(), default=math.inf)
     return next(
         (each for each in candidates if each in seconds and seconds[each] <= worth * fastest),

@@ -31,11 +31,11 @@ from lockstep.training.loss import contribution, weights_of
 from lockstep.training.microbatches import Batching
 
 SECONDS = 4.0
-"""Time limit for all timings, divided evenly among them. Each gets at least two repetitions, unless
-these take a quarter of the limit."""
+"""Time limit of all timings together, divided evenly. Each timing has at least two repetitions,
+unless these take a quarter of the limit."""
 FETCH_SECONDS = 1.0
 MAX_REPETITIONS = 5
-"""Repetitions of one timing, after the first one, which warms up."""
+"""Largest number of repetitions of one timing, after a first one that warms up."""
 TIMED_FETCHES = 8
 MIN_FREE_MEMORY = 0.1
 """The share of a GPU's memory that a microbatch must leave free for the rest of a step."""
@@ -73,7 +73,7 @@ class MicrobatchTiming:
             self._stack.callback(accelerator.reset_peak_bytes, device)
             self._stack.callback(accelerator.free_unused_memory, device)
             self._stack.enter_context(accelerator.preserved_generators(device))
-        if self.context.plan.compile:  # else each size would be compiled first
+        if self.context.plan.compile:  # otherwise each size would be compiled first
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._stack.callback(self._drop_gradients)
         return self
@@ -96,8 +96,7 @@ class MicrobatchTiming:
         )
 
     def fetched(self, microbatch: int | None) -> Iterator[Microbatch]:
-        """Yield this rank's microbatches of the run, from its first step on, fetched in this
-        process."""
+        """Yield this rank's microbatches from the run's first step on, fetched in this process."""
         batching = self.batching(microbatch)
         spans = (span for step in range(batching.steps) for span in batching.mine_in_step(step))
         if isinstance(self._loader, StreamLoader):

@@ -99,8 +99,8 @@ def normalised(weights: Sequence[float]) -> list[float]:
     largest = max(weights)
     if largest == 0:
         raise CheckpointError(
-            "weights of an average that are all 0; they are divided by their sum; give at least one"
-            " more than 0"
+            "all weights of an average are 0; they are divided by their sum; give at least one"
+            " weight above 0"
         )
     scaled = [weight / largest for weight in weights]
     total = math.fsum(scaled)

@@ -174,9 +174,10 @@ def _new_folder() -> str:
     length = len(os.fsencode(folder))
     if get_sharing_strategy() == "file_descriptor" and length > limit:  # type: ignore[no-untyped-call]
         raise LaunchError(
-            f"workers with the temporary folder {folder!r} (TMPDIR), whose name has {length} bytes;"
-            " loader workers make sockets below it, whose names the system limits, which leaves"
-            f" {limit} bytes; set TMPDIR to a shorter path, such as /tmp, or plan workers=0"
+            f"workers with the temporary folder {folder!r} (TMPDIR), whose name has {length}"
+            " bytes; loader workers make sockets in it, and the system's limit on the path of a"
+            f" socket leaves {limit} bytes for this name; set TMPDIR to a shorter path, such as"
+            " /tmp, or plan workers=0"
         )
     return tempfile.mkdtemp(prefix=_FOLDER, dir=folder)
 

@@ -1,4 +1,4 @@
-"""Noise of the size of rounding. Runs with such noise measure the effect of rounding on a model."""
+"""Noise as large as rounding. Runs with such noise measure the effect of rounding on a model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 def add_noise(model: nn.Module, seed: int) -> None:
     """Add noise of one unit in the last place to every parameter, every layer's output, and the
     gradient of that output."""
-    # Products in a short dtype are rounded in the outputs of layers; noise in the parameters alone,
-    # which are in float32, would be too small.
+    # In a short dtype, the outputs of layers are rounded; noise only in parameters, which are in
+    # float32, would be too small.
     perturb_parameters(model, seed)
     for name, module in model.named_modules():
         if any(True for _ in module.parameters(recurse=False)):
@@ -58,7 +58,7 @@ def _with_noise(x: Tensor, name: str, seed: int) -> Tensor:
 
 
 def _random(name: str, seed: int, like: Tensor) -> Tensor:
-    """Return uniform numbers in -1..1, of the shape and dtype of `like`, the same in every run."""
+    """Return uniform numbers in -1..1 with the shape and dtype of `like`, the same in every run."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     return (torch.rand(like.shape, generator=generator, dtype=torch.float32) * 2 - 1).to(

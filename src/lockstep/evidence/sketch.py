@@ -1,9 +1,9 @@
 """Sketches of tensors: a few linear projections and the squared norm, in float64.
 
 A sketch is linear: the sketch of a sum is the sum of the sketches. So the factors with which a
-reduction adds the ranks' gradients can be computed from sketches alone, which are small enough to
-be written at every step. The sketches of shards add up to the whole tensor's, because the sign of
-an element depends on its position in the whole tensor.
+reduction adds the ranks' gradients can be computed from sketches, which are small enough to be
+written at every step. The sketches of shards add up to the whole tensor's, because the sign of an
+element depends on its position in the whole tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.keys import GOLDEN, MIX_FIRST, MIX_SECOND
 
 _CHUNK = 1 << 16
 _TOKENS = 256
-"""Tokens that are projected at once."""
+"""Number of tokens that are projected at once."""
 _SIGN = np.uint64(1 << 63)
 
 
@@ -36,7 +36,7 @@ def sketch(tensor: Tensor, first: int = 0, name: str = "") -> list[float]:
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") if name else 0
     for begin in range(0, len(flat), _CHUNK):
         values = flat[begin : begin + _CHUNK].to(torch.float64).numpy()
-        with np.errstate(invalid="ignore"):  # the gradient may have overflowed
+        with np.errstate(invalid="ignore"):  # the gradient may be infinite
             total[:-1] += project(values, seed, first + begin)
             total[-1] += np.dot(values, values)
     numbers: list[float] = total.tolist()
@@ -58,8 +58,8 @@ def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[A
     state *= np.uint64(MIX_SECOND)
     state ^= state >> np.uint64(31)
     raw = values.view(np.uint64)
-    # Row by row, because numpy then adds in a tree. A matrix product has a hundred times the
-    # rounding error, more than that of a float64 run.
+    # Row by row, because numpy then adds in a tree. A matrix product would have a hundred times the
+    # rounding error, more than a float64 run has.
     rows = (raw ^ (state << np.uint64(row) & _SIGN) for row in range(PROJECTIONS))
     return np.array([row.view(np.float64).sum() for row in rows])
 
@@ -67,8 +67,7 @@ def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[A
 @torch.no_grad()
 def token_sketches(tensor: Tensor) -> Tensor:
     """Return `TOKEN_PROJECTIONS` projections of each token of a tensor (samples, tokens, ...), on
-    the CPU, in float32 or the tensor's longer dtype. They are a fixed function of the token's
-    numbers."""
+    the CPU, in float32 or the tensor's longer dtype. They depend only on the token's numbers."""
     rows = tensor.detach().reshape(*tensor.shape[:2], -1)
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     generator = torch.Generator().manual_seed(rows.shape[2])

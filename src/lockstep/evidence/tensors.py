@@ -1,4 +1,4 @@
-"""Tensors in a trace: their distances, and the factors with which tensors add up to another one.
+"""Tensors in a trace: their distances, and the factors with which some tensors add up to another.
 Pure.
 
 Projections are linear, so the projection of a sum is the sum of the projections.
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 PROJECTIONS = 8
-"""Numbers in a tensor's projection."""
+"""Number of values in a tensor's projection."""
 TOKEN_PROJECTIONS = 4
-"""Numbers in the sketch of one token."""
+"""Number of values in the sketch of one token."""
 EPS = {
     "float64": 2.0**-52,
     "float32": 2.0**-23,
@@ -27,12 +27,12 @@ EPS = {
 }
 """Machine epsilon by dtype. Other dtypes are treated as float32."""
 COMPUTE_EPS = {"fp32": EPS["float32"], "bf16": EPS["bfloat16"], "fp16": EPS["float16"]}
-"""Machine epsilon of the dtype that each precision computes in."""
+"""Precision -> machine epsilon of the dtype in which it computes."""
 EXACT = 1e-3
 """Relative residual below which a fit is exact. Rounding is far below it, a wrong explanation far
 above."""
 MOST_CONDITION = 1e5
-"""Condition number from which tensors are too similar to be distinguished."""
+"""Condition number above which tensors are too similar to be distinguished."""
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -79,7 +79,8 @@ def distance(one: TensorSummary | None, other: TensorSummary | None) -> float:
         return 0.0
     if one.elements != other.elements:
         return math.inf
-    if math.isnan(one.norm) and math.isnan(other.norm):  # an overflowed step was skipped
+    # both runs have skipped the step after an overflow
+    if math.isnan(one.norm) and math.isnan(other.norm):
         return 0.0
     with np.errstate(invalid="ignore"):
         estimate = float(np.sqrt(np.mean((one.projection - other.projection) ** 2)))
@@ -87,8 +88,8 @@ def distance(one: TensorSummary | None, other: TensorSummary | None) -> float:
 
 
 def added(parts: Sequence[Summaries]) -> Summaries:
-    """Return the summaries of the sums of tensors, by name: a projection of a sum is the sum of the
-    projections. A tensor that no part has does not exist."""
+    """Return, by name, the summaries of sums of tensors. (The projection of a sum is the sum of the
+    projections.) A tensor that no part has does not exist."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: _sum([part.get(name) for part in parts]) for name in names}
 
@@ -133,7 +134,7 @@ class Fit:
 
     factors: list[float]
     residual: float
-    """Part of the target that is left unexplained."""
+    """Part of the target that the fit does not explain."""
 
 
 def fit(columns: Sequence[Vector], target: Vector) -> Fit | None:

@@ -32,11 +32,11 @@ TOLERANCE = 10.0
 MINIMUM_ULPS = 4.0
 """Smallest rounding of a tensor, in units in the last place of its norm."""
 SIGN_FLIP = 0.25
-"""Smallest rounding of a parameter, in typical updates of an element: at a tolerance of 10 its sign
-may flip."""
+"""Smallest rounding of a parameter, as a fraction of an element's typical update: with `TOLERANCE`,
+the sign of an update may flip."""
 NOT_REPEATED = 1e-2
-"""Relative difference between perturbed runs above which a logged number depends on something else,
-such as the time."""
+"""Relative difference between perturbed runs above which a logged number must depend on something
+else, such as the time."""
 NEGLIGIBLE = 1e-3
 """Smallest rounding of an element, in units in the last place of a typical element of all tensors
 together."""
@@ -54,8 +54,8 @@ class _Runs(NamedTuple):
 
 
 class MeasuredRounding:
-    """Rounding of a reference run, measured with its perturbed runs; if there are none, the
-    smallest values."""
+    """Rounding of a reference run, measured with its perturbed runs; without these, the smallest
+    allowed values."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class MeasuredRounding:
         self, reference: Trace, perturbed: Sequence[Trace], *, scale: float, margin: float
     ) -> MeasuredRounding:
         """Return the rounding of a float64 `reference`: the larger of `margin` times its measured
-        rounding and `scale` times the rounding of this object.
+        rounding and `scale` times this object's rounding.
 
         `scale` is the ratio of the two dtypes' precisions, for operations inside the model that
         round to a shorter dtype than float64: such rounding can hide the noise of the float64 runs.
@@ -93,7 +93,7 @@ class MeasuredRounding:
         return made
 
     def of_microbatch(self, step: int, index: int) -> dict[str, float]:
-        """Return the rounding of each gradient of one microbatch alone, by name."""
+        """Return the rounding of each gradient of one microbatch, by name."""
         reference = _microbatch_gradients(self.reference, step, index)
         largest = dict.fromkeys(reference, 0.0)
         for group in self._groups:
@@ -128,7 +128,7 @@ class MeasuredRounding:
         return math.inf if largest > NOT_REPEATED * size else self._of_number(largest, size)
 
     def _largest_of_numbers(self, step: int, value: Callable[[Trace, int], float | None]) -> float:
-        """The largest difference of a number between any two runs, in all steps up to `step`."""
+        """The largest difference between any two runs in a number, over all steps up to `step`."""
         largest = 0.0
         for group in self._groups:
             for at in range(step + 1):
@@ -179,8 +179,8 @@ class MeasuredRounding:
         return rounding
 
     def _rounding_of_updates(self, step: int, largest: dict[str, float]) -> dict[str, float]:
-        """Return the smallest rounding of each parameter, which follows from the distance that the
-        steps so far have moved it."""
+        """Return the smallest rounding of each parameter, computed from the distance that the
+        parameter has moved up to `step`."""
         rank = self.reference.rank_0
         states = [
             rank.initial["parameters"],

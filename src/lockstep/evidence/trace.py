@@ -31,14 +31,14 @@ class MicrobatchTrace:
     rng_after: str | None
     """Digest of the same state after the forward."""
     gradients: Summaries | None
-    """Gradients of this microbatch alone. If several ranks computed it `together`: gradients of
-    this rank's tokens. None: no rank has full gradients."""
+    """Gradients of this microbatch. If several ranks computed it `together`: gradients of this
+    rank's tokens. None if no rank has full gradients."""
     together: tuple[int, ...] = ()
-    """The ranks that computed the microbatch together, each some of its tokens. Empty: this rank
-    alone."""
+    """The ranks that computed the microbatch together, each some of its tokens. Empty if this rank
+    computed it alone."""
     loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """For each layer of experts, the tokens of each expert that the balance loss took f of. Empty
-    without a balance loss."""
+    """For each layer of experts, the number of tokens of each expert from which the balance loss
+    computed f. Empty without a balance loss."""
 
     @property
     def drew_random_numbers(self) -> bool:
@@ -47,16 +47,16 @@ class MicrobatchTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenTrace:
-    """Sketches of the tokens of a microbatch that one rank computed, in the first step."""
+    """Sketches of the tokens that one rank computed in a microbatch of the first step."""
 
     rank: int
     places: np.ndarray[Any, np.dtype[np.int64]]
-    """Place in the sequence of each of the rank's tokens, in the rank's order."""
+    """The indices of the rank's tokens in the sequence, in the rank's order."""
     sketches: Mapping[str, Vector]
-    """(samples, tokens, projections) of each token's `output`, and of the loss's `gradient` with
-    respect to it, if it has one."""
+    """(samples, tokens, projections), by name: sketches of each token's `output`, and of the loss's
+    `gradient` with respect to the output, if there is one."""
     documents: np.ndarray[Any, np.dtype[np.int64]] | None
-    """(samples, all tokens): the document of each token. None: each sample is one."""
+    """(samples, all tokens): the document of each token. None: each sample is one document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +75,14 @@ class StepTrace:
     loss: float
     weight: float | None
     norm: float | None
-    """Norm of the gradient by which it was clipped. None: no clipping."""
+    """Norm with which the gradient was clipped. None: no clipping."""
     lr: float | None
     gain: float
     """Factor that turned the sum over the microbatches into the step's gradient."""
     tensors: Mapping[str, Summaries]
     """Summaries by kind: `gradients`, `states`, `parameters`, `buffers`."""
     terms: Mapping[str, float] = field(default_factory=dict)
-    """The terms of a loss that has several, by name."""
+    """The loss's terms by name, if it has several."""
 
 
 @dataclass(slots=True)
@@ -134,8 +134,8 @@ class Trace:
         )
 
     def whole_microbatches_of(self, step: int) -> list[MicrobatchTrace]:
-        """Return the step's microbatches. One that ranks computed together has the sum of their
-        gradients, and is the lowest rank's."""
+        """Return the step's microbatches. A microbatch that ranks computed together occurs once, as
+        the lowest rank's, with the sum of their gradients."""
         by_index: dict[tuple[int, tuple[int, ...]], list[MicrobatchTrace]] = {}
         for m in self.microbatches_of(step):
             by_index.setdefault((m.index, m.together or (m.rank,)), []).append(m)
@@ -271,8 +271,8 @@ def _layers(path: Path) -> dict[str, LayerTrace]:
 
 
 def _merged(ranks: list[RankTrace]) -> RankTrace:
-    """Merge the traces of ranks that each wrote a part of one model. If two ranks wrote a tensor
-    (tied weights), the lower rank's counts."""
+    """Merge the traces of ranks that each wrote a part of one model. If two ranks wrote one tensor
+    (tied weights), the lower rank's is used."""
 
     def merged(parts: Iterable[Mapping[str, Summaries]]) -> dict[str, Summaries]:
         summaries_of: dict[str, Summaries] = {}
@@ -298,7 +298,8 @@ def _summaries(rows: Mapping[str, Any]) -> Summaries:
 
 
 def tensor_distance(one: Trace, other: Trace, step: int, kind: str, name: str) -> float:
-    """Return the distance of one tensor in two traces, exact if both have the tensor itself."""
+    """Return the distance between a tensor's values in two traces; it is exact if both have the
+    tensor itself."""
     summaries = (each.rank_0.steps[step].tensors[kind].get(name) for each in (one, other))
     estimate = distance(*summaries)
     if estimate == 0.0 or math.isinf(estimate):

@@ -71,7 +71,7 @@ class Tracer:
         writes: bool,
     ) -> None:
         """`steps`: number of steps after which the run ends; None: not known. `replicated`: True if
-        every rank has the full model, and writes summaries. `writes`: True if this rank writes."""
+        every rank has the full model and writes summaries. `writes`: True if this rank writes."""
         self._folder = folder
         self._steps = steps
         self._rank = rank
@@ -126,10 +126,11 @@ class Tracer:
         together: Sequence[int] = (),
         loads: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """Write a microbatch after its forward. `batch`: digests of its parts, by their paths;
-        empty for a slice. `gradients`: the microbatch's terms of the sum; None: no rank has full
-        gradients. `together`: the ranks that compute it together, each some of its tokens.
-        `loads`: for each layer of experts, the tokens of each expert in the balance loss."""
+        """Write a microbatch after its forward. `batch`: digests of the batch's parts, by their
+        paths; empty for a slice. `gradients`: the microbatch's terms of the summed gradients; None
+        if no rank has full gradients. `together`: the ranks that compute the microbatch together,
+        each some of its tokens. `loads`: for each layer of experts, the number of tokens of each
+        expert in the balance loss."""
         row: dict[str, Any] = {} if gradients is None else {"gradients": self._summaries(gradients)}
         row |= {"together": list(together)} if together else {}
         row |= {"loads": dict(loads)} if loads else {}
@@ -199,8 +200,8 @@ class Tracer:
     ) -> bool:
         """Write a step after its update. Returns True after the last requested step.
 
-        `states`: the optimizers' state tensors, named parameter/state. `terms`: the terms of a loss
-        that has several. `scalars`: loss, weight, lr, and the norm used for clipping.
+        `states`: the optimizers' state tensors, named parameter/state. `terms`: the loss's terms,
+        if it has several. `scalars`: loss, weight, lr, and the norm used for clipping.
         """
         row: dict[str, Any] = {
             name: value if name == "loss" or value is None or math.isfinite(value) else None
@@ -266,7 +267,8 @@ def tensor_file(path: Path) -> Iterator[Callable[[str, Tensor], None]]:
     """Write a safetensors file: yields a function that adds one tensor. Dtypes that numpy lacks
     become float32."""
     header: dict[str, Any] = {}
-    with TemporaryFile(dir=path.parent) as data:  # the header comes first and lists all tensors
+    # the file begins with a header that lists all tensors
+    with TemporaryFile(dir=path.parent) as data:
 
         def add(name: str, tensor: Tensor) -> None:
             flat = flattened(tensor)

@@ -1,8 +1,8 @@
 """Random streams of modules: each sequential part draws from its own stream, so that dropout does
 not depend on the rank.
 
-[Note: streams] A part's stream starts when the previous part ends, so `torch.utils.checkpoint`,
-which saves the generator's state for the recomputation, saves the state of the part's stream. A
+[Note: streams] A part's stream starts when the previous part ends. So the generator's state that
+`torch.utils.checkpoint` saves for a recomputation is the state of the part's stream, and the
 recomputation draws the same numbers as the forward, even if forwards of other microbatches ran in
 between, as in a pipeline. If several parts are checkpointed together, their recomputation must
 start the streams of the later parts too. For this, the forward records the order of streams, by

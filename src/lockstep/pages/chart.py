@@ -1,5 +1,5 @@
-"""Charts of curves over steps or time: HTML with an SVG that stretches to any size, while text and
-lines keep theirs. Pure."""
+"""Charts of curves over steps or time: HTML with an SVG that stretches to any size without changing
+the size of text and lines. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.pages.scale import (
 
 GRAIN = 10_000
 DOTS = 60
-"""Up to this number of points, all are drawn as dots."""
+"""Largest number of points that are all drawn as dots."""
 COLOURS = 8
 """Number of curve colours in page.css: --line-0 and so on."""
 
@@ -95,8 +95,8 @@ class Chart:
     note: str = ""
     marks: Sequence[EventMark] = ()
     microseconds: int | None = None
-    """The end of the horizontal axis, if that is time; the steps of the curves are then
-    microseconds."""
+    """The end of a horizontal axis of time, on which the steps of curves are microseconds. None:
+    the axis shows steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,8 @@ def figure(
     **attributes: Any,
 ) -> Html:
     """Return a figure. `caption`: text after the title. `inside`: a drawing, and labels over it.
-    `spoken`: a description for readers who cannot see it. `kind`: a further class for the plot."""
+    `spoken`: a description for readers who cannot see the figure. `kind`: a further class for the
+    plot."""
     kinds = f"plot {kind}".strip()
     plot = element("div", inside, kind=kinds, role="img", aria_label=spoken, **attributes)
     head = element("figcaption", element("span", title, kind="title"), caption)
@@ -324,7 +325,7 @@ def _line(
 
 
 def _finite_segments(points: Sequence[DownsampledPoint]) -> list[list[DownsampledPoint]]:
-    """Split the points at points without a finite value, which are dropped."""
+    """Split the points into runs of points with finite values; drop the other points."""
     found: list[list[DownsampledPoint]] = [[]]
     for point in points:
         if math.isfinite(point.mean):
@@ -354,8 +355,8 @@ def _legend(chart: Chart, y_scale: Scale) -> Html:
 
 
 def _latest(chart: Chart) -> Html | None:
-    """Return the latest value of the first curve; if the axis is time, the largest. None for
-    several runs."""
+    """Return the latest value of the first curve (over time: the largest one). None for several
+    runs."""
     lines = [line for line in chart.lines if line.kind != "band"]
     if len({line.run for line in lines}) > 1 or not lines or not lines[0].series.values:
         return None

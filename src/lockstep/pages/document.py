@@ -1,4 +1,4 @@
-"""The whole HTML document, in a single file that loads no others. Its content security policy
+"""The whole HTML document, in a single file. It loads no other file; its content security policy
 forbids requests."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""HTML. Text gets into a page only through `joined`, `element` and `table`, which escape it."""
+"""Makes HTML. Text gets into a page only through `joined`, `element` and `table`, which escape
+it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class Html(str):
 
 
 Content: TypeAlias = "str | Iterable[Content] | None"
-"""The contents of an element: texts, which are escaped, and HTML. None is left out."""
+"""The contents of an element: text, which is escaped, and HTML. None is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def remark(*contents: Content) -> Html:
 
 
 def graded(text: str, good: bool) -> Html:
-    """Return a verdict in the colour for right (`good`) or wrong."""
+    """Return a verdict, coloured as right (`good`) or wrong."""
     return element("strong", text, kind="good" if good else "bad")
 
 

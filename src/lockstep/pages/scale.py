@@ -21,7 +21,7 @@ _DURATIONS = (
 )
 _TICKS = 5
 _SKEWED = 20.0
-"""An axis is logarithmic if all values are positive, and the largest is more than this many times
+"""An axis is logarithmic if all values are positive and the largest is more than this many times
 the median."""
 
 

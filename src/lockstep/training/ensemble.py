@@ -115,5 +115,5 @@ def _mean(outputs: list[Any]) -> Any:
     raise RecipeError(
         f"outputs of an ls.Ensemble have a {type(first).__name__} that differs between members; a"
         " mean is of floating-point tensors, in tuples, lists and mappings; give"
-        " ls.Ensemble(combine=...), which makes one output of the list of them"
+        " ls.Ensemble(combine=...), a function from the list of outputs to one output"
     )

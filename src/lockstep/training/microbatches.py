@@ -466,7 +466,7 @@ class Microbatches:
             yield item, batch
 
     def others(self) -> list[Microbatch | None]:
-        """The microbatches of `Batching.recomputed_here`, fetched."""
+        """Fetch and return the microbatches of `Batching.recomputed_here`."""
         if self._others is None:
             self._others = [
                 None if index is None else next(self._fetched) for index in self._indices

@@ -69,7 +69,7 @@ class DeferredModel:
             for name, tensor in named(remove_duplicate=False)
         }
         self.names = {id(tensor): name for name, tensor in reversed(self._names.items())}
-        """The first name of each parameter and buffer of `module`, by its id."""
+        """Id of a parameter or buffer of `module` -> its first name."""
 
     @classmethod
     def build(cls, factory: Callable[[], Any], key: int) -> DeferredModel:

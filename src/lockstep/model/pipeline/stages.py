@@ -132,8 +132,8 @@ def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
 def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
     """Split `count` microbatches into consecutive calls of torch's schedules: [start, stop) and the
     schedule's name. Torch's 1F1B needs at least as many microbatches as stages; fewer are run by
-    GPipe. Torch's interleaved schedules need a multiple of the number of rounds; the remaining
-    microbatches are a second call."""
+    GPipe. Torch's interleaved schedules need a number of microbatches that is a multiple of the
+    number of rounds; the remaining ones are a second call."""
     if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.ranges)):
         return [(0, count, schedule)] if count else []
     if schedule == "1f1b":

@@ -229,8 +229,8 @@ def _styles_of(model: nn.Module, source: str, patterns: Mapping[str, str]) -> di
 
 
 def _add_layers_with_shared_weights(model: nn.Module, chosen: dict[str, str]) -> None:
-    """Give layers that share a weight with a mapped layer a style that shards it in the same
-    way."""
+    """Add styles for layers that share a weight with a mapped layer, so that both shard the weight
+    in the same way."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter in own_parameters(module).values():

@@ -55,7 +55,8 @@ class GradientReducer(Protocol):
         """
 
     def gradient_versions(self) -> list[Any]:
-        """Return values that change with each backward that accumulates a gradient on this rank."""
+        """Return values by which a backward can be detected: each one that accumulates a gradient
+        on this rank changes them."""
 
     def close(self) -> None:
         """Remove the reducer's hooks from the model."""
