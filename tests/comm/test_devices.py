@@ -52,7 +52,7 @@ def test_two_ranks_on_one_gpu_are_refused_unless_both_are_to_share_it() -> None:
     )
     with pytest.raises(
         LaunchError,
-        match=r"^2 processes on node1 and 1 GPU: ranks 0, 1 have one .* start 1 process there",
+        match=r"^2 processes on node1 and 1 GPU: ranks 0, 1 share one GPU.* start 1 process there",
     ):
         check_devices([*gpus("GPU-a/0", shares=True), *gpus("GPU-a/0")])
     assert check_devices(gpus("GPU-a/0", "GPU-a/0", "GPU-b/0", shares=True)) == 2
