@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import random
+import runpy
+import sys
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from training.subjects import recipe, rows
 
 import lockstep as ls
 from lockstep.base.errors import CheckpointError
-from lockstep.hooks.loop_variables import LoopVariables
+from lockstep.hooks.loop_variables import LoopVariables, loop_of
 from lockstep.testing.pool import WorkerPool
 
 
@@ -185,6 +189,35 @@ def test_variables_are_not_kept_alive_nor_changed() -> None:
     of_script = locals()
     LoopVariables(())
     assert of_script["stays"] is stays
+
+
+def loops() -> Iterator[ast.For | None]:
+    """Yield the loop that asks for the next value."""
+    yield loop_of(sys._getframe(1))
+
+
+class OfMethod:
+    """Loops in a method, after text at the left margin."""
+
+    def loop(self) -> ast.For | None:
+        text = """
+def at_the_margin():
+    for loop in text:
+"""
+        for _ in text:
+            for found in loops():
+                return found
+        return None
+
+
+def test_the_loop_of_a_method_and_of_a_script_is_found(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("text = 1\nfor found in (\n    loops()):\n    found\n")
+    of_script = runpy.run_path(str(tmp_path / "script.py"), {"loops": loops})["found"]
+    for found in (OfMethod().loop(), of_script):
+        assert ast.unparse(found).startswith("for found in loops():")
+    unreadable: dict[str, Any] = {"loops": loops}
+    exec("for found in loops(): pass", unreadable)
+    assert unreadable["found"] is None
 
 
 class Rescaled(nn.Linear):

@@ -25,9 +25,17 @@ def loop_at(source: str, line: int) -> ast.For | None:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return None
-    loops = (each for each in ast.walk(tree) if isinstance(each, ast.For))
-    heads = [each for each in loops if each.lineno <= line < each.body[0].lineno]
+    around = (each for each in _around(tree, line) if isinstance(each, ast.For))
+    heads = [each for each in around if line < each.body[0].lineno]
     return max(heads, key=lambda each: each.lineno, default=None)
+
+
+def _around(node: ast.AST, line: int) -> Iterator[ast.AST]:
+    """Yield what is inside a node and has code on this line."""
+    for each in ast.iter_child_nodes(node):
+        if getattr(each, "lineno", line) <= line <= getattr(each, "end_lineno", line):
+            yield each
+            yield from _around(each, line)
 
 
 def set_anew(loop: ast.For) -> set[str]:

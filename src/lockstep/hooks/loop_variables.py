@@ -7,6 +7,7 @@ import ast
 import inspect
 import linecache
 import sys
+import tokenize
 import weakref
 from collections.abc import Collection, Iterator
 from types import FrameType
@@ -62,8 +63,17 @@ def frame_of_script() -> FrameType:
 
 def loop_of(frame: FrameType) -> ast.For | None:
     """Return the `for` whose head the script is at. None if its code cannot be read."""
-    source = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
-    return loop_at("".join(source), frame.f_lineno)
+    code, first = frame.f_code, 1
+    lines = linecache.getlines(code.co_filename, frame.f_globals)
+    if not code.co_name.startswith("<"):  # a function; parsing the whole file takes longer
+        first = code.co_firstlineno
+        try:
+            lines = list(inspect.getblock(lines[first - 1 :]))
+        except (SyntaxError, tokenize.TokenError):
+            return None
+        if lines and lines[0][:1].isspace():
+            lines, first = ["if True:\n", *lines], first - 1
+    return loop_at("".join(lines), frame.f_lineno - first + 1)
 
 
 def local_variables(frame: FrameType) -> dict[str, Any]:
