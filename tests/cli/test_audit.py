@@ -381,6 +381,7 @@ def test_sigterm_leaves_no_process_and_no_folder(folder: Path) -> None:
 
 
 @pytest.mark.command
+@pytest.mark.forks("watched")
 def test_a_test_of_another_project_can_ask(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     (folder / "train.py").write_text(RIGHT.format("int(sys.argv[1])"))
