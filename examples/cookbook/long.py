@@ -64,7 +64,7 @@ recipe = ls.Recipe(
     inputs=lambda batch: batch["words"],
     loss=loss,
     weight=lambda batch: batch["words"][:, 1:].numel(),
-    sequence=ls.Sequence(chunks=8),
+    sequence=ls.Sequence(chunks=4),
     optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
     global_batch=8,
     microbatch=2,

@@ -90,7 +90,7 @@ recipe = ls.Recipe(
     data=ls.pack(ls.Stream.mix(streams, weights={"prose": 3, "code": 1}), LENGTH),
     inputs=lambda batch: {name: batch[name] for name in ("input_ids", "position_ids")},
     # tokens attend to those before them in their own document
-    sequence=ls.Sequence(documents=lambda batch: batch["document_ids"]),
+    sequence=ls.Sequence(documents=lambda batch: batch["document_ids"], chunks=4),
     loss=loss,
     weight=lambda batch: (batch["labels"] != -100).sum(),  # the tokens that are predicted
     optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
