@@ -319,8 +319,8 @@ def open_run(
 def _refuse_own_loop(environ: Mapping[str, str]) -> None:
     if answered_by(environ, "train", "evaluate"):
         raise RecipeError(
-            "a script with its own loop, started by a command that needs a recipe, whose model,"
-            " loss and data it knows; call ls.train(recipe)"
+            "a script with its own loop was started by a command that needs the model, loss and"
+            " data of a recipe; call ls.train(recipe)"
         )
 
 

@@ -262,7 +262,7 @@ class _FileContent:
     def __init__(
         self, layout: FileLayout, device: torch.device, devices: Collection[torch.device]
     ) -> None:
-        """`devices`: the devices of the state."""
+        """`devices`: the devices that hold the state."""
         self.layout = {
             "bytes": layout.bytes,
             "shards": [[*shard.to_json(), start] for shard, start in layout.starts.items()],

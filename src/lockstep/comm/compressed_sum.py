@@ -96,7 +96,8 @@ class Senders:
 
     @classmethod
     def of(cls, world: World) -> Senders:
-        """Choose the senders for the ranks of `world`, at least 2. Every rank calls it."""
+        """Choose the senders among the ranks of `world`, which has at least 2. Every rank calls
+        it."""
         hierarchy = world.hierarchy
         if hierarchy is None:
             return cls(world.group, world.rank, world.size, world.shared_memory, None)

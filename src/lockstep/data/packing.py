@@ -190,8 +190,9 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         if len(document.tokens) != self._lengths[number]:
             raise DataError(
                 f"document {number} has {len(document.tokens)} tokens, and {self._lengths[number]}"
-                " when it was packed; rows follow from the lengths, so each stays the same; correct"
-                " lengths, and leave out what changes the number of tokens at random"
+                " when it was packed; rows depend on the lengths, so a document's length must not"
+                " change; correct lengths, and leave out what changes the number of tokens at"
+                " random"
             )
         return document
 

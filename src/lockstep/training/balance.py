@@ -90,8 +90,8 @@ class ExpertBalance:
         self._known: Tensor | None = None
         """The loads of the global batch, if they were counted before the backward."""
         self._of_microbatches: dict[int, Tensor] = {}
-        """If a stage of a pipeline needs the loads of the other stages: the loads of all stages in
-        each of this rank's microbatches, by sample."""
+        """The loads of all of a pipeline's stages in each of this rank's microbatches, by sample,
+        if a stage needs the other stages' loads."""
         self._has_seen_logits = False
         self.is_watched = False
         """True if `counts_of_f` is called."""

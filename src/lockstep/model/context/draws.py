@@ -66,7 +66,7 @@ def draws(function: Any, args: Sequence[Any], keywords: dict[str, Any]) -> bool:
 
 
 def shape_of(function: Any, args: Sequence[Any], keywords: dict[str, Any]) -> torch.Size:
-    """Return the shape of the result of a call of one of the functions above."""
+    """Return the result's shape for a call of one of the functions above."""
     if function in OF_A_SHAPE:
         return torch.Size(sizes_of(args, keywords))
     given = args[0] if args else keywords["input"]

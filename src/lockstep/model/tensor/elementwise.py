@@ -45,8 +45,8 @@ def elementwise(func: Any, args: Any, kwargs: Any, *, in_place: bool = False) ->
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor with contiguous elements at an aligned address: libraries round differently
-    without either."""
+    """Return the tensor with contiguous elements at an aligned address: libraries round strided or
+    unaligned tensors differently."""
     tensor = tensor.contiguous()
     begins = tensor.storage_offset() * tensor.element_size()
     return tensor.clone() if begins % ALIGNMENT else tensor

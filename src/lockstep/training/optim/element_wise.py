@@ -20,11 +20,11 @@ ROWS, COLUMNS, DEPTH = 8, 12, 3
 STEPS = 10
 """Number of steps of a trial: RAdam moves nothing in the first five."""
 TOLERANCE = 1e-3
-"""Largest relative difference between the updates of a tensor and of its halves that counts as
-rounding."""
+"""Largest relative difference that counts as rounding, between the updates of a tensor and of its
+halves."""
 MIXING_TOLERANCE = 1e-5
-"""Largest relative difference between the updates of a tensor with and without other tensors that
-counts as rounding. Both updates are computed by the same operations."""
+"""Largest relative difference that counts as rounding, between the updates of a tensor alone and
+together with other tensors. Both are computed by the same operations."""
 
 KNOWN = (
     torch.optim.SGD,

@@ -186,9 +186,9 @@ def check_gradients(
 
 
 def unfuse(optimizers: Sequence[Optimizer]) -> bool:
-    """Make fused optimizers of parameters on a CPU use foreach, because a CPU's fused kernels round
-    differently at the end of a tensor. Groups that are added later are included. Returns True if
-    any optimizer was fused."""
+    """Make fused optimizers use foreach for parameters on a CPU, because a CPU's fused kernels
+    round differently at the end of a tensor. Groups that are added later are included. Returns True
+    if any optimizer was fused."""
     was_fused = False
     for optimizer in optimizers:
         fused = [
