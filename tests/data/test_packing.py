@@ -314,9 +314,9 @@ def test_a_document_whose_length_is_not_what_was_said_is_refused() -> None:
     with pytest.raises(DataError) as caught:
         packed[0]
     assert str(caught.value) == (
-        "document 1 has 2 tokens, and 4 when it was packed; rows follow from the lengths, so each"
-        " stays the same; correct lengths, and leave out what changes the number of tokens at"
-        " random"
+        "document 1 has 2 tokens, and 4 when it was packed; rows depend on the lengths, so a"
+        " document's length must not change; correct lengths, and leave out what changes the number"
+        " of tokens at random"
     )
 
 
