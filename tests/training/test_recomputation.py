@@ -204,7 +204,7 @@ def test_a_run_has_the_bits_that_it_has_without_checks_and_no_alarm(
 ) -> None:
     kinds = {**KINDS, "a layer": {"model": Skips}} if "shard" not in plan else KINDS
     cases = [
-        (plan, every, None, {"steps": 4, **kind}, 9) for kind in kinds.values() for every in (0, 1)
+        (plan, every, None, {"steps": 4, **kind}) for kind in kinds.values() for every in (0, 1)
     ]
     found = pool.run(ranks, several, str(tmp_path), cases, timeout_seconds=160)[0]
     for number, name in enumerate(kinds):
@@ -296,7 +296,7 @@ def staged(run_dir: str, plan: str) -> list[dict[str, Any]]:
         (plan, EVERY, (rank, {"product": product, "begin": 2, "seed": rank}), STAGED, 2)
         for rank, product in IN_STAGES
     ]
-    return several(run_dir, [*cases, (plan, 0, None, STAGED, 9), (plan, 1, None, STAGED, 9)])
+    return several(run_dir, [*cases, (plan, 0, None, STAGED), (plan, 1, None, STAGED)])
 
 
 @pytest.mark.timeout(180)
