@@ -171,6 +171,27 @@ def test_processes_are_found_where_the_kernel_lists_no_children_too(
     thread.join()
 
 
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+@pytest.mark.parametrize("answers", ["the kernel", "a file", "a file, as netlink is forbidden"])
+def test_listening_ports_are_found_however_the_kernel_tells_them(
+    family: socket.AddressFamily, answers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = {"the kernel": leaks._asked_listening, "a file": leaks._read_listening}.get(
+        answers, leaks._listening_inodes
+    )
+    if answers == "a file, as netlink is forbidden":
+        monkeypatch.setattr(socket, "AF_NETLINK", 999)
+    with socket.create_server(("", 0), family=family) as server:
+        found = find()
+        assert found[os.readlink(f"/proc/self/fd/{server.fileno()}")] == server.getsockname()[1]
+        with (
+            socket.create_connection(server.getsockname()[:2]) as client,
+            socket.socket(family) as unused,
+        ):
+            for other in (client, unused):
+                assert os.readlink(f"/proc/self/fd/{other.fileno()}") not in find()
+
+
 @pytest.mark.command
 def test_every_kind_has_a_leak_here() -> None:
     named = set()

@@ -13,10 +13,11 @@ import contextlib
 import gc
 import os
 import socket
+import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -35,6 +36,13 @@ INTERPRETER_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.fo
 
 # The state of a listening socket in /proc/net/tcp.
 LISTENING = "0A"
+# linux/netlink.h, linux/sock_diag.h, linux/inet_diag.h
+NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST_DUMP = 4, 20, 0x301
+NLMSG_ERROR, NLMSG_DONE = 2, 3
+NETLINK_HEADER = struct.Struct("=IH10x")
+NETLINK_ERROR = struct.Struct("=16xi")
+DIAG_REQUEST = struct.Struct("=IHHII4BI48x")
+DIAG_SOCKET = struct.Struct("=20xH62xI")
 
 Found = dict[Hashable, str]
 
@@ -267,8 +275,42 @@ def _listening_port(descriptor: int) -> int | None:
 
 
 def _listening_inodes() -> dict[str, int]:
-    """Return this machine's listening TCP sockets, by their names in /proc, with their ports. This
-    is slow if there are many connections."""
+    """Return this machine's listening TCP sockets, by their names in /proc, with their ports."""
+    try:
+        return _asked_listening()
+    except OSError:  # a kernel without sock_diag, or a sandbox that forbids netlink
+        return _read_listening()
+
+
+def _asked_listening() -> dict[str, int]:
+    """Ask the kernel for listening sockets alone (sock_diag). Takes 0.1 ms. Reading /proc/net/tcp
+    takes 5 ms, because the kernel walks its whole table of connections."""
+    listening: dict[str, int] = {}
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as kernel:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            header = DIAG_REQUEST.size, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST_DUMP, 0, 0
+            asked = family, socket.IPPROTO_TCP, 0, 0, 1 << int(LISTENING, 16)
+            kernel.send(DIAG_REQUEST.pack(*header, *asked))
+            for message in _messages(kernel):
+                port, inode = DIAG_SOCKET.unpack_from(message)
+                listening[f"socket:[{inode}]"] = socket.ntohs(port)
+    return listening
+
+
+def _messages(kernel: socket.socket) -> Iterator[bytes]:
+    while True:
+        packet = kernel.recv(1 << 16)
+        while packet:
+            size, kind = NETLINK_HEADER.unpack_from(packet)
+            if kind == NLMSG_DONE:
+                return
+            if kind == NLMSG_ERROR:
+                raise OSError(-NETLINK_ERROR.unpack_from(packet)[0], "sock_diag refused")
+            yield packet[:size]
+            packet = packet[(size + 3) & ~3 :]
+
+
+def _read_listening() -> dict[str, int]:
     listening: dict[str, int] = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         if os.path.exists(table):
