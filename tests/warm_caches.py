@@ -9,6 +9,8 @@ safe.
 
 from __future__ import annotations
 
+import platform
+
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
@@ -35,6 +37,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def fill_caches() -> None:
     torch.set_num_threads(1)
+    platform.platform()  # it asks a program, `uname -p`; each training records what it answers
     # A process's first backward starts a thread for each accelerator, after which a fork cannot
     # compute one. In a build for CUDA, FakeTensorMode pretends that there are 8 accelerators (torch
     # 2.14 and 2.15).

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.base.errors import UserError
 from lockstep.base.garbage import freeze_for_good
+from lockstep.base.huge_pages import move_into_huge_pages
 from lockstep.comm.mesh import forget_meshes
 from lockstep.recipe.code import texts
 from lockstep.testing import leaks
@@ -69,6 +70,7 @@ def nursery(control_descriptor: int, preload: Iterable[str]) -> None:
     for name in (*PRELOADED, *preload):
         importlib.import_module(name)
     _warm_up()
+    move_into_huge_pages()
     children: set[int] = set()
     try:
         control.send(b"ready")
