@@ -154,15 +154,15 @@ class MicrobatchAssignment:
         rank's time is not known yet (NaN)."""
         if not all(0 < each < math.inf for each in seconds):
             return None
-        found = MicrobatchAssignment(self.ranks, speeds=tuple(1 / each for each in seconds))
+        proposed = MicrobatchAssignment(self.ranks, speeds=tuple(1 / each for each in seconds))
         before, after = (
             max(
                 len(share) * each
                 for share, each in zip(assigned.indices_by_rank(count), seconds, strict=True)
             )
-            for assigned in (self, found)
+            for assigned in (self, proposed)
         )
-        return found if before > WORTHWHILE * after else None
+        return proposed if before > WORTHWHILE * after else None
 
     @property
     def per_round(self) -> int:

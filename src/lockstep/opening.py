@@ -151,20 +151,20 @@ class RunRequest:
         if not isinstance(recipe, Mapping) or not isinstance(code, Mapping) or self.recipe is None:
             return
         measured = frozenset(name for name, value in self.recipe.items() if value == "auto")
-        found = differences(recipe, self.recipe, allow_change=self.allow_change | measured)
+        changes = differences(recipe, self.recipe, allow_change=self.allow_change | measured)
         if versions.get("python") == platform.python_version():
             edited = [
                 name for name, digest in self.code.items() if code.get(name, digest) != digest
             ]
-            found += [
+            changes += [
                 f"{name}: its code has changed, or a value that it uses"
                 for name in edited
                 if name not in self.allow_change
             ]
-        if found:
+        if changes:
             raise CheckpointError(
                 "the recipe has changed since the run in its run directory ended:"
-                f" {'; '.join(found)}; train with the recipe that it had, choose another run"
+                f" {'; '.join(changes)}; train with the recipe that it had, choose another run"
                 " directory, or remove the run's"
             )
 

@@ -176,8 +176,8 @@ def _option(default: Any, help: str, **details: Any) -> Any:
 
 def option_of(declared: Field[Any]) -> Option:
     """The documentation that a field of `RunOptions` or `LaunchOptions` carries."""
-    found: Option = declared.metadata["option"]
-    return found
+    option: Option = declared.metadata["option"]
+    return option
 
 
 def flag(name: str) -> str:
@@ -335,28 +335,28 @@ class RunOptions:
     def shared(self) -> dict[str, str]:
         """The options that must be the same on all ranks: name of the environment variable -> value
         as text."""
-        found = {
+        values = {
             each.name: getattr(self, each.name)
             for each in fields(RunOptions)
             if option_of(each).shared
         }
         return {
             variable(name): str(sorted(value) if isinstance(value, frozenset) else value)
-            for name, value in found.items()
+            for name, value in values.items()
         }
 
 
 def read_options(environ: Mapping[str, str]) -> dict[str, Any]:
     """The values of the fields of `RunOptions`, from the environment or by default. Raises
     `LaunchError`."""
-    found = {}
+    values = {}
     for each in fields(RunOptions):
         option = option_of(each)
         if text := environ.get(variable(each.name)):
-            found[each.name] = option.read(text, variable(each.name))
+            values[each.name] = option.read(text, variable(each.name))
         elif option.worker_default is not None:
-            found[each.name] = option.worker_default
-    return found
+            values[each.name] = option.worker_default
+    return values
 
 
 def check_shared_options(everyone: Sequence[Mapping[str, str]]) -> None:
@@ -523,18 +523,18 @@ class LaunchOptions(RunOptions):
 
     def arguments(self) -> list[str]:
         """The arguments of `lockstep run` that give these options."""
-        found = []
+        words = []
         for each in fields(LaunchOptions):
             option, value = option_of(each), getattr(self, each.name)
             if option.kind is tuple:
-                found += [word for text in value for word in (flag(each.name), text)]
+                words += [word for text in value for word in (flag(each.name), text)]
             elif value != each.default and option.on_command_line:
-                found += (
+                words += (
                     [flag(each.name)]
                     if option.kind is bool
                     else [flag(each.name), option.write(value)]
                 )
-        return found
+        return words
 
 
 def _is_for_script(each: Field[Any]) -> bool:

@@ -168,6 +168,6 @@ def _first_differences(
 ) -> tuple[Position, list[int]]:
     """Return the first position at which the ranks of two replicas differ, and the ranks that
     differ there."""
-    found = [mine.first_difference(theirs) for mine, theirs in zip(one, other, strict=True)]
-    position = min(each for each in found if each is not None)
-    return position, [place for place, each in enumerate(found) if each == position]
+    positions = [mine.first_difference(theirs) for mine, theirs in zip(one, other, strict=True)]
+    position = min(each for each in positions if each is not None)
+    return position, [place for place, each in enumerate(positions) if each == position]

@@ -155,8 +155,8 @@ def check_resume(value: Any, name: str) -> Resume:
     """Raise `CheckpointError` unless `value` is one of `Resume`."""
     if value not in get_args(Resume):
         raise CheckpointError(f"{name}={value!r}; it must be one of {', '.join(get_args(Resume))}")
-    found: Resume = value
-    return found
+    resume: Resume = value
+    return resume
 
 
 def check_allow_change(value: Collection[str]) -> frozenset[str]:
@@ -182,7 +182,7 @@ def differences(
 ) -> list[str]:
     """The differences between two results of `Recipe.describe`, as text such as `steps: 100, now
     200`. Nested fields have paths: evaluation.every."""
-    found = []
+    lines = []
     for name in sorted(saved.keys() | now.keys()):
         if name in allow_change:
             continue
@@ -193,7 +193,7 @@ def differences(
                 for each in allow_change
                 if each.startswith(f"{name}.")
             )
-            found += [f"{name}.{line}" for line in differences(before, after, allow_change=inner)]
+            lines += [f"{name}.{line}" for line in differences(before, after, allow_change=inner)]
         elif before != after:
-            found.append(f"{name}: {before!r}, now {after!r}")
-    return found
+            lines.append(f"{name}: {before!r}, now {after!r}")
+    return lines

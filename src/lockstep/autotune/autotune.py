@@ -238,24 +238,24 @@ class _Autotuner:
     def _cached(self) -> tuple[Measurement | None, Any]:
         """Return an earlier run's measurement (the same on every rank) and the path of its file (on
         rank 0)."""
-        path, found, problem = None, None, None
+        path, fields, problem = None, None, None
         # every rank builds the model, because this has collectives; below, only rank 0 uses it
         _ = self.model
         if self.context.world.rank == 0:
             try:
                 path = cached.folder(os.environ) / cached.file_name(self._cache_key())
                 measured = cached.read(path, self._fits)
-                found = (
+                fields = (
                     None
                     if measured is None
                     else [measured.chosen, measured.figures, measured.seconds]
                 )
             except (OSError, ValueError, RuntimeError) as error:
                 problem = str(error)
-        found, problem = self.context.world.value_of(0, [found, problem])
+        fields, problem = self.context.world.value_of(0, [fields, problem])
         if problem is not None:
             self.context.recorder.event("cache-ignored", 0, path=str(path), reason=problem)
-        return None if found is None else Measurement(*found), path
+        return None if fields is None else Measurement(*fields), path
 
     def _fits(self, chosen: Mapping[str, Any]) -> bool:
         """True if `chosen` has an allowed value for each setting to choose, and nothing else."""
@@ -359,19 +359,19 @@ class _Autotuner:
         values in `now`. Returns value -> seconds for one microbatch (for all microbatches of a step
         if `name` is "microbatch"); None if the value ran out of memory."""
         sizes = name == "microbatch"
-        found: dict[Any, float | None] = {}
+        timings: dict[Any, float | None] = {}
         for each in (
             timing_order(self.candidates[name], now[name]) if sizes else self.candidates[name]
         ):
-            if found and timing.is_time_up():
+            if timings and timing.is_time_up():
                 break
             if sizes and any(
-                seconds is None and smaller < each for smaller, seconds in found.items()
+                seconds is None and smaller < each for smaller, seconds in timings.items()
             ):
                 continue
             case = {**now, name: each}
             try:
-                found[each] = seconds = timing.compute_seconds(**case)
+                timings[each] = seconds = timing.compute_seconds(**case)
             except Exception as error:
                 if self.recipe.microbatch == "auto":
                     error.add_note(
@@ -381,26 +381,26 @@ class _Autotuner:
                 raise
             if sizes and seconds is not None:
                 count = timing.batching(each).max_microbatches
-                found[each] = step_seconds(
+                timings[each] = step_seconds(
                     seconds, microbatches=count, ranks=self.context.mesh.data.size
                 )
-        return found
+        return timings
 
     def _choose_loader(self, mean: float, most: float, computed: float | None) -> dict[str, int]:
         """Choose the loader's settings. `mean`, `most`: mean and longest seconds to fetch a
         microbatch; `computed`: seconds to compute it."""
-        plan, found = self.context.plan, {}
+        plan, chosen = self.context.plan, {}
         workers = plan.workers
         if workers == "auto":
             cores = threads_per_process(self.context.world.local_size)
-            workers = found["workers"] = (
+            workers = chosen["workers"] = (
                 0 if computed is None else loader_workers(mean, computed, cores)
             )
         if "prefetch" in self.names:
-            found["prefetch"] = (
+            chosen["prefetch"] = (
                 DEFAULT_PREFETCH if computed is None else prefetch_depth(most, computed, workers)
             )
-        return found
+        return chosen
 
 
 def _shapes(batch: Any) -> Any:

@@ -40,13 +40,13 @@ def read(path: Path, fits: Callable[[Mapping[str, Any]], bool]) -> Measurement |
     """Return the measurement in a file; None if there is no file, or `fits` rejects its settings.
     Raises `OSError` if the file cannot be read, and `ValueError` if it is damaged."""
     try:
-        found = Measurement(**json.loads(path.read_bytes()))
+        measured = Measurement(**json.loads(path.read_bytes()))
         if (
-            fits(found.chosen)
-            and isinstance(found.figures, dict)
-            and isinstance(found.seconds, float)
+            fits(measured.chosen)
+            and isinstance(measured.figures, dict)
+            and isinstance(measured.seconds, float)
         ):
-            return found
+            return measured
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, AttributeError):

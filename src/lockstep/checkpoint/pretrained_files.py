@@ -157,13 +157,13 @@ def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
     def read(name: str, box: Box) -> Tensor:
         path, part = slices[name]
         try:
-            found: Tensor = part[box] if box else part[...]
+            tensor: Tensor = part[box] if box else part[...]
         except (OSError, SafetensorError) as error:
             raise RecipeError(
                 f"{name!r} in weights {str(path)!r} cannot be read ({_first_line(error)}); fetch"
                 " the file again"
             ) from error
-        return found
+        return tensor
 
     return TensorFiles(specs, read, close)
 

@@ -264,8 +264,8 @@ def shard_dim_over(tensor: Tensor, axis: str) -> int | None:
     it."""
     names = getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None) or ()
     placements: Any = getattr(tensor, "placements", ())
-    found = dict(zip(names, placements, strict=True)).get(axis)
-    return None if found is None or found.is_replicate() else int(found.dim)
+    placement = dict(zip(names, placements, strict=True)).get(axis)
+    return None if placement is None or placement.is_replicate() else int(placement.dim)
 
 
 class PipelineStateDict(Mapping[str, Tensor]):

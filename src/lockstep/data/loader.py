@@ -113,9 +113,11 @@ class _BatchLoader:
         made = structure(batch)
         if self._structure is None:
             self._structure = made
-        elif made != self._structure and (found := structure_difference(self._structure, made)):
+        elif made != self._structure and (
+            difference := structure_difference(self._structure, made)
+        ):
             raise DataError(
-                f"{request}: {found} in the first microbatch; every microbatch has the same"
+                f"{request}: {difference} in the first microbatch; every microbatch has the same"
                 " containers, keys and dtypes (shapes may differ); make them so in the dataset or"
                 " in the collate function"
             )

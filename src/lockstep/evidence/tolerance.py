@@ -149,18 +149,20 @@ class MeasuredRounding:
         tensors of `kind` together."""
         summaries = self.reference.rank_0.steps[step].tensors[kind]
         pairs = combinations(self._groups[0].traces, 2)
-        found = [
+        distances = [
             pooled([tensor_distance(a, b, step, kind, name) for name in summaries], summaries)
             for a, b in pairs
         ] or [0.0]
-        return min(found), max(found)
+        return min(distances), max(distances)
 
     def loss_spread(self, step: int) -> tuple[float, float]:
         """Return the smallest and the largest relative difference between the losses of any two
         runs."""
         losses = [trace.rank_0.steps[step].loss for trace in self._groups[0].traces]
-        found = [abs(a - b) / (abs(losses[0]) or 1.0) for a, b in combinations(losses, 2)] or [0.0]
-        return min(found), max(found)
+        distances = [abs(a - b) / (abs(losses[0]) or 1.0) for a, b in combinations(losses, 2)] or [
+            0.0
+        ]
+        return min(distances), max(distances)
 
     def _eps(self) -> float:
         summaries = self.reference.rank_0.steps[0].tensors["parameters"].values()
@@ -234,12 +236,12 @@ class MeasuredRounding:
 
 
 def _typical(distances: dict[str, float], summaries: Summaries) -> float:
-    found = [
+    ratios = [
         distances[name] / summary.norm
         for name, summary in summaries.items()
         if summary is not None and summary.norm > 0 and name in distances
     ]
-    return median(found or [0.0])
+    return median(ratios or [0.0])
 
 
 def _microbatch_gradients(trace: Trace, step: int, index: int) -> Summaries:

@@ -23,9 +23,11 @@ def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     that have at least an eighth of all parameters. Modules that share a parameter with another part
     of the model are left out. Raises `RecipeError` if the patterns do not name blocks."""
     if patterns is None:
-        found = list(_repeated(model, "")) or list(_large(model, "", numel(model) * LARGE_FRACTION))
-        shared = blocks_with_shared_parameters(model, found)
-        return [name for name in found if name not in shared]
+        candidates = list(_repeated(model, "")) or list(
+            _large(model, "", numel(model) * LARGE_FRACTION)
+        )
+        shared = blocks_with_shared_parameters(model, candidates)
+        return [name for name in candidates if name not in shared]
     blocks = _blocks_matching(model, patterns)
     if shared := blocks_with_shared_parameters(model, blocks):
         raise RecipeError(

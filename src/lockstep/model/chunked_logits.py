@@ -156,9 +156,9 @@ def head_name(model: nn.Module, given: str | None, autocast_dtype: torch.dtype |
     """Return the name of the model's head. `given`: `Recipe.head`. Raises `RecipeError` and
     `PlanError`."""
     modules = dict(model.named_modules())
-    found = modules.get(given) if given is not None else _hugging_face_head(model)
-    name: str | None = next((name for name, each in modules.items() if each is found), None)
-    if found is None or name is None:
+    head = modules.get(given) if given is not None else _hugging_face_head(model)
+    name: str | None = next((name for name, each in modules.items() if each is head), None)
+    if head is None or name is None:
         why = (
             "the model does not say which of its layers is the head"
             if given is None
@@ -169,13 +169,13 @@ def head_name(model: nn.Module, given: str | None, autocast_dtype: torch.dtype |
             f"logits=chunked, and {why}; name the nn.Linear that computes the logits:"
             f" Recipe(head={linear[-1] if linear else 'lm_head'!r}), or leave logits=chunked out"
         )
-    if type(found).forward is not nn.Linear.forward or "forward" in vars(found):
+    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         raise RecipeError(
-            f"logits=chunked with the head {name!r}, a {type(found).__name__}; the head must be an"
+            f"logits=chunked with the head {name!r}, a {type(head).__name__}; the head must be an"
             " nn.Linear with torch's own forward, because its weights give the loss; name such a"
             " layer in Recipe.head, or leave logits=chunked out"
         )
-    if torch.float16 in (autocast_dtype, found.weight.dtype):
+    if torch.float16 in (autocast_dtype, head.weight.dtype):
         raise PlanError(
             "logits=chunked with fp16; gradients are computed in the forward, before they are"
             " multiplied by the loss scale, and small ones would be lost; choose bf16 or fp32 as"

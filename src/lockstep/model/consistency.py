@@ -43,8 +43,8 @@ def check_checksums(checksums: Mapping[str, int], world: World) -> None:
     if world.size == 1:
         return
     seen: dict[str, tuple[int, int]] = {}
-    for rank, found in enumerate(world.gather_values(checksums)):
-        for name, value in found.items():
+    for rank, theirs in enumerate(world.gather_values(checksums)):
+        for name, value in theirs.items():
             first, before = seen.setdefault(name, (rank, value))
             if value != before:
                 rule = (

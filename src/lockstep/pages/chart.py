@@ -326,13 +326,13 @@ def _line(
 
 def _finite_segments(points: Sequence[DownsampledPoint]) -> list[list[DownsampledPoint]]:
     """Split the points into runs of points with finite values; drop the other points."""
-    found: list[list[DownsampledPoint]] = [[]]
+    segments: list[list[DownsampledPoint]] = [[]]
     for point in points:
         if math.isfinite(point.mean):
-            found[-1].append(point)
-        elif found[-1]:
-            found.append([])
-    return [segment for segment in found if segment]
+            segments[-1].append(point)
+        elif segments[-1]:
+            segments.append([])
+    return [segment for segment in segments if segment]
 
 
 def _path(points: Sequence[tuple[int, int]]) -> str:

@@ -92,12 +92,12 @@ def shade(value: float, low: float, high: float) -> int:
 def palette(*, dark: bool) -> bytes:
     """Return red, green and blue of each colour. The first colour (index 0) stands for no value."""
     stops = [bytes.fromhex(colour[1:]) for colour in (reversed(RAMP) if dark else RAMP)]
-    found = bytearray(3)
+    colours = bytearray(3)
     for each in range(SHADES):
         whole, fraction = divmod(each * (len(stops) - 1) / (SHADES - 1), 1)
         here, there = stops[int(whole)], stops[min(int(whole) + 1, len(stops) - 1)]
-        found += bytes(round(a + (b - a) * fraction) for a, b in zip(here, there, strict=True))
-    return bytes(found)
+        colours += bytes(round(a + (b - a) * fraction) for a, b in zip(here, there, strict=True))
+    return bytes(colours)
 
 
 def png(rows: Sequence[Sequence[int]], colours: bytes) -> bytes:

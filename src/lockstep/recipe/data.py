@@ -154,16 +154,16 @@ class Stream:
         each process reads all files once to count them. Raises `RecipeError` and `DataError`.
         """
         check_callable("Stream.files(read)", read, optional=False)
-        found = (
+        lengths = (
             [sum(1 for _ in read(path, 0)) for path in paths] if counts is None else list(counts)
         )
-        if len(found) != len(paths) or min(found, default=0) < 0 or sum(found) < shards:
+        if len(lengths) != len(paths) or min(lengths, default=0) < 0 or sum(lengths) < shards:
             raise DataError(
-                f"Stream.files with {len(paths)} files of {sum(found)} samples, {len(found)}"
+                f"Stream.files with {len(paths)} files of {sum(lengths)} samples, {len(lengths)}"
                 f" counts and shards={shards}; there must be one count for each file, and at least"
                 " one sample in each shard; correct the counts, or give fewer shards"
             )
-        return cls(Files(list(paths), read, found, shards), shards=shards, window=window)
+        return cls(Files(list(paths), read, lengths, shards), shards=shards, window=window)
 
     @classmethod
     def of(cls, data: Iterable[Any], *, shards: int = 1, window: int = 1) -> Stream:

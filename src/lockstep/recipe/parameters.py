@@ -353,10 +353,10 @@ def split_assignment(text: str) -> tuple[str, str]:
 def saved_values(run_dir: Path) -> dict[str, Value]:
     """Return the parameter values of the run in a directory; empty if it has none."""
     try:
-        found = read_object(run_dir, "run.json")["recipe"]["parameters"]
+        described = read_object(run_dir, "run.json")["recipe"]["parameters"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    values = found.items() if isinstance(found, dict) else ()
+    values = described.items() if isinstance(described, dict) else ()
     return {
         name: value for name, value in values if _NAME.fullmatch(name) and isinstance(value, Value)
     }

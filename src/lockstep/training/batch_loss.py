@@ -80,9 +80,9 @@ def _count(data: World, what: str, parts: Mapping[int, Columns]) -> int:
     }
     (first, before), *others = distinct_kinds(data, kinds)
     if others:
-        index, found = others[0]
+        index, kind = others[0]
         raise DataError(
-            f"{what} collected {_words(found)} from microbatch {index}, and {_words(before)} from"
+            f"{what} collected {_words(kind)} from microbatch {index}, and {_words(before)} from"
             f" microbatch {first}; the rows of all samples are concatenated, so they must have one"
             " dtype and one shape: pad them to one width for all microbatches, or collect one"
             " number per sample"

@@ -37,8 +37,8 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 def on_cpu(sums: Sequence[Tensor]) -> Tensor:
     """Return scalars of any devices as one tensor on the CPU, with one copy from each device."""
-    found = torch.empty(len(sums), dtype=torch.int64)
+    gathered = torch.empty(len(sums), dtype=torch.int64)
     for device in {each.device for each in sums}:
         indices = [index for index, each in enumerate(sums) if each.device == device]
-        found[indices] = torch.stack([sums[index] for index in indices]).cpu()
-    return found
+        gathered[indices] = torch.stack([sums[index] for index in indices]).cpu()
+    return gathered

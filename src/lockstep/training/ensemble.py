@@ -102,8 +102,8 @@ def _mean(outputs: list[Any]) -> Any:
     if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
         return torch.stack(outputs).mean(dim=0)
     if isinstance(first, Mapping):
-        found = {name: _mean([output[name] for output in outputs]) for name in first}
-        return found if type(first) is dict else type(first)(**found)
+        means = {name: _mean([output[name] for output in outputs]) for name in first}
+        return means if type(first) is dict else type(first)(**means)
     if isinstance(first, tuple | list):
         parts = [_mean(list(each)) for each in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)

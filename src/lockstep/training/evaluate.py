@@ -141,10 +141,10 @@ class Evaluator:
         agreement.compare_now()
         self.module.check_counts()
         agreement.doing.text = ""
-        found: dict[str, float] = executor.on_output_rank(
+        metrics: dict[str, float] = executor.on_output_rank(
             lambda: {**self._means(rows, len(bounds)), **self._gathered(collected, bounds)}
         )
-        return found
+        return metrics
 
     def _position(self, step: int, item: Microbatch) -> tuple[int, ...]:
         """The key of a microbatch's random streams."""
@@ -238,15 +238,15 @@ class Evaluator:
         (_, names), *others = distinct_kinds(
             self.mesh.data, {index: list(row) for index, row in rows.items()}
         )
-        for index, found in others:
-            if set(found) != set(names):
+        for index, other_names in others:
+            if set(other_names) != set(names):
                 terms, before = (
                     [
                         name.removeprefix(f"{SINGLE}/")
                         for name in each
                         if name not in self.evaluation.metrics
                     ]
-                    for each in (found, names)
+                    for each in (other_names, names)
                 )
                 raise LossError(
                     f"evaluation, microbatch {index}: the loss has terms {terms} and had {before}"

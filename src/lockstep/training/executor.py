@@ -450,10 +450,10 @@ def model_arguments(inputs: Callable[[Any], Any], batch: Any) -> Any:
     Raises `RecipeError`."""
     arguments = inputs(batch)
     if arguments is None or isinstance(arguments, list):
-        found = f"a list of {len(arguments)}" if isinstance(arguments, list) else "None"
+        returned = f"a list of {len(arguments)}" if isinstance(arguments, list) else "None"
         raise RecipeError(
-            f"Recipe.inputs returned {found}; the model is called with what it returns: a tuple of"
-            " arguments, a dict of keywords, or one tensor; the batches of a TensorDataset are"
+            f"Recipe.inputs returned {returned}; the model is called with what it returns: a tuple"
+            " of arguments, a dict of keywords, or one tensor; the batches of a TensorDataset are"
             " lists: return batch[0], or (batch[0], batch[1]); if the model takes a list as its"
             " one argument, return (that_list,)"
         )

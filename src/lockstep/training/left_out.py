@@ -38,14 +38,14 @@ class LeftOut:
 
     def tensors(self) -> dict[str, Tensor]:
         """All of these tensors, by name."""
-        found = {}
+        left_out = {}
         for prefix, module in self._modules:
             for own in (own_parameters(module), own_buffers(module)):
                 for key, tensor in own.items():
                     name = f"{prefix}.{key}" if prefix else key
                     if tensor is not None and name not in self._saved:
-                        found[name] = tensor
-        return found
+                        left_out[name] = tensor
+        return left_out
 
     def agree(self, world: World) -> None:
         """Count a tensor that has changed on one rank as changed on all. Every rank calls it."""

@@ -368,14 +368,16 @@ def compare_data(
     Raises `DataError` on all ranks if samples differ; with numerics=bitwise also if a sample
     changes from one fetch to the next; in other numerics that is a warning.
     """
-    everyone = [Digests(**found) for found in training.context.world.gather_values(asdict(digests))]
+    everyone = [
+        Digests(**theirs) for theirs in training.context.world.gather_values(asdict(digests))
+    ]
     reason = changing(name, everyone)
     check_same_samples(name, everyone, lengths_only=reason is not None)
     if (unread := not_compared(name, everyone)) is not None:
         training.run.event("data-not-compared", parts=unread)
     if reason is None and is_trained_on:
         now = training.loop.data[str(training.loop.loops)] = next(
-            (dict(found.samples) for found in everyone if found.samples), {}
+            (dict(theirs.samples) for theirs in everyone if theirs.samples), {}
         )
         if training.loop.resumed is not None:
             check_unchanged(

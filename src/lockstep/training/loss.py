@@ -228,7 +228,7 @@ def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) ->
         return {SINGLE: (number_of(part.total), number_of(part.weight))}
     _check_terms(loss, weights)
     several = isinstance(loss, Mapping)
-    found: Sums = {}
+    sums: Sums = {}
     for name, term in loss.items() if several else [(SINGLE, loss)]:
         total = number_of(_term(name, term, batch=batch, weights=weights, learns=False))
         if isinstance(term, Sum) and weights is not None:
@@ -236,8 +236,8 @@ def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) ->
         else:
             rows = float(samples * _repeats(name, term, batch, samples))
             pair = total * rows, rows
-        found[f"{SINGLE}/{name}" if several else SINGLE] = pair
-    return found
+        sums[f"{SINGLE}/{name}" if several else SINGLE] = pair
+    return sums
 
 
 def number_of(scalar: Tensor) -> Number:

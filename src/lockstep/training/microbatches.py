@@ -402,9 +402,9 @@ class Microbatches:
             ) from None
         if names is None:
             names = next(
-                found
-                for found in self._data.gather_values(list(mine[0]) if mine else None)
-                if found is not None
+                theirs
+                for theirs in self._data.gather_values(list(mine[0]) if mine else None)
+                if theirs is not None
             )
         for item, weights in zip(self._kept, mine, strict=False):
             if list(weights) != list(names):

@@ -69,15 +69,15 @@ def why_not_set_back(before: Mapping[str, HookState], now: Mapping[str, HookStat
     """Return the reason why a new process would start with a hook that differs from this one; None
     if they are the same."""
     for name, state in before.items():
-        found = now[name]
+        current = now[name]
         changed = [
             path
-            for path in {**state.digests, **found.digests}
-            if state.digests.get(path) != found.digests.get(path)
+            for path in {**state.digests, **current.digests}
+            if state.digests.get(path) != current.digests.get(path)
         ]
         for paths, what in (
             (changed, "has changed since the start"),
-            (found.unread, "cannot be compared"),
+            (current.unread, "cannot be compared"),
         ):
             if paths:
                 parts = first_few([path.removeprefix(".") or "it" for path in paths])

@@ -119,14 +119,14 @@ class Run:
             )
         names = set(module.names)
         for pattern in patterns:
-            found = fnmatch.filter(module.held, pattern)
-            if not found:
+            matching = fnmatch.filter(module.held, pattern)
+            if not matching:
                 raise RecipeError(
                     f"run.{verb}({pattern!r}): the optimizer holds no such parameter; it holds"
                     f" {first_few(list(module.held))}; give the optimizer all parameters that are"
                     " trained at any time"
                 )
-            names = names | set(found) if to else names - set(found)
+            names = names | set(matching) if to else names - set(matching)
         if not names:
             raise RecipeError(
                 f"run.{verb}{tuple(patterns)} would leave no trainable parameter; a step needs one;"

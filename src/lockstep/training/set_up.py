@@ -461,13 +461,13 @@ def set_up_computation(
     given = plan.threads if isinstance(plan.threads, int) else threads
     stack.callback(use_threads, torch.get_num_threads())
     use_threads(1 if pinned else given)
-    found: list[Remark | None] = []
+    remarks_of_device: list[Remark | None] = []
     if world.device.type == "cpu":
         keep_freed_memory(os.environ)
     else:
-        found.append(expand_segments(world.device, os.environ))
+        remarks_of_device.append(expand_segments(world.device, os.environ))
     if bitwise and accelerator.is_accelerator(world.device):
-        found.append(cublas_workspace(os.environ))
+        remarks_of_device.append(cublas_workspace(os.environ))
         stack.callback(
             torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()
         )
@@ -483,7 +483,7 @@ def set_up_computation(
     stack.callback(random.setstate, random.getstate())
     stack.callback(np.random.set_state, np.random.get_state())
     stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
-    return found
+    return remarks_of_device
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:

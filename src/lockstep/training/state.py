@@ -158,9 +158,9 @@ class _ModuleTensors:
         ]
         optimizers = []
         for place, optimizer in enumerate(module.optimizers):
-            found = OptimizerState.of(optimizer, module.held)
-            tensors.update(_optimizer_tensors(found.tensors, f"{number}/optimizer/{place}"))
-            optimizers.append(found)
+            state = OptimizerState.of(optimizer, module.held)
+            tensors.update(_optimizer_tensors(state.tensors, f"{number}/optimizer/{place}"))
+            optimizers.append(state)
             places += [
                 optimizer.state,
                 *(values for values in optimizer.state.values() if isinstance(values, Mapping)),
@@ -192,10 +192,10 @@ class KnownTensors:
     def of(self, module: TrainModule, number: int) -> _ModuleTensors:
         """Return the tensors of module `number`. Searches again if the module or its optimizers
         hold other objects than before."""
-        found = self._found.get(number)
-        if found is None or not found.is_current():
-            found = self._found[number] = _ModuleTensors.find(module, number)
-        return found
+        cached = self._found.get(number)
+        if cached is None or not cached.is_current():
+            cached = self._found[number] = _ModuleTensors.find(module, number)
+        return cached
 
 
 def restore(

@@ -159,13 +159,13 @@ class Step:
         self, item: Microbatch | None, compute: Callable[[], None]
     ) -> MicrobatchChecksums:
         """Compute a microbatch's gradient, discard it, and return its checksums."""
-        found = MicrobatchChecksums()
+        checksums = MicrobatchChecksums()
         if item is not None:
-            self._borrowed = item, found
+            self._borrowed = item, checksums
             self._note_gradients()
             compute()
             self._borrowed = None
-        return found
+        return checksums
 
     def _hold_backwards(self) -> bool:
         """Make backwards wait until all forwards of the step are done, if each rank has one
@@ -634,8 +634,8 @@ class Step:
         self.weights = {SINGLE: 1.0}
         self.source.keep()
         layout = self.source.layout
-        found = BatchLoss(loss, layout.spans, lambda: self.current, watched=self.index == 0)
-        found.collect(
+        batch_loss = BatchLoss(loss, layout.spans, lambda: self.current, watched=self.index == 0)
+        batch_loss.collect(
             self._training.context.mesh.data,
             layout.assignment,
             self.batches(),
@@ -643,7 +643,7 @@ class Step:
             module.autocast,
         )
         reshard(module.model)
-        return found
+        return batch_loss
 
     @property
     def current(self) -> Microbatch:

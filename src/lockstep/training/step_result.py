@@ -128,7 +128,7 @@ class StepResult:
         module = self.module
         # On every rank of a pipeline, the names of all modules are known.
         order = {name: place for place, (name, _) in enumerate(module.model.named_modules())}
-        found = [
+        not_finite = [
             (order[name.rpartition(".")[0]], place, name)
             for place, (name, parameter) in enumerate(
                 zip(module.names, module.parameters, strict=True)
@@ -137,7 +137,7 @@ class StepResult:
             and not bool(torch.isfinite(to_local(parameter.grad)).all())
         ]
         everyone = [
-            first for firsts in module.mesh.world.gather_values(found[:1]) for first in firsts
+            first for firsts in module.mesh.world.gather_values(not_finite[:1]) for first in firsts
         ]
         return (
             f"parameter {min(everyone)[-1]!r}"

@@ -300,14 +300,14 @@ class TrainModule:
     def by_parameter(self, gradients: Iterable[Tensor | None]) -> dict[str, Tensor | None]:
         """Return each parameter's gradient by name, summed over the parts that share the parameter.
         `gradients`: the gradients of `leaves`."""
-        found: dict[str, Tensor | None] = {}
+        summed: dict[str, Tensor | None] = {}
         for name, gradient in zip(self.names_of_leaves, gradients, strict=True):
-            before = found.get(name)
+            before = summed.get(name)
             if before is None or gradient is None:
-                found[name] = before if gradient is None else gradient
+                summed[name] = before if gradient is None else gradient
             else:
-                found[name] = before + gradient
-        return found
+                summed[name] = before + gradient
+        return summed
 
     @property
     def scale(self) -> float:

@@ -123,13 +123,13 @@ class _Held:
 
     def compute(self) -> list[Tensor | None]:
         if self._later is not None:
-            found, self._later = self._later, None
-            return found
-        found = self._backward(self.gradients)
+            gradients, self._later = self._later, None
+            return gradients
+        gradients = self._backward(self.gradients)
         self.gradients = ()
         if self._in_two:
-            self._later = list(map(given_or_unused, found, self._inputs))
-        return found
+            self._later = list(map(given_or_unused, gradients, self._inputs))
+        return gradients
 
 
 class _Inputs(torch.autograd.Function):

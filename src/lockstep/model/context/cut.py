@@ -70,8 +70,8 @@ class _OfLosses(Generic[T]):
         self._found: dict[int, tuple[LossFunction, T]] = {}
 
     def get(self, loss: LossFunction) -> T | None:
-        found = self._found.get(id(loss))
-        return None if found is None else found[1]
+        entry = self._found.get(id(loss))
+        return None if entry is None else entry[1]
 
     def put(self, loss: LossFunction, value: T) -> None:
         if len(self._found) >= MOST_LOSSES:
@@ -440,8 +440,8 @@ class SequenceCut:
         )
 
     def _layout_of(self, tokens: int) -> TokenLayout:
-        if (found := self._layouts.get(tokens)) is not None:
-            return found
+        if (cached := self._layouts.get(tokens)) is not None:
+            return cached
         layout = TokenLayout(tokens, self._sequence.chunks, self._world)
         if not all(layout.counts):
             raise DataError(
@@ -460,9 +460,9 @@ class SequenceCut:
         in later batches, a tensor may be as long as the sequence by chance. Raises
         `RecipeError`."""
         leaves = tensors_in(arguments)
-        found = [has_tokens(leaf, self.dim, tokens) for leaf in leaves]
-        known = self._sequences.setdefault(len(leaves), found)
-        for place, (leaf, was, now) in enumerate(zip(leaves, known, found, strict=True)):
+        are_sequences = [has_tokens(leaf, self.dim, tokens) for leaf in leaves]
+        known = self._sequences.setdefault(len(leaves), are_sequences)
+        for place, (leaf, was, now) in enumerate(zip(leaves, known, are_sequences, strict=True)):
             if was and not now:
                 raise RecipeError(
                     f"Recipe.inputs: tensor {place} has the shape {tuple(leaf.shape)}, in a batch"

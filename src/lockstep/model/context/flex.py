@@ -28,8 +28,8 @@ def allowed_tokens(ids: Tensor | None, places: Tensor, *, is_causal: bool) -> Al
 
     def allowed(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         place = places[query]
-        found = place >= key if is_causal else place >= 0
-        return found if ids is None else found & (ids[sample, place] == ids[sample, key])
+        is_allowed = place >= key if is_causal else place >= 0
+        return is_allowed if ids is None else is_allowed & (ids[sample, place] == ids[sample, key])
 
     return allowed
 

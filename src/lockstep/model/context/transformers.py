@@ -273,14 +273,16 @@ class SequenceMask:
         def allowed(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             place = places[query]
             if documents is None:
-                found = function(sample, head, place, key)
+                is_allowed = function(sample, head, place, key)
             else:
                 positions, ids = documents.positions, documents.ids
-                found = function(sample, head, positions[sample, place], positions[sample, key])
-                found = found & (ids[sample, place] == ids[sample, key])
+                is_allowed = function(
+                    sample, head, positions[sample, place], positions[sample, key]
+                )
+                is_allowed = is_allowed & (ids[sample, place] == ids[sample, key])
             if padding is not None:
-                found = (found & padding[sample, key].bool()) | (place == key)
-            return found
+                is_allowed = (is_allowed & padding[sample, key].bool()) | (place == key)
+            return is_allowed
 
         return allowed
 

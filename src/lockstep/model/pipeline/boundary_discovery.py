@@ -280,7 +280,7 @@ class BoundaryDiscovery:
         (stage, received tensors, boundaries before the stage) -> the stage's output."""
         route: list[Boundary] = []
         value: tuple[Tensor, ...] = ()
-        found = None
+        last_output = None
         for stage in range(count):
             is_last = stage == len(self._stages.ranges) - 1
             described: Any = None
@@ -289,7 +289,7 @@ class BoundaryDiscovery:
                     output = compute(stage, value, route)
                     described = is_last or Boundary.of(output, self._stages.last_part(stage))
                     if is_last:
-                        found = output
+                        last_output = output
                     else:
                         value = tuple(tensor.detach() for tensor in sendable_outputs(output))
                 except Exception as error:
@@ -300,7 +300,7 @@ class BoundaryDiscovery:
             if not is_last:
                 route.append(Boundary.from_json(described))
                 value = self._sent_to_next_stage(stage, value, route[-1])
-        return route, found
+        return route, last_output
 
     def _sent_to_next_stage(
         self, stage: int, value: tuple[Tensor, ...], boundary: Boundary

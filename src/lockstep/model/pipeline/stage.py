@@ -106,12 +106,14 @@ class VariableShapeStage(PipelineStage):
         self._free(self.grad_recv_info.get(bwd_chunk_id, ()))
         needed = [isinstance(tensor, Tensor) and tensor.requires_grad for tensor in received]
         gradients = stage_input_gradients(self)
-        found = gradients.get(bwd_chunk_id, ())
-        if any(needs and gradient is None for needs, gradient in zip(needed, found, strict=False)):
+        of_chunk = gradients.get(bwd_chunk_id, ())
+        if any(
+            needs and gradient is None for needs, gradient in zip(needed, of_chunk, strict=False)
+        ):
             self.on_missing_gradient()
             gradients[bwd_chunk_id] = tuple(
                 torch.zeros_like(tensor) if needs else gradient
-                for tensor, needs, gradient in zip(received, needed, found, strict=False)
+                for tensor, needs, gradient in zip(received, needed, of_chunk, strict=False)
             )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:

@@ -218,9 +218,9 @@ class GradientNorm:
         mine = torch.cat([squares[place] for place in sharded])
         everyone = self._tensor.gather_rows(mine, [len(mine)] * size).view(size, -1)
         each = torch.split(everyone, [len(squares[place]) for place in sharded], dim=1)
-        for place, found in zip(sharded, each, strict=True):
+        for place, gathered in zip(sharded, each, strict=True):
             by_rows = sharded_dims[place] == 0
-            squares[place] = found.reshape(-1) if by_rows else _sum_of_slices(found.t(), size)
+            squares[place] = gathered.reshape(-1) if by_rows else _sum_of_slices(gathered.t(), size)
 
 
 def _slices_of_row(gradient: Tensor, slices: int) -> int:
@@ -266,11 +266,11 @@ class StageRows:
         pipeline calls it. `squares`: the sums of squares of this rank's parameters that have a
         gradient. `has_gradient`: True or False for each counted parameter of this rank."""
         waiting, device = iter(squares), self._stages.device
-        found = [torch.zeros(0, dtype=accelerator.wide_dtype(device), device=device)]
+        pieces = [torch.zeros(0, dtype=accelerator.wide_dtype(device), device=device)]
         for rows, has in zip(self._rows, has_gradient, strict=True):
-            flag = found[0].new_full((1,), float(has))
-            found += [flag, next(waiting) if has else flag.new_zeros(rows)]
-        gathered = self._stages.gather_rows(torch.cat(found), self._counts)
+            flag = pieces[0].new_full((1,), float(has))
+            pieces += [flag, next(waiting) if has else flag.new_zeros(rows)]
+        gathered = self._stages.gather_rows(torch.cat(pieces), self._counts)
         several = torch.split(gathered, self._lengths)
         present = torch.stack([each[0] for each in several]).tolist()
         return [several[place][1:] for place in self._order if present[place]]

@@ -145,24 +145,24 @@ def trainable(model: Any) -> dict[str, nn.Parameter]:
             f"the model factory returned {model!r} (a {type(model).__name__}); it must return a"
             " torch.nn.Module"
         )
-    found = {
+    by_name = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }
     if lazy := [
-        name for name, parameter in found.items() if isinstance(parameter, UninitializedParameter)
+        name for name, parameter in by_name.items() if isinstance(parameter, UninitializedParameter)
     ]:
         raise RecipeError(
             f"the model has lazy parameters without a shape ({first_few(lazy)}); the optimizer"
             " needs them before the first batch; run the model once on an example in the model's"
             " factory, or use layers with given sizes"
         )
-    if not found:
+    if not by_name:
         raise RecipeError(
             f"the model ({type(model).__name__}) has no trainable parameter; training needs at"
             " least one: check requires_grad, and that layers are registered (a plain list of"
             " layers is not; nn.ModuleList is)"
         )
-    return found
+    return by_name
 
 
 def check_gradients(

@@ -230,12 +230,12 @@ class FsdpReducer:
     def after_backward(self, stage: int, microbatch: int) -> None:
         """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: indices
         on this rank."""
-        found = self._stages[stage]
+        of_stage = self._stages[stage]
         if self._discards:
             return
-        assert microbatch == found.round, "gradients are leaves of the tree in this order"
-        self._end_round(found)
-        found.next_round(is_dummy=False, last=found.round + 1 == self._rounds)
+        assert microbatch == of_stage.round, "gradients are leaves of the tree in this order"
+        self._end_round(of_stage)
+        of_stage.next_round(is_dummy=False, last=of_stage.round + 1 == self._rounds)
 
     def _end_round(self, stage: _Stage) -> None:
         stage.round += 1

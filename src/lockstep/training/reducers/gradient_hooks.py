@@ -245,13 +245,13 @@ def _changed_by(hook: Callable[[Tensor], Any], name: str, gradient: Tensor) -> T
         gradient.shape,
         gradient.dtype,
     ):
-        found = (
+        returned = (
             f"{tuple(changed.shape)} and {changed.dtype}"
             if isinstance(changed, Tensor)
             else f"a {type(changed).__name__}"
         )
         raise RecipeError(
-            f"a hook on the gradient of parameter {name!r} returned {found}; the gradient is"
+            f"a hook on the gradient of parameter {name!r} returned {returned}; the gradient is"
             f" {tuple(gradient.shape)} and {gradient.dtype}; return a tensor like it, or None"
         )
     return changed

@@ -23,8 +23,8 @@ class MicrobatchChecksums:
     def add(self, place: int, gradient: Tensor) -> None:
         """Add a gradient of the parameter at index `place`. A backward that computes the gradient
         in several parts calls it several times."""
-        found = checksum(gradient)
-        self._gradient[place] = self._gradient[place] + found if place in self._gradient else found
+        added = checksum(gradient)
+        self._gradient[place] = self._gradient[place] + added if place in self._gradient else added
 
     def exchange(self, position: Sequence[int], tensors: Sequence[Tensor]) -> None:
         """Add tensors that are sent or received."""

@@ -82,16 +82,16 @@ class OrderedReducer:
     def after_backward(self, stage: int, microbatch: int) -> None:
         """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: indices
         on this rank."""
-        found = self._stages[stage]
-        leaf = found.take_leaf(self.recording.at(microbatch))
+        of_stage = self._stages[stage]
+        leaf = of_stage.take_leaf(self.recording.at(microbatch))
         if self._discards:
             return
-        if microbatch != found.taken:
+        if microbatch != of_stage.taken:
             raise AssertionError(
-                f"the backward of microbatch {microbatch} came after {found.taken}"
+                f"the backward of microbatch {microbatch} came after {of_stage.taken}"
                 " others; gradients are leaves of the tree in the order of microbatches"
             )
-        found.push(leaf)
+        of_stage.push(leaf)
 
     @contextmanager
     def discarding(self) -> Iterator[None]:
