@@ -153,6 +153,6 @@ def test_4096_positions_take_less_than_a_megabyte_at_any_length(length):
 def test_an_order_of_nothing_is_refused(length):
     with pytest.raises(
         DataError,
-        match=rf"length={length}; an order is of at least one sample; give data that are not empty",
+        match=rf"length={length}; an order needs at least one sample; give data that is not empty",
     ):
         Order(length, 0)

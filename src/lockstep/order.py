@@ -40,7 +40,7 @@ class Order:
     def __init__(self, length: int, seed: int) -> None:
         if length < 1:
             raise DataError(
-                f"length={length}; an order is of at least one sample; give data that are not empty"
+                f"length={length}; an order needs at least one sample; give data that is not empty"
             )
         self.length = length
         bits = max((length - 1).bit_length(), SMALLEST_DOMAIN_BITS)

@@ -341,7 +341,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[UserError], str, tuple[str, dict[s
         "expert=3",
         {},
         PlanError,
-        "blocks.0.experts has 8 experts; each rank holds as many as the others; choose expert=2 or",
+        "blocks.0.experts has 8 experts; each rank must hold equally many; choose expert=2 or",
         ("expert=2", {"experts": NAMED}),
     ),
     (

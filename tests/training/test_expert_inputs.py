@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "not a multiple": (
         {"model": partial(Generator, Odd)},
         "PlanError",
-        "blocks.0.experts has 7 experts; each rank holds as many as the others",
+        "blocks.0.experts has 7 experts; each rank must hold equally many",
     ),
     "NaN in the router": (
         {"model": poisoned, "data": ONE_WORD},

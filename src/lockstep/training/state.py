@@ -485,7 +485,7 @@ def _check_same_parts(
         if theirs != ours:
             raise CheckpointError(
                 f"the checkpoint's optimizers are {theirs} and this run's are {ours}; resume with"
-                " those that it was saved with"
+                " the optimizers that it was saved with"
             )
         for place, (optimizer, its) in enumerate(
             zip(module.optimizers, saved.values(), strict=True)

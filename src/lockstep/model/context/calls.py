@@ -27,7 +27,8 @@ NOT_THE_MODEL = ("torch.distributed.", "lockstep.")
 SHARDED = "lockstep.model.tensor."
 """Prefix of the Python modules that make the model's calls with sharded tensors."""
 OTHERWISE: Final = -2
-"""The call changes with the length, but not exactly one of its dims is as long as the sequence."""
+"""The call changes with the length, but none of its dims, or more than one, is as long as the
+sequence."""
 
 
 Site = tuple[Kind, str, int]

@@ -39,8 +39,8 @@ def check_experts(model: nn.Module, experts: Mapping[str, Experts], ranks: int) 
         if each.count % ranks:
             sizes = [size for size in range(2, each.count + 1) if not each.count % size]
             raise PlanError(
-                f"expert={ranks}, and {name} has {each.count} experts; each rank holds as many as"
-                f" the others; choose expert={' or '.join(map(str, sizes))}"
+                f"expert={ranks}, and {name} has {each.count} experts; each rank must hold equally"
+                f" many; choose expert={' or '.join(map(str, sizes))}"
             )
     owners = Counter(
         id(parameter)
