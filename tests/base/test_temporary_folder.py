@@ -249,9 +249,7 @@ def test_a_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -
         pass
     why = "no temporary folder can be made: No space left on device (/tmp/lockstep-abcdefgh); "
     assert str(refused.value).startswith(why)
-    assert str(refused.value).endswith(
-        "set TMPDIR to a folder that can be written to, and has room"
-    )
+    assert str(refused.value).endswith("set TMPDIR to a writable folder with free space")
 
 
 def test_a_temporary_folder_that_cannot_be_listed_stops_nothing(tmp_path: Path) -> None:

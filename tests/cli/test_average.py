@@ -169,7 +169,7 @@ def test_the_greedy_soup_leaves_out_a_run_that_makes_it_worse(trained: Path, out
         (
             ["--evaluate", "train.py", "--greedy", "--metric", "accuracy", "--mode", "max"],
             2,
-            "--metric accuracy, and train.py measures loss; give one of these",
+            "--metric accuracy, but train.py measures loss; give one of these",
         ),
     ],
 )

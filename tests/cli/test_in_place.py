@@ -237,7 +237,7 @@ def test_a_script_that_was_edited_meanwhile_is_not_mixed_in(tmp_path: Path) -> N
     assert ended.returncode == 2, ended.stderr
     (restarted,) = Ended(tmp_path / "run", "", "").events("restarted")
     assert "script.py is another version on rank 1 than on rank 0" in restarted["not_in_place"]
-    assert "CheckpointError: the recipe differs from that in checkpoint step-" in ended.stderr
+    assert "CheckpointError: the recipe differs from the one in checkpoint step-" in ended.stderr
     assert "loss: its code has changed, or a value that it uses" in ended.stderr
 
 

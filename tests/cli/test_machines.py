@@ -251,7 +251,7 @@ def test_a_host_that_reaches_the_rendezvous_and_not_the_others_is_named_on_all(
     for status, _, told in ended([[*hosts.inside(host), *line] for host in hosts.hosts], tmp_path):
         assert status == 2
         assert re.search(
-            r"LaunchError: a machine of the run reaches the rendezvous, and not another machine"
+            r"LaunchError: a machine of the run reaches the rendezvous, but not another machine"
             rf" \({tried}\)",
             told,
         )
@@ -280,7 +280,7 @@ def test_two_hosts_of_which_neither_is_first_and_none_reaches_the_other_are_name
     for status, _, told in ended([[*hosts.inside(host), *line] for host in hosts.hosts], tmp_path):
         assert status == 2
         assert re.search(
-            r"LaunchError: a machine of the run reaches the rendezvous, and not another machine"
+            r"LaunchError: a machine of the run reaches the rendezvous, but not another machine"
             rf" \({tried}\)",
             told,
         )

@@ -303,8 +303,8 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
         (
             ["slurm", "--time", "10", "--run", "--plan 'shard=2", "train.py"],
             (
-                'LaunchError: --run "--plan \'shard=2": No closing quotation; it is read as a shell'
-                " reads it; close each quotation mark"
+                'LaunchError: --run "--plan \'shard=2": No closing quotation; its syntax is the'
+                " shell's; close each quotation mark"
             ),
         ),
         (

@@ -170,7 +170,7 @@ def test_a_checkpoint_is_no_run(run: Path) -> None:
     [
         ({"plan": None}, "run.json has no plan, so it is not known what the run computes"),
         ({"launcher": "spawn"}, "was made by ls.spawn"),
-        ({"place_in_script": 2}, "is training 2 of its script, and only a step of the first"),
+        ({"place_in_script": 2}, "is training 2 of its script, and only steps of the first"),
         ({"recipe": {"data": {"shards": 4}}}, "--without-sample 1; the run trains on an ls.S"),
     ],
 )

@@ -143,7 +143,7 @@ def test_the_report_of_a_search_asks_for_the_database_and_makes_no_table_in_it(
     found = lockstep(tmp_path, "report", "s")
     assert found.returncode == 2
     assert found.stderr.endswith(
-        "only a database that you name yourself is connected to; give --storage"
+        "lockstep connects only to a database that you name yourself; give --storage"
         f" postgresql+psycopg2://tester@/postgres?host={server.folder}\n"
     )
     found = lockstep(tmp_path, "report", "--storage", server.url, "s")

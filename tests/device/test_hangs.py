@@ -140,7 +140,7 @@ def test_what_is_not_certainly_the_state_of_one_step_is_not_saved(
         in failed["rescue-failed"]["reason"]
     )
     assert (
-        "the device has done 1 steps, and the hooks, which have a state, have seen more"
+        "the device has done 1 steps, and hooks with a state have seen later steps"
         in behind["rescue-failed"]["reason"]
     )
     expected = devices.run(1, on_device, train, str(tmp_path / "undisturbed"))

@@ -204,7 +204,7 @@ def test_nothing_is_connected_to_that_only_the_folder_names(run: Path, tmp_path:
         with pytest.raises(
             LaunchError,
             match=(
-                r"only a database that you name yourself is connected to; give --storage"
+                r"lockstep connects only to a database that you name yourself; give --storage"
                 r" mysql://me:\*\*\*@"
             ),
         ):

@@ -159,7 +159,7 @@ def test_without_local_ranks_all_processes_are_on_this_machine() -> None:
         (
             TORCHRUN | {"LOCAL_WORLD_SIZE": "5"},
             (
-                "LOCAL_WORLD_SIZE=5 with WORLD_SIZE=4; the processes of one machine are some of all"
+                "LOCAL_WORLD_SIZE=5 with WORLD_SIZE=4; a machine's processes are a part of all"
                 " processes; correct what sets them"
             ),
         ),

@@ -277,8 +277,8 @@ def test_number_0_is_where_the_others_look_for_it() -> None:
     with pytest.raises(
         LaunchError,
         match=(
-            r"--master-addr 192\.0\.2\.1:29400: 192\.0\.2\.1 is not an address of this machine, whose"
-            r" number is 0"
+            r"--master-addr 192\.0\.2\.1:29400: 192\.0\.2\.1 is not an address of this machine, which"
+            r" has number 0"
         ),
     ):
         ElasticRendezvous.at(Machines(2, 2, "192.0.2.1", 29400, 0, "lo", "--master-addr"))

@@ -47,7 +47,7 @@ DAMAGED = {
     "no file": (None, "No such file or directory"),
     "torn": ('{"calls', "Unterminated string"),
     "a list": ("[]", "it is a list, and not an object"),
-    "of nobody": ("{}", "it does not say who answers it"),
+    "of nobody": ("{}", "it does not name the module that answers it"),
     "lacks a field": (
         json.dumps(
             {**AuditRequest(folder=Path(), steps=1, roots=()).as_json(), "steps": ...}, default=str

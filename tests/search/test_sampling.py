@@ -133,8 +133,8 @@ def test_an_endless_grid_is_refused_and_so_is_nothing_to_search(storage: Open) -
     with pytest.raises(
         LaunchError,
         match=(
-            "the script has no parameter to search: seed; a search samples those with bounds or"
-            " choices"
+            "the script has no parameter to search: seed; a search samples parameters with bounds"
+            " or choices"
         ),
     ):
         proposals(storage("empty"), PARAMETERS[3:]).check()

@@ -160,7 +160,7 @@ def _judge(records: Records, audit: Audit, hang: HangStacks | None) -> None:
     """Fill in the findings, what is right and what could not be checked. Findings that only follow
     from another one are removed."""
     if is_broken_collective(audit.error) and any(rank.has_ended for rank in records.ranks):
-        # the audit itself ended a rank, so collectives of the others failed
+        # the audit itself ended a rank, so collectives of other ranks failed
         audit.error, audit.status = "", 0
         audit.notes.append(
             "the ranks did not take the same number of steps; all were ended when the first of them"

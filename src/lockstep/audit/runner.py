@@ -27,14 +27,14 @@ SITE = Path(__file__).parent / "site"
 """Directory whose `sitecustomize` installs the probes in each process."""
 LauncherChoice = Literal["auto", "torchrun", "python"]
 _FAILED = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic/multiprocessing/", re.MULTILINE)
-"""Head of the first line that torchrun itself prints about a failed worker."""
+"""Beginning of the first line that torchrun itself prints about a failed worker."""
 _AGENT_TRACEBACK = re.compile(
     r"^Traceback \(most recent call last\):\n(?:  .*\n)*?.*torch/distributed/(?:run|launcher)",
     re.MULTILINE,
 )
 _THREADS_BANNER = re.compile(r"^\*+\nSetting OMP_NUM_THREADS.*\n\*+\n", re.MULTILINE)
 _LOGGING_ERROR = re.compile(r"^--- Logging error ---\n(?:.*\n)*?Arguments: .*\n?", re.MULTILINE)
-"""Python's report of a line that could not be logged: at its end, torchrun has some."""
+"""Python's report of a line that could not be logged. Torchrun causes some when it ends."""
 _RANK_LINE = re.compile(r'"kind":\s*"rank"')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)

@@ -47,7 +47,7 @@ _WITH_FLEX = ("cuda", "xpu")
 MIG = "MIG"
 """The `identity` of every MIG instance: for NCCL all instances of a GPU are the same device."""
 _ALL_HIDDEN = ("", "-1", "none", "void", "NoDevFiles")
-"""Values that hide all GPUs on purpose; Slurm gives the last."""
+"""Values that hide all GPUs on purpose; Slurm sets the last."""
 
 
 def kind() -> str | None:
@@ -468,8 +468,8 @@ def allocation_error(device: torch.device) -> str:
 
 
 def leaves_tf32_unused(device: torch.device) -> bool:
-    """True for an NVIDIA GPU that has TF32, if nobody has chosen the precision of fp32 products:
-    they then do not use TF32."""
+    """True for an NVIDIA GPU with TF32 if the precision of fp32 products is torch's default, which
+    does not use TF32."""
     capability = compute_capability(device)
     return (
         capability is not None

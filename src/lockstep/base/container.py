@@ -101,8 +101,7 @@ def number_in(path: Path) -> float | None:
 
 def _files(root: Path, controller: str, name: str) -> list[Path]:
     """Return the paths of a file in each control group of this process, innermost first.
-    `controller`: "" for version 2. Some may not exist, because a container may see its path on the
-    host."""
+    `controller`: "" for version 2. Some may not exist: a container may see its path on the host."""
     mounted = root / "sys/fs/cgroup" / controller
     if not controller and not (mounted / "cgroup.controllers").exists():
         mounted /= "unified"  # both versions are mounted
@@ -140,7 +139,7 @@ ONE_CONTAINER = (
     "run all processes of a host in one container (lockstep run --nproc N), or give its containers"
     " --pid=host --ipc=host"
 )
-"""The remedy for containers on one host without common memory: NCCL needs --ipc=host, lockstep
+"""The remedy for containers on one host that do not share memory: NCCL needs --ipc=host, lockstep
 --pid=host."""
 LARGER_SHARED_MEMORY = (
     "make it larger (docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir in memory;"
@@ -208,7 +207,8 @@ def _unescape(found: re.Match[bytes]) -> bytes:
 
 
 def ends_with_container(path: Path, environ: Mapping[str, str], root: Path = ROOT) -> str | None:
-    """Return the reason why files in `path` are lost with this container; None if they are not."""
+    """Return the reason why files in `path` are lost when this container ends; None if they are
+    kept."""
     point, kind = mount_of(path, root)
     if kind not in _TEMPORARY or container_engine(environ, root) is None:
         return None

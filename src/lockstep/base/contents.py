@@ -20,7 +20,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 Part = tuple[str, Iterable[bytes] | None]
-"""A path and its bytes; None: they cannot be read."""
+"""A path and its bytes (None if they cannot be read)."""
 MOST_OBJECTS = 100_000
 """Largest number of objects that are read; the others count as unreadable."""
 MOST_LEVELS = 60
@@ -92,7 +92,7 @@ class Reader:
             yield path, [b"the environment"]
         elif _is_of(value, "logging", "Logger"):
             yield path, [value.name.encode()]
-        # the device of this rank: what is computed on it is the same
+        # this rank's device: all ranks' devices compute the same
         elif _is_of(value, "torch", "device"):
             yield path, [b"a device"]
         elif _is_of(value, "torch", "Tensor"):
@@ -280,8 +280,8 @@ class Reader:
             yield from self._used(function, name, content)
 
     def _used(self, function: FunctionType, name: str, content: Any) -> Iterator[Part]:
-        """Yield a variable that a function uses; if the function uses only attributes of an object,
-        yield only these."""
+        """Yield a variable that a function uses; if the function uses only attributes of the
+        variable, yield only these."""
         of_it = _attributes_used(function.__code__, name)
         if of_it is None or isinstance(content, FunctionType | type):
             yield from self.read(content, name)
@@ -297,7 +297,7 @@ class Reader:
 
 
 class CodeReader(Reader):
-    """Reads the user's classes with the code of their methods, and so the class of each object."""
+    """Also reads the code of the methods of the user's classes, for each object of such a class."""
 
     def _object(self, value: Any, path: str) -> Iterator[Part]:
         yield from self.read(type(value), path)
@@ -392,7 +392,7 @@ def _reduced(value: Any) -> str | tuple[Any, ...] | None:
 
 
 def _functions_of(part: Any, *, is_data: bool) -> list[Any]:
-    """Return the functions (or the data, if `is_data`) that a class has under a name."""
+    """Return the functions in an attribute of a class; if `is_data`, the data there."""
     if isinstance(part, staticmethod | classmethod):
         return [part.__func__]
     if isinstance(part, property):

@@ -71,8 +71,8 @@ def first_few(names: Sequence[object]) -> str:
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return the end of an error about a name that is not known: the known name that is most like
-    it, in upper or lower case. Empty if none is.
+    """Return the end of an error about an unknown name: the most similar known name, ignoring case.
+    Empty if no name is similar.
 
     >>> did_you_mean("tesnor", ["tensor", "shard"])
     '; did you mean tensor?'
@@ -121,8 +121,7 @@ class WorkerError(LockstepError):
 
 
 def named_error(name: str, text: str, base: type[E]) -> E | None:
-    """Return the error of class `name`, which another process has described; None if it is no
-    `base`."""
+    """Return an error of class `name` that another process described; None if that is no `base`."""
     return next((kind(text) for kind in _kinds(base) if kind.__name__ == name), None)
 
 

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_end() -> Iterator[None]:
-    """End the process at once at Ctrl-C, with status 130. `KeyboardInterrupt` in an import prints a
-    traceback, or is swallowed by it. Enter it before there is anything to tidy up, such as
-    processes and temporary files. A process that ignores Ctrl-C still does."""
+    """End the process at once at Ctrl-C, with status 130. In an import, `KeyboardInterrupt` prints
+    a traceback, or is lost. Use this only while there is nothing to clean up, such as processes and
+    temporary files. A process that ignores Ctrl-C still ignores it."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return

@@ -8,7 +8,7 @@ from typing import TextIO
 
 
 class WholeLines(io.TextIOBase):
-    """Passes on whole lines; a flush passes on an incomplete one. A notebook's stream passes on
+    """Passes on whole lines; a flush passes on an incomplete line. A notebook's stream passes on
     each write; `print` makes several writes for a line, so lines of several processes would mix."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -104,7 +104,7 @@ _folder: str | None = None
 
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process together with its parent. `parent`: the id that the parent
-    has passed on; if it is not the parent's, this process ends at once. Linux only."""
+    has passed on; if the parent now has another id, this process ends at once. Linux only."""
     global _parent
     _parent = parent
     if sys.platform == "linux":

@@ -102,7 +102,7 @@ def shell_words(option: str, text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise LaunchError(
-            f"{option} {text!r}: {error}; it is read as a shell reads it; close each quotation mark"
+            f"{option} {text!r}: {error}; its syntax is the shell's; close each quotation mark"
         ) from None
 
 

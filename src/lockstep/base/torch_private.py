@@ -176,8 +176,8 @@ def gradient_hooks(tensor: Tensor) -> dict[int, Callable[[Tensor], Any]]:
 
 
 def set_gradient_hooks(tensor: Tensor, hooks: dict[int, Callable[[Tensor], Any]]) -> None:
-    """Replace the hooks by the dict of another tensor. The handles of that tensor's hooks then
-    change it for both."""
+    """Let a tensor share the dict of another tensor's hooks. The handles of these hooks then change
+    the dict for both."""
     tensor._backward_hooks = hooks
 
 
@@ -345,7 +345,7 @@ def update_loss_scale(
     scale: Tensor, in_a_row: Tensor, found_inf: Tensor, *, steps_to_double: int
 ) -> None:
     """On the device, halve a loss scale if `found_inf` is set; double it after `steps_to_double`
-    consecutive steps without."""
+    consecutive steps in which it was not set."""
     torch._amp_update_scale_(scale, in_a_row, found_inf, 2.0, 0.5, steps_to_double)
 
 
@@ -526,7 +526,7 @@ ABORT_SECONDS = 10.0
 
 
 def abort_accelerator_groups() -> bool:
-    """Abort all process groups but Gloo's. Returns True if there is one. Never run with several
+    """Abort all process groups except Gloo's. Returns True if there was one. Never run with several
     GPUs."""
     found = _accelerator_groups()
     if not found:
@@ -590,9 +590,9 @@ def refresh_rendezvous_state_after(holder: Any, seconds: float) -> None:
 def judge_heartbeats_by(
     holder: Any, lost: Callable[[Mapping[Any, datetime]], Collection[Any]]
 ) -> None:
-    """Make a rendezvous drop the machines that `lost` returns. Torch drops those whose last
-    heartbeat, by the clock of its machine, is old by the clock of this one. `lost`: called with the
-    last heartbeat of each machine whenever the state was read."""
+    """Make a rendezvous drop the machines that `lost` returns. Torch would compare the times of
+    heartbeats, by other machines' clocks, with this machine's clock. `lost`: called with each
+    machine's last heartbeat whenever the state was read."""
     drop_old = holder._sanitize
     old, new = (each.replace(tzinfo=UTC) for each in (datetime.min, datetime.max))
 
@@ -723,8 +723,8 @@ def _gathered_in(dtype: torch.dtype) -> type[Any]:
 
 
 def is_fsdp_root(module: Any) -> bool:
-    """True for FSDP2's outermost module, once a forward has begun, and has not failed because a
-    part of it was called before."""
+    """True for FSDP2's outermost module, once a forward has begun, unless it failed because a part
+    of the module was called before."""
     state = module._get_fsdp_state()
     return bool(state._is_root) and hasattr(state._comm_ctx, "all_gather_state")
 
@@ -806,6 +806,6 @@ def divisor(node: Any) -> float | None:
 
 
 def function_of(node: Any) -> type[Any]:
-    """Return the `autograd.Function` whose backward a node is."""
+    """Return the `autograd.Function` whose backward this node runs."""
     function: type[Any] = type(node)._forward_cls
     return function

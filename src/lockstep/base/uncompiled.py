@@ -10,8 +10,8 @@ import torch
 
 
 class Uncompiled:
-    """Calls a function, outside of compiled code. Unlike the function that `torch.compiler.disable`
-    returns, a deep copy calls a deep copy of the function, as of a bound method of a module."""
+    """Calls a function outside compiled code. Unlike with `torch.compiler.disable`, a deep copy
+    calls a deep copy of the function: after a model is copied, a bound method of the copy."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._set(function)

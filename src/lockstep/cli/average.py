@@ -287,7 +287,7 @@ class _Evaluations:
                 measured[key] = self.measure_average([runs[index] for index in indices])
             if metric not in measured[key]:
                 raise LaunchError(
-                    f"--metric {metric}, and {self.line.script} measures"
+                    f"--metric {metric}, but {self.line.script} measures"
                     f" {', '.join(measured[key])}; give one of these"
                 )
             value = measured[key][metric]

@@ -32,7 +32,7 @@ from lockstep.replay.step import Replay
 from lockstep.scripts.line import ScriptLine
 
 LATER_STEPS = 3
-"""Number of logged steps that are made again from a later checkpoint."""
+"""Number of logged steps that are replayed from a later checkpoint."""
 
 
 @click.command("blame", cls=ScriptCommand)
@@ -50,9 +50,9 @@ def command(
 
     Looks at the step in which a NaN ended the run; else at the step whose loss or gradient norm is
     most unusual, or at the first of the unusual steps that led to it. --step names another step.
-    Makes it again as lockstep replay does. If a microbatch is unusual, it then looks at the
-    gradient of each of its samples. If the run's gradients do not come back, it tries steps after
-    the next checkpoint.
+    Replays it as lockstep replay does. If a microbatch is unusual, then looks at the gradient of
+    each of its samples. If the replay does not reproduce the run's gradients, then replays steps
+    after the next checkpoint.
 
     \b
     Examples:
@@ -92,7 +92,8 @@ def command(
 
 
 def _spike_json(step: int, spike: Spike | None) -> dict[str, Any]:
-    """Return the unusual value of the step. None: the run ended in the step, which has no row."""
+    """Return the step's unusual value; None if the run ended in this step, which then has no
+    row."""
     if spike is None:
         return {"step": step, "metric": None, "value": None, "usual": None}
     values = {"metric": spike.metric, "value": spike.value, "usual": spike.usual}
@@ -103,7 +104,7 @@ def _spike(rows: list[dict[str, Any]], step: int, run: Path) -> Spike:
     place = next((place for place, row in enumerate(rows) if row["step"] == step), None)
     if place is None:
         raise LaunchError(
-            f"--step {step}, and {run / 'metrics.jsonl'} has no line of it; give a step that has"
+            f"--step {step} has no line in {run / 'metrics.jsonl'}; give a step that has"
             f" one, or see its microbatches: lockstep replay --step {step} RUN_DIR"
         )
     spike = spike_at(rows, place)
@@ -125,7 +126,7 @@ def _explained(
     *,
     folder: Path,
 ) -> Blame:
-    """Return the cause. Ends with the status of a replay that does not reach its step."""
+    """Return the cause. If a replay does not reach its step, exits with the replay's status."""
     rows = rows_of(run)
 
     def again(name: str, at: int, **how: Any) -> Replay:
@@ -139,7 +140,7 @@ def _explained(
     as_it_was = again("as-it-was", step)
     by_sample = later = None
     if as_it_was.first_unlike is None and as_it_was.begin and suspected(as_it_was) is None:
-        # the state that was saved may be wrong already
+        # the saved state may be wrong already
         earlier = again("earlier", step, before=as_it_was.begin)
         as_it_was = earlier if earlier.first_unlike else as_it_was
     if (first := as_it_was.first_unlike) is not None:
@@ -155,8 +156,8 @@ def _explained(
 
 
 def _later_step(target: Target, rows: list[dict[str, Any]], first: int) -> int | None:
-    """Return a logged step to replay from the earliest checkpoint that has done step `first`; None
-    if there is none."""
+    """Return a logged step to replay from the earliest checkpoint after step `first`; None if there
+    is none."""
     names = sorted(name.step for name in target.names)
     for place, begin in enumerate(names):
         if begin < first:

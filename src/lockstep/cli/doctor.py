@@ -90,7 +90,7 @@ def command(write: Path | None, as_json: bool, **given: Any) -> int:
         _write(write, count)
         return 0
 
-    # imports torch: so it comes after all checks that do not need torch
+    # after all checks that do not need torch, because it imports torch
     with importing_torch():
         from lockstep.doctor.diagnose import diagnose
 

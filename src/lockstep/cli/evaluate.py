@@ -123,7 +123,7 @@ def measure(
     numbers = (numbered(run_dir, number) / RESULT for number in count(1))
     results = list(takewhile(Path.is_file, numbers))
     if not results:
-        raise never_trained(line, "a call of ls.train", "that is what measures the weights")
+        raise never_trained(line, "a call of ls.train", "ls.train measures the weights")
     return status, [json.loads(result.read_text(encoding="utf-8"))["metrics"] for result in results]
 
 

@@ -77,9 +77,9 @@ def _export_folder(source: str, folder: Path, *, module: int | None, best: bool)
     run = Target.find(source).run or Path(os.path.realpath(source)).parent.parent
     if not (run / CONFIGURATION).is_dir():
         raise CheckpointError(
-            f"--format huggingface, and {run} has no folder {CONFIGURATION}; ls.train saves the "
-            "configuration of models that have one, such as those of transformers; leave --format "
-            "out, or call ls.export_pretrained with the model"
+            f"--format huggingface, but {run} has no folder {CONFIGURATION}; ls.train saves the"
+            " configuration of models that have one, such as those of transformers; leave --format"
+            " out, or call ls.export_pretrained with the model"
         )
     _check_new(folder)
     parent = folder.absolute().parent

@@ -256,7 +256,7 @@ def _run(
         raise end.nothing_done(
             line,
             before="a call of ls.train",
-            needs="a plan is made from the recipe that it is given",
+            needs="a plan is made from the recipe given to ls.train",
             works=f"python {line}",
         )
     return True

@@ -75,7 +75,7 @@ replay_options = together(
     click.argument("source", metavar="RUN_DIR"),
     script_arguments(required=False),
 )
-"""The options of the commands that make steps again, and their arguments."""
+"""The options and arguments of the commands that replay steps."""
 
 
 @click.command("replay", cls=ScriptCommand)
@@ -98,13 +98,13 @@ def command(
     line: ScriptLine | None,
     **given: Any,
 ) -> int:
-    """Make an old step of a run again, and show its microbatches.
+    """Repeat an old step of a run, and show its microbatches.
 
     Begins at the run's nearest checkpoint before step N, which is only read (ls.Saving(keep="log")
     keeps one near each step), trains on one process (or --nproc), and ends after step N. It
-    compares the checksum of each logged step's gradient with that in the run's metrics.jsonl, and
-    prints what each microbatch adds to the loss and to the gradient. The default for SCRIPT is the
-    run's script with its arguments.
+    compares the checksum of each logged step's gradient with the checksum in the run's
+    metrics.jsonl, and prints what each microbatch adds to the loss and to the gradient. The default
+    for SCRIPT is the run's script with its arguments.
 
     \b
     Examples:
@@ -155,8 +155,8 @@ def replayed_run(
     place = read_metadata(run).get("place_in_script") or 1
     if line is None and place > 1:
         raise LaunchError(
-            f"{source} is training {place} of its script, and only a step of the first is made"
-            " again; give a SCRIPT with this training alone"
+            f"{source} is training {place} of its script, and only steps of the first can be"
+            " replayed; give a SCRIPT with this training alone"
         )
     line = line or script_of(run, source, "a step is made again by the script")
     given["set"] = assignments(run, ())
@@ -182,7 +182,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 def last_step(run: Path, target: Target) -> int:
-    """Return the last step that the run has begun, as far as its files tell."""
+    """Return the last step that the run has begun, according to its files."""
     if (ended := ended_in(run)) is not None:
         return ended
     rows = [*rows_of(run), *read_rows(run, EVENTS, _is_event, {})]
@@ -240,10 +240,10 @@ def replay(
     before: int | None = None,
     quiet: bool = False,
 ) -> tuple[int, Replay | None]:
-    """Make the step again. Returns the exit status and, if the replay reached the step, its
-    findings. `given`: launch options by name. `folder`: the folder for temporary files.
-    `by_sample`: the microbatch whose gradient is divided among its samples. `before`: begin at the
-    newest checkpoint with fewer steps; default: `step`. Raises `LaunchError`."""
+    """Replay the step. Returns the exit status and, if the replay reached the step, its findings.
+    `given`: launch options by name. `folder`: the folder for temporary files. `by_sample`: the
+    microbatch whose gradient is divided among its samples. `before`: begin at the newest checkpoint
+    with fewer steps; default: `step`. Raises `LaunchError`."""
     run_dir = folder / "run"
     options = options_from({**given, "run_dir": str(run_dir)})
     processes = count_processes(options.nproc or 1, options.validate(), count_gpus, name="--nproc ")
@@ -274,7 +274,7 @@ def replay(
     )
     if not (folder / STEP).is_file():
         if status == 0:
-            raise never_trained(line, f"step {step}", "that step is made again")
+            raise never_trained(line, f"step {step}", "the command repeats that step")
         return status, None
     return status, _result(run, step, folder, without, processes)
 

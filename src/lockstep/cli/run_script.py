@@ -16,9 +16,9 @@ OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
 def script_of(run: Path | None, source: str, needs: str) -> ScriptLine:
-    """Return the command line of the script that made a run. Raises `LaunchError` if it is not
-    known. `run`: the run directory; None if `source`, as the user gave it, is none. `needs`: text
-    for what needs the script."""
+    """Return the command line of the script that made a run. Raises `LaunchError` if the script is
+    unknown. `run`: the run directory; None if `source`, the user's text, names none. `needs`: text
+    that says what needs the script."""
     metadata = {} if run is None else read_metadata(run)
     environment = metadata.get("environment") or {}
     line = [str(word) for word in environment.get("command_line") or []]

@@ -258,7 +258,7 @@ def _run(request: SearchRequest, plan: Plan | None) -> tuple[SearchResults, str 
             if error.name not in ("optuna", "sqlalchemy"):
                 raise
             raise LaunchError(
-                "lockstep search without Optuna, which samples and stores; install it: pip install"
+                "lockstep search needs Optuna, which is not installed; install it: pip install"
                 " 'lockstep-train[search]'"
             ) from None
         storage = TrialStorage(request)

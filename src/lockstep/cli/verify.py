@@ -108,7 +108,7 @@ def command(
     parsed = parse_plans(plans, bitwise=bitwise)
     refuse_on_windows("lockstep verify")
 
-    # imports numpy and safetensors: so it comes after all checks that need neither
+    # after all checks that do not need numpy and safetensors, because it imports them
     from lockstep.verify.runner import Runner
     from lockstep.verify.verification import Verification, VerifyOptions
 

@@ -28,14 +28,13 @@ SIZE_SECONDS = 0.06
 """Approximate seconds of repeats for each size of each collective."""
 MOST_REPEATS = 20
 LONGEST_SECONDS = 1.0
-"""A size that would take longer, estimated from the previous size, is left out."""
+"""A size is skipped if its time, estimated from the previous size, is longer."""
 PINGS = 20
 TRANSFER_SECONDS = 0.02
 TRANSFERS = 3
 FIRST_BYTES = 2**16
 MEASUREMENTS = 5
-"""Number of measurements of an outlier; the best one counts, because momentary noise does not make
-a link slow."""
+"""Number of times that an outlier is measured. The best counts, to exclude momentary noise."""
 
 _PARTITIONING = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
@@ -50,8 +49,8 @@ def bus_bandwidth(collective: str, size_bytes: int, seconds: float, ranks: int) 
 
 
 def time_collectives(coordinator: ProbeCoordinator, group: RankGroup) -> list[dict[str, Any]]:
-    """Time every collective in float32. Every rank calls it. A row has the size, defined as in
-    nccl-tests, and the median of the repeats on the slowest rank."""
+    """Time every collective in float32. Every rank calls it. A row has the size, as nccl-tests
+    defines it, and the slowest rank's median time."""
     rows = []
     for collective in COLLECTIVES:
         seconds: float | None = None

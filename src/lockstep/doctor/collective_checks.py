@@ -61,7 +61,7 @@ class RankGroup:
 
 def check(coordinator: ProbeCoordinator, group: RankGroup) -> Iterator[dict[str, Any]]:
     """Yield a row for each collective, data type and operation. Every rank of the group calls it.
-    `outcomes` has the ranks on which it is `unsupported` or `wrong`."""
+    The row's `outcomes` list the ranks on which the collective is `unsupported` or `wrong`."""
     for collective in COLLECTIVES:
         if collective == "barrier":
             outcomes = _check_barrier(coordinator, group)
@@ -167,7 +167,7 @@ def exchange(
 
 
 def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, size: int) -> str:
-    """Describe the first wrong number; "" if there is none. Averages may differ by the rounding of
+    """Describe the first wrong number; "" if all are right. Averages may differ by the rounding of
     a sum and a division."""
     if result.numel() != len(expected):
         return f"has {result.numel()} numbers, and must have {len(expected)}"

@@ -79,7 +79,7 @@ class ProbeCoordinator:
         with self._lock:
             self._deadline = None
             is_over = self._aborting or self._failed.is_set()
-        # a result from now on may be caused by another rank's end, so it is not reported
+        # another rank's end may cause any later result, so none is reported
         if is_over:
             time.sleep(_STORE_TIMEOUT_SECONDS)  # the watching thread ends the process
 

@@ -49,7 +49,7 @@ class DataType:
     signed: bool = True
     real: bool = True
     integer: bool = False
-    """True if the type has integers only, and so no average."""
+    """True for an integer type, which has no averages."""
 
 
 DATA_TYPES = (
@@ -107,7 +107,7 @@ def root(global_ranks: Sequence[int]) -> int:
 
 
 def rank_input(case: CollectiveCase, global_ranks: Sequence[int], group_rank: int) -> Integers:
-    """Return one rank's input: `BLOCK_SIZE` numbers, or as many for each rank."""
+    """Return one rank's input: `BLOCK_SIZE` numbers, or `BLOCK_SIZE` numbers for each rank."""
     blocks = 1 if case.collective in _ONE_BLOCK_INPUTS else len(global_ranks)
     return _values_of_rank(case, global_ranks, group_rank, np.arange(BLOCK_SIZE * blocks))
 

@@ -46,11 +46,11 @@ class FileSystemInfo:
     """Median duration of an fsync of a file and its folder; None if it failed."""
     sync_error: str
     lock_fault: str
-    """The reason why flock does not exclude a second holder; empty if it does."""
+    """The reason why flock admits a second holder; empty if flock works."""
     clock_offset_seconds: float
     """Seconds by which the file system's clock is ahead of this machine's."""
     lost: str = ""
-    """The reason why files are lost with this container; empty if they are not."""
+    """The reason why files are lost when this container ends; empty if they are kept."""
 
 
 def existing(path: Path) -> Path:

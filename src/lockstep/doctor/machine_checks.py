@@ -36,7 +36,7 @@ address."""
 OTHER_THREADS = 32
 """Threads of a process beside its compute threads."""
 MAX_CLOCK_OFFSET_SECONDS = 0.5
-"""Machines that meet compare clocks: a recovery waits 0.5 s for all of them."""
+"""Largest acceptable difference of clocks: a recovery waits 0.5 s for all machines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class MachineInfo:
     topology: Mapping[str, str]
     """Links between GPUs: {"0-1": "NV18"}."""
     container: str | None
-    """The engine of the container that the doctor runs in; None: it runs in none."""
+    """The engine of the doctor's container; None outside a container."""
     process_ids: tuple[str | int, ...]
     """Result of `process_id_space`."""
     cores: int
@@ -276,7 +276,7 @@ def clock_check(
 def shared_memory_differences(
     machines: Sequence[str], info: Sequence[Mapping[str, Any]]
 ) -> list[CheckResult]:
-    """Return a result if machines are containers of one host without common memory. `info`: the
+    """Return a result if machines are containers of one host that do not share memory. `info`: the
     `MachineInfo` of each machine as JSON."""
     by_host: dict[str, dict[int, str]] = {}
     for name, each in zip(machines, info, strict=True):
@@ -401,7 +401,7 @@ _COSTLY_VARIABLES: Sequence[tuple[str, Sequence[str], str, str]] = (
     ),
 )
 _FAILING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING",)
-"""Costly variables that break training; the other costly ones slow it down."""
+"""Costly variables that break training; the others in `_COSTLY` slow it down."""
 _PINNING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 """Variables that bind the threads of every process to the same cores."""
 _PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy")

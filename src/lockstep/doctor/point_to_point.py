@@ -129,7 +129,7 @@ def _outliers(
 
 
 def _slow_nodes(cost: Mapping[tuple[str, str], float], end: int, noise: float) -> set[str]:
-    """Return the nodes whose best link is much worse than the best links of the others. `end`: 0
+    """Return the nodes whose best link is much worse than the best links of other nodes. `end`: 0
     for senders, 1 for receivers."""
     by_node: dict[str, list[float]] = {}
     for ends, value in cost.items():

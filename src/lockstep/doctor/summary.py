@@ -191,7 +191,8 @@ def _unsupported_cases(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, str 
 def _unsupported_checks(
     by_collective: Mapping[str, Sequence[Mapping[str, Any]]], backend: str
 ) -> Iterator[CheckResult]:
-    """Yield a result for unsupported types, and one for unsupported operations of other types."""
+    """Yield a result for unsupported types, and one for unsupported operations of supported
+    types."""
     types: dict[str, list[str]] = {}
     operations: dict[str, list[str]] = {}
     for collective, rows in by_collective.items():

@@ -123,7 +123,7 @@ class Checkpointer:
     _since: float = field(init=False)  # when the last save began
     scores: Scores = field(init=False)
     _began_at: int = 0  # steps done at the start
-    # steps done since then at which it is checked again that the state can be saved
+    # steps since the start at the next check that the state can be saved
     _next_check: int = 0
     _is_due: bool = False  # True if a save is due but waits for the previous save
     _saved: int = -1  # steps done at the last save that began, or at the start
@@ -313,7 +313,7 @@ class Checkpointer:
         before: int = sys.maxsize,
     ) -> CheckpointReader | None:
         """Load the newest checkpoint that is not damaged, and return its reader. Every rank calls
-        it. `before`: checkpoints with at least so many steps are left out.
+        it. `before`: checkpoints with this many steps or more are ignored.
 
         Raises `CheckpointError` if the checkpoint belongs to another run, or if `resume` is "must"
         and there is none.
@@ -334,9 +334,9 @@ class Checkpointer:
                 saved = reader.manifest.metadata
                 if changes := self._changes(saved["recipe"], self._edited(saved), allow_change):
                     raise CheckpointError(
-                        f"the recipe differs from that in checkpoint {name}: {'; '.join(changes)};"
-                        " resume with the one it was saved with, name the fields that may differ"
-                        " (--allow-change, allow_change=), or choose another run directory"
+                        f"the recipe differs from the one in checkpoint {name}: "
+                        f"{'; '.join(changes)}; resume with that recipe, name the fields that may "
+                        "differ (--allow-change, allow_change=), or choose another run directory"
                     )
                 if name == names[0]:
                     # a check before the state is changed: there is no older checkpoint
@@ -367,8 +367,8 @@ class Checkpointer:
         return None
 
     def _record_rescue(self, name: CheckpointName) -> None:
-        """Record the event `rescued`, unless the failed run did: it did if its rank 0 saved the
-        checkpoint."""
+        """Record the event `rescued`, unless the failed run recorded it (if its rank 0 saved the
+        checkpoint)."""
         with suppress(RunDirectoryError):
             rows = read_rows(
                 self.run.context.run_dir, EVENTS, lambda row: row.get("event") == "rescued", {}
@@ -385,8 +385,8 @@ class Checkpointer:
         edited = self._edited_code(saved["code"])
         if changes := self._changes(saved["recipe"] or {}, edited, allow_change):
             raise CheckpointError(
-                "the recipe is not the one by which the state in memory was trained:"
-                f" {'; '.join(changes)}"
+                "the recipe differs from the one that trained the state in memory: "
+                f"{'; '.join(changes)}"
             )
         self._restore(reader)
         names = self._names()
@@ -534,7 +534,7 @@ class Checkpointer:
         everyone = self.world.gather_values([self._saver.is_under_way, self._error])
         error = next((error for _, error in everyone if error is not None), None)
         under_way = [is_under_way for is_under_way, _ in everyone]
-        if error is not None and under_way[0]:  # otherwise it would wait for the failed rank's part
+        if error is not None and under_way[0]:  # rank 0 would wait for the failed rank's part
             under_way[0] = False
             if self.world.rank == 0:
                 self._saver.abandon()

@@ -11,7 +11,7 @@ from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
 
 DEAD_AFTER_STEPS = 100
-"""An expert is called dead if no token of so many global batches in a row chose it."""
+"""An expert is dead after this many consecutive global batches in which no token chose it."""
 PREFIX = "load/"
 
 
@@ -54,7 +54,7 @@ class ExpertLoads(ControlHook):
             self._rows.close()
 
     def _report_dead(self, run: Run, balance: ExpertBalance) -> None:
-        """Record an event for experts that have died since the last one."""
+        """Record an event for experts that have died since the last event."""
         dead = {
             (layer.name, expert)
             for layer, steps in zip(balance.layers, balance.idle_steps(), strict=True)

@@ -28,7 +28,7 @@ class GradientChecksum(ControlHook):
 
     def __init__(self) -> None:
         self._parts: list[Part] | None = None
-        """Parts of the checksum of this step. None: every model has skipped it."""
+        """Parts of this step's checksum. None if every model skipped the step."""
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
         if not run.is_logging_step:
@@ -56,10 +56,10 @@ class GradientChecksum(ControlHook):
 
 
 def parts_of(gradients: Iterable[tuple[str, Tensor]], device: torch.device) -> list[Part]:
-    """Return the sums of the bits of the gradients' elements, on `device`. Their factors follow
-    from the gradients' names.
+    """Return the sum of the bits of each gradient's elements, on `device`, with a factor from its
+    name.
 
-    The sum has no order: the parts of a tensor have together the checksum of the tensor.
+    The order of the elements does not matter: the sums of a tensor's shards add up to its sum.
     """
     parts: list[Part] = []
     for name, gradient in gradients:

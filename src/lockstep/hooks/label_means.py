@@ -23,16 +23,16 @@ class LabelMean:
     weight: float
     """The mean weight of a label in this call."""
     may_differ: bool = True
-    """False if all samples of this call have equally many labels and some are ignored, such as each
-    row's last label, whose next token is not known."""
+    """False if the call ignores equally many labels of every sample, such as each row's last
+    label."""
 
 
 @dataclass(eq=False)
 class LabelMeans(CollectivesRefused):  # type: ignore[no-untyped-call]
-    """Collects the means over labels in `found` while the body runs. Refuses collectives too.
+    """While entered, collects the means over labels in `found`, and refuses collectives.
 
-    A mean counts if it has different class weights, if it ignores some of its labels, or if the
-    label that it is told to ignore is not negative: a pixel's 255, the id of padding.
+    A mean counts if its class weights differ, if it ignores labels, or if its `ignore_index` is not
+    negative (255 for pixels, the id of padding).
     """
 
     samples: int

@@ -62,7 +62,7 @@ Sums = dict[str, tuple[float, float]]  # (total, weight) of each term of the los
 
 
 class Findings(NamedTuple):
-    """The findings of a rank, as text; None: nothing was found."""
+    """A rank's findings as text; None for a check that found nothing."""
 
     kept: str | None = None
     """Text if the loss of one microbatch changes from call to call."""
@@ -78,7 +78,7 @@ class Findings(NamedTuple):
 
 class Tried(NamedTuple):
     """The loss of a piece of a microbatch, checksums of the model's output, and the means over
-    labels whose value is weighted by samples."""
+    labels if a term of the loss is weighted by samples."""
 
     sums: Sums
     output: list[int]
@@ -133,7 +133,7 @@ class LossCheck(ControlHook):
             return
         self._is_done = True
         if run.context.recovered_from is not None and run.step > 0:
-            return  # the same script has passed this check before, and others wait for the recovery
+            return  # the script has passed this check before, and other ranks wait for the recovery
         with restored([*attributes_of(run.model), *_kept_by(run.recipe)]):
             if not _takes_outputs(run):
                 item = run.training.current.peek()
@@ -219,10 +219,11 @@ def _tell(run: Run, found: Findings) -> bool:
     )
     if talks is not None:
         raise LossError(
-            f"the loss calls {talks} of torch.distributed; each rank calls it for its own"
-            " microbatches, equally many or not, so it would mix them up, or wait for ever; for a"
-            " denominator of all ranks, return ls.Sum(total) with Recipe.weight = batch -> this"
-            " microbatch's, which lockstep sums; for samples of all ranks, give Recipe.batch_loss"
+            f"the loss calls {talks} of torch.distributed; ranks may have unequally many"
+            " microbatches, so the call would mix them up, or wait for ever; to divide by a sum"
+            " over all ranks, return ls.Sum(total) and give Recipe.weight = batch -> this"
+            " microbatch's part of the sum; to compare samples of all ranks, give"
+            " Recipe.batch_loss"
         )
     if kept is not None:
         tell_kept(run, kept)
@@ -310,11 +311,11 @@ def _tried_twice(run: Run, recipe: Recipe) -> Findings:
 
 
 def _any_failed(run: Run, outcome: Outcome) -> bool:
-    """Return True if the trial of any rank failed. Every rank calls it. If the others cannot, they
-    wait in an exchange of the forward that failed here: raises that error."""
+    """Return True if the trial of any rank failed. Every rank calls it. If other ranks wait in an
+    exchange of the forward that failed on this rank, raises the forward's error."""
     run.training.modules[0].agreement.end_trial()
     try:
-        # first the ranks of these exchanges, whose shared memory compares the calls
+        # first the ranks that exchange shards, because their shared memory compares the calls
         failed = run.context.mesh.shards().any(isinstance(outcome, str))
         failed = run.context.world.any(failed)
     except Exception:
@@ -331,7 +332,7 @@ def _numbers(run: Run, recipe: Recipe) -> Numbers:
 
 
 def _counters(run: Run, before: Numbers, between: Numbers, after: Numbers) -> str | None:
-    """Describe the numbers that both of two trials have changed, and that the loss may use."""
+    """Describe the numbers that both trials have changed and that the loss may use."""
     changed = set(changed_each_time(before, between, after))
     of_model = numbers_of_model(run.model).keys() & changed
     return counters_text(sorted((changed - of_model) | {*carried(run.model, of_model)}))
@@ -349,9 +350,9 @@ def counters_text(names: Sequence[str]) -> str | None:
 
 
 def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run) -> Findings:
-    """Try a microbatch twice, then with other random numbers, then its halves, and once more after
-    the first half: calls with the same samples leave proportions as they are, such as a running
-    prior of classes."""
+    """Try a microbatch twice, then with other random numbers, then its halves, and again after the
+    first half: only a call with other samples changes a running proportion, such as a prior of
+    classes."""
     whole: list[Outcome] = [compute(_piece(item, (0, None), 0)) for _ in range(2)]
     if (kept := _kept(run, whole)) is not None:
         return Findings(kept=kept)
@@ -390,8 +391,9 @@ def _unseen_mean(
     *,
     found: Findings,
 ) -> str | None:
-    """Describe a mean over labels whose value the halves do not show: they have labels of one
-    class, or none that is ignored, or draw random numbers. None if there is none."""
+    """Describe a mean over labels that the losses of the halves do not reveal, because the halves
+    have labels of one class, have no ignored labels, or draw random numbers. None without such a
+    mean."""
     if len(first) < len(whole):  # a mean for each sample by itself
         return None
     alike = [mean.weight for mean in first] == [mean.weight for mean in second]
@@ -510,7 +512,7 @@ def _watching(run: Run, samples: int) -> AbstractContextManager[LabelMeans | Non
 
 
 def _of_samples(loss: Any, watched: LabelMeans | None) -> Sequence[LabelMean]:
-    """Return the means over labels in a loss with a term that is weighted by samples."""
+    """Return the means over labels if a term of the loss is weighted by samples; else none."""
     terms = loss.values() if isinstance(loss, Mapping) else [loss]
     by_samples = any(isinstance(term, Tensor) for term in terms)
     return watched.found if watched is not None and by_samples else ()

@@ -16,7 +16,8 @@ MOST_TIME = 0.01
 """Largest share of the run time that images may take, if each process has state that no other
 process has."""
 MOST_TIME_WITH_REPLICAS = 0.002
-"""The same if every process has the whole state: an image is then needed only if all are lost."""
+"""Largest share if every process has the whole state: images are then needed only if all processes
+are lost."""
 
 
 @dataclass(eq=False)
@@ -26,7 +27,8 @@ class MemoryImages(ControlHook):
     processor's caches."""
 
     recovery: Recovery | None
-    """The recovery of the run. None: the run cannot recover in place, and has no images."""
+    """The recovery of the run. None if the run cannot recover in place: it then writes no
+    images."""
     _writer: ImageWriter | None = None
     _known: KnownTensors = field(default_factory=KnownTensors)
     _count: int = 0  # images written
@@ -37,7 +39,7 @@ class MemoryImages(ControlHook):
     _cost: float = 0.0
 
     def before_steps(self, run: Run) -> None:
-        # the images that it began with are kept, and the step is waited for
+        # after a recovery, its images are kept, and other ranks wait for the first step
         recovers = run.context.recovered_from is not None
         if (
             self.recovery is not None
@@ -76,7 +78,7 @@ class MemoryImages(ControlHook):
         )
         self._count, self._written = self._count + 1, run.step
         limit = MOST_TIME_WITH_REPLICAS if recovery.is_replica else MOST_TIME
-        # the first one takes longer than later ones
+        # the first image takes longer than later images
         self._next = run.step + (image_interval(copy, step, limit) if self._count > 2 else 1)
         if self._count == 1:
             recovery.offer_images(self._writer.descriptors)

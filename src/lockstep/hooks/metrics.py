@@ -90,7 +90,7 @@ class Metrics(ControlHook):
         """Write the latest step's line. Every rank calls it."""
         result, speed = run.training.latest, self.throughput.restart()
         module = run.training.modules[0]
-        # each rank of `context` counts its own share of a sample's arithmetic
+        # each rank of the axis `context` counts only its share of a sample's FLOPs
         devices = run.context.world.size // run.context.mesh.tokens.size
         values = {
             "loss": run.loss,

@@ -1,5 +1,5 @@
-"""The hook that compares the gradients that several ranks computed of the same microbatches: it
-finds a rank that computes wrong results."""
+"""The hook that compares the gradients of microbatches that several ranks computed, to find a rank
+that computes wrong results."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class RecomputationAudit(ControlHook):
         if self._recovery is not None and recovers:
             self._recovery.distrust()
             if run.rank not in ranks:
-                # the launcher has these processes wait for new ranks
+                # the launcher lets these processes wait for new ranks
                 raise error from ConnectionAbortedError("a rank leaves the run")
         raise error
 
@@ -152,7 +152,7 @@ def _digest(computed: Computed) -> Tensor:
 
 
 def _axes(run: Run) -> list[str]:
-    """Return this rank's place along each axis, in words; [] if there is one axis."""
+    """Return text with this rank's index on each axis; [] for a single axis."""
     mesh = run.context.mesh
     found = [f"{each.name} rank {mesh.axis(each.name).rank}" for each in mesh.larger]
     return found if len(found) > 1 else []
@@ -163,20 +163,20 @@ class Disagreement:
     """The result of a comparison in which gradients differ."""
 
     microbatch: int
-    """A microbatch with differing gradients that a named rank has computed."""
+    """A microbatch with differing gradients, computed by a rank in `ranks`."""
     tensors: int
-    """Number of parameters whose gradients differ on a named rank."""
+    """Number of parameters whose gradients differ on a rank in `ranks`."""
     first: str
-    """The name of the first one; empty if there is none."""
+    """The name of the first such parameter; empty if there is none."""
     ranks: Sequence[int]
     """The wrong ranks. If not `is_certain`, one of these ranks is wrong."""
     is_certain: bool
     right: Sequence[int]
-    """The ranks with another result. If there are two, their results are equal."""
+    """The other ranks that computed the microbatch. If several, their results are equal."""
     has_third: bool = True
     """True if two replicas computed the same, so that a rank of a third replica is wrong."""
     was_received: bool = False
-    """True if a named rank has received another tensor than was sent to it."""
+    """True if a rank in `ranks` received other values than were sent to it."""
 
     @classmethod
     def of(

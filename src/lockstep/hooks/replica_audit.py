@@ -173,7 +173,8 @@ _SAVED = MODULE_ATTRIBUTES | RECURRENT_CACHES | {"state", "param_groups"}
 
 
 class UnsavedState:
-    """Reports, once, changed attributes of modules, optimizers and hooks that are not saved."""
+    """Reports, once, changed attributes of modules, optimizers and hooks that checkpoints do not
+    hold."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self._hooks = [hook for hook in hooks if not isinstance(hook, Stateful)]
@@ -288,9 +289,10 @@ def _tensor_versions(hook: Hook, models: set[int]) -> Versions:
 
 
 def _tensors_by_name(hook: Hook) -> dict[str, list[Tensor]]:
-    """Return the tensors that the hook holds, or that its methods find in variables around them."""
+    """Return the tensors in the hook's attributes, and in the global and enclosing variables that
+    its methods use."""
     methods = [
-        inspect.unwrap(method)  # of `torch.no_grad()`, for example
+        inspect.unwrap(method)  # without decorators such as `torch.no_grad()`
         for kind in type(hook).__mro__
         if issubclass(kind, Hook) and not kind.__module__.startswith("lockstep.")
         for method in vars(kind).values()

@@ -276,7 +276,7 @@ class StragglerFinder:
 
 
 def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
-    """Return the ranks whose own work takes longer than that of their peers, in O(n log n)."""
+    """Return the ranks whose own work takes longer than their peers' work, in O(n log n)."""
     stragglers = []
     for peer in sorted(set(peers)):
         ranks = np.flatnonzero(np.asarray(peers) == peer)

@@ -115,8 +115,8 @@ def restart_variables(
     everyone: Sequence[Any], machines: Sequence[str], *, in_place: bool
 ) -> dict[str, str]:
     """The environment variables that tell workers why they are started again; none at the first
-    start. `everyone`: the values of each machine. The first ones are for `restart_reason`; the last
-    but one is the reason why it is not `in_place`."""
+    start. `everyone`: the values of each machine. The first three are the values for
+    `restart_reason`, the fourth is the reason why the restart is not `in_place`."""
     why = restart_reason([each[:3] for each in everyone], machines)
     if why is None:
         return {}

@@ -77,8 +77,8 @@ class Environment(RunOptions):
         _below(environ, "LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
         if local_world_size > world_size:
             raise LaunchError(
-                f"LOCAL_WORLD_SIZE={local_world_size} with WORLD_SIZE={world_size}; the processes"
-                " of one machine are some of all processes; correct what sets them"
+                f"LOCAL_WORLD_SIZE={local_world_size} with WORLD_SIZE={world_size}; a machine's"
+                " processes are a part of all processes; correct what sets them"
             )
         return cls(
             rank=rank,

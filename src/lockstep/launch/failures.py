@@ -33,8 +33,8 @@ from lockstep.launch.termination import (
     PREEMPTING,
 )
 
-# Errors that a healthy process gets after another one ended or failed. They are never the cause if
-# another rank has another kind of error.
+# Errors that a healthy process gets after another process ended or failed. They are not the cause
+# if a rank has an error of another kind.
 _PEER_ERRORS = {
     "CollectivesAborted",
     "DistBackendError",
@@ -305,8 +305,8 @@ def failure_record(
 
 
 def error_details(error: BaseException) -> dict[str, Any]:
-    """Fields of the event `run-failed`: `error`; `detail`, torch's text, after the loss of a peer;
-    `not_finite_in`, the step, if a loss or gradient was not finite."""
+    """Fields of the event `run-failed`: always `error`; `detail` (torch's text) after the loss of a
+    peer; `not_finite_in` (the step) after a loss or gradient that was not finite."""
     text = f"{type(error).__name__}: {_text(error)}"
     if lost_a_peer(error) and not isinstance(error, LockstepError):
         return {

@@ -87,8 +87,9 @@ def host_store(machines: Machines, address: str) -> TCPStore | None:
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL and machines.node_rank == 0:
             raise LaunchError(
-                f"{machines.option}: {address} is not an address of this machine, whose number is"
-                " 0; the others look for number 0 there; correct the address, or --node-rank"
+                f"{machines.option}: {address} is not an address of this machine, which has number"
+                " 0; the other machines look for number 0 there; correct the address, or"
+                " --node-rank"
             ) from None
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             return None
@@ -165,13 +166,13 @@ LOOPBACK = "127.0.0.1"
 LAST_CALL_SECONDS = 5.0
 """Seconds that a rendezvous waits for more machines once the minimum number has joined."""
 RECOVERY_CALL_SECONDS = 0.5
-"""The same for a recovery in place, which all machines join at about the same time."""
+"""The same limit for a recovery in place, which all machines join at about the same time."""
 HEARTBEAT_SECONDS = 0.5
 """Seconds between a machine's heartbeats."""
 SILENCE_SECONDS = 5.0
 """Seconds of silence after which a machine counts as lost. A busy machine may pause for seconds."""
 STATE_SECONDS, RENDEZVOUS_POLL_SECONDS = 0.25, 0.1
-"""Seconds after which the list of machines is read again, and the same during a rendezvous."""
+"""Seconds between two reads of the list of machines, outside and during a rendezvous."""
 ABLE_SECONDS = 30.0
 """Seconds that a joining machine waits until the run can include it in place."""
 TRIES = 10
@@ -232,8 +233,8 @@ class LoopbackRendezvous(RendezvousHandler):
 class Silence:
     """The seconds for which other machines have sent no heartbeat, by this machine's own clock.
 
-    Time during which this machine did not look does not count: it may have been stopped, or the
-    store may have been, and then no heartbeat could arrive.
+    Time in which this machine did not look does not count: if this machine or the store was
+    stopped, no heartbeat could arrive.
     """
 
     def __init__(self, own: Any, clock: Callable[[], float] = time.monotonic) -> None:
@@ -317,7 +318,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             )
         except (DistError, RendezvousError) as error:
             raise LaunchError(
-                f"{machines.option} answers, and not as a rendezvous does ({error}); another"
+                f"{machines.option} answers, but not as a rendezvous does ({error}); another"
                 " program listens there; give another port"
             ) from error
         meeting.machines, meeting._timeout = machines, timeout
@@ -494,7 +495,7 @@ def check_machines(everyone: Sequence[tuple[int, str, str | None]]) -> None:
     for number, address, obstacle in everyone:
         if obstacle is not None:
             raise LaunchError(
-                "a machine of the run reaches the rendezvous, and not another machine (tried"
+                "a machine of the run reaches the rendezvous, but not another machine (tried"
                 f" {obstacle}); the machines of a run must reach each other on all ports; open"
                 " them, give --interface where there is another network, or start containers with"
                 " --network=host"

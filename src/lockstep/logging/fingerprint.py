@@ -1,5 +1,5 @@
-"""The fingerprint of a model: two are equal exactly if all bits of the state dicts are equal. Torch
-is imported in functions only, so that the files of a run can be checked without it."""
+"""The fingerprint of a model. Two fingerprints are equal exactly if all bits of the state dicts
+are. Only functions import torch, so that a run's files can be checked without it."""
 
 from __future__ import annotations
 

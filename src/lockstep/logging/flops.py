@@ -42,7 +42,7 @@ NOTHING = nullcontext()
 
 
 def peak(device_name: str, precision: Precision) -> float | None:
-    """Return one device's peak FLOP/s; None if unknown, and for fp32."""
+    """Return one device's peak FLOP/s; None for fp32 or an unknown device."""
     if precision == "fp32":
         return None
     words = set(re.split(r"[\s-]+", device_name))
@@ -78,7 +78,7 @@ class Flops:
 
     def utilisation(self, samples_per_second: float, devices: int) -> float | None:
         """Return the MFU, from 0 to 1; None if nothing was counted. `devices`: number of devices
-        that compute these samples, among devices with the counted share of each sample."""
+        that divide the samples. The counted FLOPs are one device's share of a sample."""
         if not self._forward or self._peak is None:
             return None
         return 3 * self._forward * samples_per_second / (devices * self._peak)

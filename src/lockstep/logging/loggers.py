@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from lockstep.base.errors import UserError
 
 CLOSE_TIMEOUT_SECONDS = 60.0
-"""Time that a run waits at its end for its loggers."""
+"""Longest time that a run waits at its end for its loggers."""
 
 
 class Logger(Protocol):

@@ -22,7 +22,7 @@ from lockstep.base.files import MOST_BYTES, lines_below, write_atomically
 from lockstep.logging.run_files import CHECKSUM
 
 RESERVED_NAMES = frozenset({"step", "time", "not_finite", CHECKSUM})
-"""Keys of lines that are no metrics; a metric cannot have one of these names."""
+"""Keys of a line that are not metrics; no metric may have one of these names."""
 
 _FLUSH_SECONDS = 1.0
 
@@ -92,14 +92,14 @@ class MetricsLog(Closing):
 
 
 class StepRows(Closing):
-    """A file of JSON lines, one a logging step. Rank 0 makes the file at the first of them."""
+    """A file with one JSON line for each logging step. Rank 0 makes it at the first one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
 
     def resume(self, step: int) -> None:
-        """Remove the rows of an earlier start after `step`."""
+        """Remove the rows after `step`, which an earlier start wrote."""
         if self._file is None and self._path.exists():
             drop_rows_after(step, self._path)
 

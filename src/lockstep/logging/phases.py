@@ -16,7 +16,7 @@ from lockstep.comm.torch_collectives import waits
 T = TypeVar("T")
 WAITING_FOR_DEVICE = "waiting for the device"
 _MAX_EVENTS = 256
-"""Largest number of events. At this number, events that the GPU has passed are reused."""
+"""Largest number of CUDA events. Then events that the GPU has passed are reused."""
 FADES = 0.95
 """Factor by which the recorded longest duration decreases each time that a phase ends."""
 
@@ -30,7 +30,8 @@ class _PhaseSeconds:
 
 
 class StreamTimes:
-    """Times of a rank's GPU stream by phase, because the host only queues work ahead of the GPU."""
+    """Times of a rank's GPU stream by phase. Times on the host would be wrong: it only queues
+    work."""
 
     def __init__(self, create_event: Callable[[], torch.Event]) -> None:
         self._create_event = create_event
@@ -70,7 +71,7 @@ class Phases:
         self.since = clock()
         self._waited_before = waits.seconds
         self.log: list[tuple[str, float, float]] | None = None
-        """(name, start, stop) of ended phases; None: not recorded."""
+        """(name, start, stop) of ended phases. None while they are not recorded."""
         self.stream: StreamTimes | None = None
         """Times of the GPU stream. None on a CPU."""
         self._current = _PhaseSeconds()

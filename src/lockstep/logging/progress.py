@@ -124,9 +124,9 @@ class Progress(Closing):
 
 class _TimeEstimate:
     """Estimates the remaining time, assuming that steps and evaluations continue at the same speed.
-    Step n has weight n in the mean. The first interval, which includes the warm-up, is used only
-    until there is a second (then shown with "~"). The time of an evaluation is the excess time of
-    its interval."""
+    Step n has weight n in the mean. The first interval includes the warm-up: it is used, with a
+    "~", only until the second ends. The time of an evaluation is the excess time of its
+    interval."""
 
     def __init__(self, step: int, now: float) -> None:
         self._start = self._step = step
@@ -178,7 +178,7 @@ _IMPORTANCE = {
     _LR: _MIN_BAR_COLUMNS + 1,
     _EXTRA: 2 * _MIN_BAR_COLUMNS + 1,
 }
-"""Number -> the columns that it must leave for the bar, in order of importance."""
+"""Name of a number -> the columns that must remain for the bar, the most important number first."""
 
 
 def _numbers(
@@ -314,8 +314,8 @@ class _LiveLine:
 
 
 class _NotebookLine:
-    """A line below a notebook's cell. A carriage return overwrites the line. After other output,
-    the line is written again below it."""
+    """A line below a notebook's cell. A carriage return overwrites it. After other output, it is
+    written again at the end."""
 
     is_live = True
 

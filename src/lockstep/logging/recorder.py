@@ -1,5 +1,5 @@
-"""The recorder of a run: run directory, logs, progress display. Only rank 0 writes; other ranks
-make the same calls."""
+"""Records a run: run directory, logs, progress display. Only rank 0 writes; other ranks make the
+same calls."""
 
 from __future__ import annotations
 
@@ -42,13 +42,12 @@ ROW_NAMES = RESERVED_NAMES | {
 }
 """Names that a run writes in each line of metrics.jsonl."""
 _runs_in_launched = 0
-"""Number of runs of this process in the launcher's directory and in directories numbered after
-it."""
+"""Number of this process's runs in the launcher's directory and its numbered successors."""
 _opened: list[Path] = []
 """Run directories that this process has written."""
 _goes_through_again = False
-"""True once this process has opened an ended run, because the script repeats it on the way to a
-later run."""
+"""True once this process has opened an ended run that the script repeats on the way to a later
+run."""
 
 
 class Recorder:
@@ -72,13 +71,13 @@ class Recorder:
         machine does not have it.
 
         `launched`: the launcher's directory, which is used first; the second run of this process is
-        in `launched`-2, and so on. If neither is given: a new directory in `runs`. `extend`: see
-        `RunDirectory.create`. An ended run is resumed at its last checkpoint if the script only
-        repeats it on the way to a later run. It is one if the launcher has `restarted` this
-        process, if an earlier process continued after that run, or if this process has passed such
-        a run before. `check_ended`: called with the run.json of an ended run; raises `UserError` if
-        it is another run. `again`: True if this process has opened the run before. `lost_holders`:
-        processes on lost machines, from which rank 0 takes over the directory.
+        in `launched`-2, and so on. Without `run_dir` and `launched`: a new directory in `runs`.
+        `extend`: see `RunDirectory.create`. An ended run is resumed at its last checkpoint if the
+        script only repeats it on the way to a later run. That is so if the launcher has `restarted`
+        this process, if an earlier process continued after that run, or if this process has passed
+        such a run before. `check_ended`: called with the run.json of an ended run; raises
+        `UserError` if it is another run. `again`: True if this process has opened the run before.
+        `lost_holders`: processes on lost machines, from which rank 0 takes over the directory.
         """
         global _runs_in_launched
         if launched is not None:
@@ -188,7 +187,7 @@ class Recorder:
             self._loggers.start(self._run_json)
 
     def _compare_device(self, now: Mapping[str, str], *, is_bitwise: bool) -> None:
-        """Record it if the run was on another kind of device before, because bits then differ."""
+        """Record a change to another kind of device, because bits then differ."""
         assert self._directory is not None
         before = (self._directory.recorded().get("environment") or {}).get("device") or {}
         changed = {
@@ -225,8 +224,8 @@ class Recorder:
             self._directory.write_json("run.json", self._run_json)
 
     def resume(self, step: int, checkpoints: str | None) -> None:
-        """Begin the logs, or continue them after `step`. `checkpoints`: the folder that was
-        searched for a checkpoint."""
+        """Begin the logs, or continue them after `step`. `checkpoints`: the folder searched for a
+        checkpoint."""
         self._first_step = step
         if self.is_resumed and not step and checkpoints is not None:
             self.event("no-checkpoint", 0, checkpoints=checkpoints)

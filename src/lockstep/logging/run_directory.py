@@ -43,9 +43,9 @@ _FOLLOWED = "followed-by.txt"
 _OTHER_FILES = ("out-of-memory.json", "output.txt", _FOLLOWED)
 _PREFIXES = ("events.out.tfevents.", "hang-")
 _LOCK = "lock"
-"""Name of the file that names the directory of the script's next training."""
+"""Name of a file that contains the path of the script's next run directory."""
 Holder = dict[str, Any]
-"""JSON about the process that holds the lock, and the time since when."""
+"""JSON: the process that holds the lock, and since when."""
 _SAVED_DTYPES = frozenset(
     getattr(torch, name)
     for name in (
@@ -83,9 +83,10 @@ class RunDirectory(Closing):
     ) -> RunDirectory:
         """Create the folder and lock it. `resume`: the folder may contain an unfinished run.
         `extend`: it may also contain an ended run, whose result `keep_result` renames. `reopen`: it
-        may also contain an ended run with the same result, or an evaluation. `lost_holders`:
-        processes on lost machines, from which the folder is taken over. Raises `RunDirectoryError`
-        if another run has locked it or has files there, or if it is not writable."""
+        may also contain an ended run that will have the same result, or an evaluation.
+        `lost_holders`: processes on lost machines, from which the folder is taken over. Raises
+        `RunDirectoryError` if another run has locked it or has files there, or if it is not
+        writable."""
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -182,7 +183,7 @@ class RunDirectory(Closing):
 
     @property
     def is_taken(self) -> bool:
-        """True once other processes of the run have taken over the directory."""
+        """True once another process has taken over the directory."""
         return self._lock.is_taken
 
     @property
@@ -196,8 +197,7 @@ class RunDirectory(Closing):
 
 
 def _check_kinds(path: Path) -> None:
-    """Raise `RunDirectoryError` if something other than a file or folder has a name to which the
-    run writes."""
+    """Raise `RunDirectoryError` if a path that the run writes exists, but is no file or folder."""
     with os.scandir(path) as entries:
         for entry in entries:
             name, is_folder = entry.name, entry.name in _FOLDERS
@@ -218,7 +218,7 @@ def _check_kinds(path: Path) -> None:
 
 
 def note_followed(path: Path, by: Path) -> None:
-    """Record in an ended run's directory that its script now trains in another directory."""
+    """Record in an ended run's directory that its script now trains in the directory `by`."""
     with suppress(OSError):  # it may be gone
         if (path / RESULT).exists():
             write_atomically(path / _FOLLOWED, f"{by}\n".encode(errors="surrogateescape"))
@@ -261,7 +261,7 @@ class _FileLock:
                 raise error from None
             if current:
                 return cls(path, descriptor)
-            # its last holder removed the file between our open and our lock
+            # the last holder removed the file between our open and our lock
             os.close(descriptor)
 
     @property

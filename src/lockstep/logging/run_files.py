@@ -31,7 +31,7 @@ RUN, RESULT, METRICS, RANKS, EXPERTS, EVENTS = (
     "events.jsonl",
 )
 CHECKSUM = "gradient_checksum"
-"""The key of a row of metrics.jsonl that is no number: 16 hexadecimal digits."""
+"""The only key of metrics.jsonl whose value is text: 16 hexadecimal digits."""
 _RUN_KINDS = {
     "recipe": dict, "plan": {"text": str}, "world_size": int, "checkpoints": str,
     "place_in_script": int,
@@ -57,8 +57,8 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 def read_rows(
     folder: Path, name: str, fits: Callable[[Mapping[str, Any]], bool], unreadable: dict[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the valid lines, which must have a step. Counts the others in `unreadable`, except an
-    incomplete last line. Raises `RunDirectoryError`."""
+    """Yield the valid lines, which must have a step. Counts invalid lines in `unreadable`, except
+    an incomplete last line. Raises `RunDirectoryError`."""
     if not is_there(folder, name):
         return
     with readable(folder / name):

@@ -196,8 +196,8 @@ class Forecast:
         yield from (f"not {each}" for each in struck(others))
 
     def loader_rate(self, prediction: Prediction) -> float:
-        """Return the samples per second that a machine's loaders must deliver. If processes share
-        samples, as on the tensor axis, each of them loads them."""
+        """Return the samples per second that a machine's loaders must deliver. Processes that share
+        samples, as on the tensor axis, each load all of them."""
         data = Plan.parse(prediction.plan).resolve(self.cluster.count).data_ranks
         return prediction.samples / prediction.seconds / data * self.cluster.devices_per_node
 

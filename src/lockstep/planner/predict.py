@@ -55,7 +55,7 @@ class _Shape:
     traced: int
     """Number of microbatches of that rank in the trace."""
     load: float
-    """Number of microbatches of all ranks, relative to the most that they could have."""
+    """Number of microbatches of all ranks, divided by the number if every rank had the most."""
     recipe: Recipe
     """The recipe that is traced."""
     plan: Plan

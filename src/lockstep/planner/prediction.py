@@ -43,7 +43,7 @@ class Ended:
     devices: int | None = None
     """Number of devices that the plans use, if they cannot use all."""
     why: str | None = None
-    """The reason why they cannot use all, and what to change."""
+    """The reason why plans cannot use all devices, and what to change."""
 
     def write(self, folder: Path) -> None:
         (folder / ENDED).write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -74,7 +74,7 @@ class Prediction:
     """Number of microbatches on the rank with the most."""
     seconds: float
     by_limit: Mapping[str, float]
-    """Limit -> seconds of the slowest rank that it accounts for."""
+    """Limit -> the seconds that the slowest rank spends on it."""
     seconds_with_twice: Mapping[str, float]
     """Seconds of a step if `arithmetic`, `memory` or `network` were twice as fast."""
     samples: int

@@ -174,7 +174,8 @@ def shorter(space: Space) -> Iterator[Plan]:
 def _sharded(
     space: Space, *, tensor: int = 1, pipeline: int = 1, context: int = 1
 ) -> Iterator[Plan]:
-    """Yield plans of all devices with parameters sharded over all data ranks, a node's, or none."""
+    """Yield plans of all devices with parameters sharded over all data ranks, over a node's data
+    ranks, or not at all."""
     data = space.devices // tensor // pipeline // context
     near = max(1, space.devices_per_node // tensor // context)
     within = {near} if data % near == 0 and near < data else set[int]()

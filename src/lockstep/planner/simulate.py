@@ -52,7 +52,8 @@ class Costs:
     processes: int = 1
     """Number of processes that share the cores."""
     load: float = 1.0
-    """Number of microbatches of all processes, relative to the most that they could have."""
+    """Number of microbatches of all processes, divided by the number if every process had the
+    most."""
     cores: float = math.inf
     """Number of processes that can compute at full speed at the same time."""
     slice_seconds: float = 0.0
@@ -319,7 +320,7 @@ def _fuses(one: Compute, other: Compute) -> bool:
 
 def repeated(trace: TracedStep, traced: int, microbatches: int) -> TracedStep:
     """Return the trace with `microbatches` microbatches instead of `traced`, by repeating the
-    second of the three traced ones in each pass over them."""
+    second of the three traced microbatches in each pass over them."""
     if traced == microbatches:
         return trace
     assert traced == 3, "a shorter step is traced with three microbatches"

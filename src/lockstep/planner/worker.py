@@ -43,7 +43,7 @@ LOADER = "loader"
 MEASURED_SECONDS = 1.0
 """Time for which microbatches are loaded."""
 PATIENCE_SECONDS = 60.0
-"""If a loader has not returned a microbatch by then, the measurement is given up."""
+"""Longest time for a loader's first microbatch; after it, the measurement is given up."""
 MOST_SAMPLES = 32
 """Number of samples in a measured microbatch if the plan chooses its size."""
 
@@ -228,8 +228,8 @@ class LoaderTime:
         else:
             return cls(problem, f"a process loads {1 / problem:,.4g} samples/s here")
         raise RecipeError(
-            f"loading a microbatch of Recipe.data {problem}; a plan is made from one; correct the"
-            " dataset, or `collate`"
+            f"loading a microbatch of Recipe.data {problem}; a plan is made from a microbatch;"
+            " correct the dataset, or `collate`"
         )
 
     def added_to(

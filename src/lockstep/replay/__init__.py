@@ -1,1 +1,1 @@
-"""`lockstep replay`: an old step again, from the nearest kept checkpoint."""
+"""`lockstep replay`: repeats an old step, from the nearest kept checkpoint."""

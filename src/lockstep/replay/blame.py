@@ -1,4 +1,4 @@
-"""The step at which the loss or the gradient of a run jumps, and the cause of it. Pure."""
+"""Finds the step at which a run's loss or gradient jumps, and the cause. Pure."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from lockstep.replay.not_finite import first_words
 from lockstep.replay.step import Replay, ReplayedMicrobatch
 
 WINDOW = 64
-"""Number of logged steps before a step with which it is compared."""
+"""Number of preceding logged steps with which a step is compared."""
 LEAST_BEFORE = 7
-"""A step with fewer logged steps before it is not compared."""
+"""A step with fewer preceding logged steps is not compared."""
 SPREAD = 12.0
-"""A spike is this many times as far from the median as usual values are. With this and
-`LEAST_BEFORE`, about 2 of 100 runs whose losses are noise around a level have a spike."""
+"""A spike's distance from the median, in typical distances. At this value, about 2 of 100 runs
+whose losses are noise around a level have a spike."""
 LEADS = 6.0
-"""Steps just before a spike lead to it if they are this far from the median."""
+"""Steps just before a spike belong to it from this distance on, in typical distances."""
 RATIO = 4.0
-"""A microbatch or a sample that is blamed has a gradient norm of so many times the median of the
+"""A microbatch or sample is blamed if its gradient norm is this many times the median of the
 others."""
 JUMP_LEADS = 8
-"""A jump of the learning rate explains a spike in so many logged steps, its own included."""
+"""Number of logged steps, from a jump of the learning rate on, in which it explains a spike."""
 
 Cause = Literal["sample", "microbatch", "learning rate", "changed", "once", "machine", "all alike"]
-"""`changed`: the run's bits do not come back, and something is not as in the run. `once`: they do
-not come back, and from the next checkpoint on they do. `machine`: they never do. `all alike`: the
-whole batch has a large gradient."""
+"""`changed`: the run's bits are not reproduced, and code, recipe or environment differ from the
+run's. `once`: they are reproduced only from the next checkpoint on. `machine`: they are never
+reproduced. `all alike`: the whole batch has a large gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,60 +42,61 @@ class Spike:
     metric: str
     value: float
     usual: float
-    """The median of the logged steps before it."""
+    """The median of the preceding logged steps."""
     score: float
-    """Distance from the median, in usual distances; infinite for a value that is not finite."""
+    """Distance from the median, in typical distances; infinite if `value` is not finite."""
 
 
-def spike_at(rows: Sequence[Mapping[str, Any]], place: int) -> Spike | None:
-    """Return how unusual a row of metrics.jsonl is; None if too few rows are before it."""
-    before = rows[max(0, place - WINDOW) : place]
+def spike_at(rows: Sequence[Mapping[str, Any]], index: int) -> Spike | None:
+    """Compare row `index` of metrics.jsonl with the rows before it; None if there are too few."""
+    before = rows[max(0, index - WINDOW) : index]
     spikes = []
     for metric in ("loss", "gradient_norm"):
         usual = [row[metric] for row in before if isinstance(row.get(metric), int | float)]
         if len(usual) < LEAST_BEFORE:
             continue
         median = statistics.median(usual)
-        value, score = rows[place].get(metric), math.inf
+        value, score = rows[index].get(metric), math.inf
         if value is None:  # not finite
             value = math.nan
         else:
             distance = statistics.median(abs(each - median) for each in usual)
             score = (value - median) / max(distance, 1e-3 * abs(median), 1e-30)
         spikes.append(
-            Spike(step=rows[place]["step"], metric=metric, value=value, usual=median, score=score)
+            Spike(step=rows[index]["step"], metric=metric, value=value, usual=median, score=score)
         )
     return max(spikes, key=lambda spike: spike.score, default=None)
 
 
 def largest_spike(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
-    """Return the largest spike of a run, or the first of unusual steps that lead to it; None if no
-    logged step is unusual. Values that are not finite are the largest."""
+    """Return the largest spike of a run, or the first of the unusual steps just before it; None if
+    no logged step is unusual. A value that is not finite counts as the largest."""
     spikes, scores = _spikes(rows)
-    place = max(range(len(rows)), key=scores.__getitem__, default=0)
-    if not rows or scores[place] < SPREAD:
+    index = max(range(len(rows)), key=scores.__getitem__, default=0)
+    if not rows or scores[index] < SPREAD:
         return None
-    return spikes[_first_of(scores, place)]
+    return spikes[_first_of(scores, index)]
 
 
 def spike_before_the_end(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
-    """Return the first of the unusual steps at the end of a run; None if its last step is usual. A
-    loss or gradient that is not finite in the step after them is their result."""
+    """Return the first of the unusual steps that end a run; None if the last step is usual. They
+    are the cause of a loss or gradient that is not finite in the next step."""
     spikes, scores = _spikes(rows)
     first = _first_of(scores, len(rows))
     return spikes[first] if max(scores[first:], default=0.0) >= SPREAD else None
 
 
 def _spikes(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Spike | None], list[float]]:
-    spikes = [spike_at(rows, place) for place in range(len(rows))]
+    spikes = [spike_at(rows, index) for index in range(len(rows))]
     return spikes, [-math.inf if spike is None else spike.score for spike in spikes]
 
 
-def _first_of(scores: Sequence[float], place: int) -> int:
-    """Return the index of the first step that leads to the step at `place`."""
-    while place and scores[place - 1] >= LEADS:
-        place -= 1
-    return place
+def _first_of(scores: Sequence[float], index: int) -> int:
+    """Return the index of the first of the consecutive unusual steps just before `index`; else
+    `index`."""
+    while index and scores[index - 1] >= LEADS:
+        index -= 1
+    return index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,8 +120,8 @@ class Blame:
 
 
 def unusual_block(replay: Replay) -> str | None:
-    """Return the block whose gradient has grown most relative to the steps on the way; without such
-    steps, the block with the largest gradient."""
+    """Return the block whose gradient has grown most relative to the replayed steps before; without
+    such steps, the block with the largest gradient."""
 
     def growth(block: str) -> float:
         before = [squares[block] for squares in replay.before if block in squares]
@@ -135,46 +136,45 @@ def outliers(norms: Sequence[float]) -> list[int]:
     norm that is not finite is an outlier if another norm is finite."""
     norms = [math.inf if math.isnan(norm) else norm for norm in norms]
     indices = []
-    for place, norm in enumerate(norms):
-        others = [*norms[:place], *norms[place + 1 :]]
+    for index, norm in enumerate(norms):
+        others = [*norms[:index], *norms[index + 1 :]]
         usual = (
             min(others, default=math.inf)
             if norm == math.inf
             else RATIO * statistics.median(others or [math.inf])
         )
         if norm > usual:
-            indices.append(place)
+            indices.append(index)
     return sorted(indices, key=norms.__getitem__, reverse=True)
 
 
 def suspected(replay: Replay) -> ReplayedMicrobatch | None:
-    """Return the microbatch with an unusual gradient, or the only one. None: there is none."""
+    """Return the microbatch with an unusual gradient, or the only microbatch; else None."""
     if bad := replay.first_not_finite:
         return bad[0][0] if len(bad) < max(2, len(replay.microbatches)) else None
     parts = [each for each in replay.microbatches if each.norm is not None]
     if len(parts) == 1:
         return parts[0]
-    places = outliers([each.norm for each in parts if each.norm is not None])
-    return parts[places[0]] if places else None
+    indices = outliers([each.norm for each in parts if each.norm is not None])
+    return parts[indices[0]] if indices else None
 
 
 def learning_rate_jump(
     rows: Sequence[Mapping[str, Any]], step: int
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """Return the latest pair of consecutive logged steps at which the learning rate jumps: the
-    second has more than twice the rate to which the schedule had led. Looks at the last
-    `JUMP_LEADS` logged steps up to `step`. None if there is no jump. The two first logged steps of
-    a run are no jump."""
+    """Return the latest two consecutive logged steps between which the learning rate jumps: to more
+    than twice the rate that the schedule would have had. Looks at the last `JUMP_LEADS` logged
+    steps up to `step`, but not at the first two of a run. None if the rate does not jump."""
     near = [row for row in rows if row["step"] <= step and row.get("lr")][-WINDOW:]
-    for place in range(len(near) - 1, max(1, len(near) - 1 - JUMP_LEADS), -1):
-        if near[place]["lr"] > 2 * _led_to(near[:place], near[place]["step"]):
-            return near[place - 1], near[place]
+    for index in range(len(near) - 1, max(1, len(near) - 1 - JUMP_LEADS), -1):
+        if near[index]["lr"] > 2 * _led_to(near[:index], near[index]["step"]):
+            return near[index - 1], near[index]
     return None
 
 
 def _led_to(rows: Sequence[Mapping[str, Any]], step: int) -> float:
-    """Return the largest learning rate in `step` that continues a schedule: it adds as much a step
-    as between two of `rows`, or multiplies by as much as between the last two."""
+    """Return the largest learning rate that continues the schedule at `step`: with the largest
+    increase per step seen in `rows`, or with the last two rows' ratio."""
     before, rate = (float(row["lr"]) for row in rows[-2:])
     added = max((b["lr"] - a["lr"]) / max(1, b["step"] - a["step"]) for a, b in pairwise(rows))
     by_sum = rate + float(added) * int(step - rows[-1]["step"])
@@ -189,8 +189,8 @@ def cause_of(
     later: Replay | None = None,
 ) -> Blame:
     """Return the cause of a spike. `rows`: the run's lines of metrics.jsonl. `by_sample`: the step
-    in microbatches of one sample. `later`: steps from a later checkpoint, after the steps that the
-    replay did not reproduce."""
+    again, with the gradient of each sample. `later`: a replay from a checkpoint after the steps
+    that this replay did not reproduce."""
     if (first := replay.first_unlike) is not None:
         text = f"from step {first.step} on, this machine computes other gradients than the run has"
         return _not_reproduced(replay, first.step, text, later)
@@ -254,9 +254,9 @@ def _not_finite(
 
 
 def samples_not_finite(replay: Replay) -> list[int | str]:
-    """Return the samples of the first values that are not finite. Empty if they are
-    not known, or if the samples are not the cause: all of a microbatch are bad, or the computation
-    makes a part of each microbatch bad."""
+    """Return the samples with the first values that are not finite. Empty if unknown, or if the
+    samples are not the cause: all samples of a microbatch, or some of every microbatch, are bad
+    without bad data."""
     bad = replay.first_not_finite
     samples: list[int | str] = []
     for each, place in bad:
@@ -272,15 +272,15 @@ def samples_not_finite(replay: Replay) -> list[int | str]:
 def _unusual_samples(
     suspect: ReplayedMicrobatch, by_sample: Replay | None
 ) -> tuple[list[int | str], float]:
-    """Return the samples of a microbatch with unusual gradients, and their share of the sum of
+    """Return a microbatch's samples with unusual gradients, and their share of the sum of
     squares."""
     if len(suspect.samples) == 1:
         return list(suspect.samples), 1.0
     parts = () if by_sample is None else by_sample.microbatches
     squares = next((each.by_sample for each in parts if each.by_sample is not None), [])
-    places = outliers([math.sqrt(each) for each in squares])
-    share = math.fsum(squares[place] for place in places) / (math.fsum(squares) or 1.0)
-    return [suspect.samples[place] for place in places], share
+    indices = outliers([math.sqrt(each) for each in squares])
+    share = math.fsum(squares[index] for index in indices) / (math.fsum(squares) or 1.0)
+    return [suspect.samples[index] for index in indices], share
 
 
 def _samples(
@@ -291,7 +291,7 @@ def _samples(
     seen: str,
     of: Sequence[str] = (),
 ) -> Blame:
-    """`of`: the names of the microbatches, if they are several."""
+    """`of`: the names of several microbatches; empty: of `suspect` only."""
     where = _words(of or [suspect.name])
     text = f"{listed('sample', names)} of {where}: {seen}"
     if isinstance(names[0], int):

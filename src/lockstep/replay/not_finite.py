@@ -1,4 +1,4 @@
-"""The first value of a microbatch that is not finite. Pure."""
+"""Finds the first value of a microbatch that is not finite. Pure."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ Stage = Literal["batch", "input", "forward", "loss", "backward"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotFinite:
-    """A place in the computation of a microbatch whose result has NaN or infinity, and whose input
-    has none."""
+    """A computation on a microbatch whose result has NaN or infinity."""
 
     stage: Stage
     layer: str = ""
-    """The name of the module that computed it; the whole model's name is empty."""
+    """The name of the module that computed the result; empty for the whole model."""
     operation: str = ""
-    """The module's class, or in the backward the operation of autograd."""
+    """The module's class; in the backward, autograd's operation."""
     is_in_model: bool = True
-    """False for an operation of the backward outside of the model."""
+    """False for an operation of the backward outside the model."""
     parameter: str | None = None
-    """A parameter or buffer of this module that is not finite itself."""
+    """A parameter or buffer of this module that is not finite."""
     samples: Sequence[int | str] = ()
-    """The samples in whose rows it is. Empty: the value has no rows of samples."""
+    """The samples in whose rows the values are not finite. Empty if the result has no row for each
+    sample."""
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """The same for the same place in another microbatch."""
+        """A key that is equal for the same computation on another microbatch."""
         return self.stage, self.layer, self.operation
 
     def as_json(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class NotFinite:
 
 
 def first_words(place: NotFinite | None) -> str:
-    """Return the first place of a microbatch, as words."""
+    """Return a microbatch's first computation that is not finite, as text."""
     if place is None:
         return (
             "the layer of the first value that is not finite is not known; layers are looked at"
@@ -62,9 +62,10 @@ def first_words(place: NotFinite | None) -> str:
 def first_not_finite(
     microbatches: Iterable[tuple[bool, Sequence[NotFinite]]],
 ) -> list[NotFinite | None]:
-    """Return the first place of each microbatch whose loss or gradient is not finite; None for the
-    others. A place is skipped if it has such values in a finite microbatch too, as a mask of
-    infinities does. `microbatches`: (is finite, the places in order)."""
+    """Return, for each microbatch whose loss or gradient is not finite, the first computation that
+    is not finite; None for finite microbatches. A computation whose result is not finite in a
+    finite microbatch too, such as a mask of infinities, is skipped. `microbatches`: (is finite, its
+    computations that are not finite, in order)."""
     given = list(microbatches)
     usual = {each.place for is_finite, places in given if is_finite for each in places}
     return [

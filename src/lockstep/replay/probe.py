@@ -1,5 +1,5 @@
-"""The probe of `lockstep replay`: it answers a `ReplayRequest`. It writes what each microbatch of
-the step adds to the loss and to the gradient, and ends the process after the step."""
+"""The probe of `lockstep replay`, which answers a `ReplayRequest`. It writes each microbatch's part
+of the step's loss and gradient, and ends the process after the step."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class ReplayHook(ControlHook):
         self._request = request
         self._microbatches: list[dict[str, Any]] = []
         self._squares: dict[int, dict[str, float]] = {}
-        """For each number of steps done before: block -> the sum of squares of its gradient."""
+        """Index of the step -> block -> the sum of squares of its gradient."""
         self._outputs: dict[nn.Module, list[Tensor]] = {}
-        """The tensors of each model's latest output that have a gradient."""
+        """The tensors of each model's latest output that require a gradient."""
         self._watch = FiniteWatch()
 
     def before_steps(self, run: Run) -> None:
@@ -82,12 +82,12 @@ class ReplayHook(ControlHook):
             self._watch.begin(self._rows_of(microbatch.index), batch)
         return batch
 
-    def _rows_of(self, place: int) -> Sequence[int | str]:
-        """Return the sample of each row of a microbatch."""
+    def _rows_of(self, index: int) -> Sequence[int | str]:
+        """Return the sample of each row of microbatch `index`."""
         layout = self._layout
         if layout.origins is not None:
-            return layout.origins[place].names()
-        return [each for each in layout.samples_of(place) if each not in self._request.without]
+            return layout.origins[index].names()
+        return [each for each in layout.samples_of(index) if each not in self._request.without]
 
     @property
     def _layout(self) -> StepLayout:
@@ -114,8 +114,7 @@ class ReplayHook(ControlHook):
     def before_backward(
         self, module: int, microbatch: int, total: Tensor, grad_output: Tensor
     ) -> None:
-        """See `Probe`. Computes the gradient of this microbatch alone if this rank has the whole
-        model."""
+        """See `Probe`. Computes this microbatch's gradient if this rank has the whole model."""
         if not self._is_now:
             return
         each, squares = self.run.training.modules[module], None
@@ -146,8 +145,9 @@ class ReplayHook(ControlHook):
     def _by_sample(
         self, module: TrainModule, total: Tensor, grad_output: Tensor
     ) -> list[float] | None:
-        """Return the squared norm of the gradient that goes through each sample's rows of the
-        model's output. They are in units of the loss scale. None if no output has these rows."""
+        """Return, for each sample, the squared norm of the gradient that its rows of the model's
+        output pass on, multiplied by the square of the loss scale. None if no output has a row for
+        each sample."""
         start, stop = self._layout.spans[self._request.by_sample or 0]
         rows = [
             each
@@ -179,7 +179,7 @@ class ReplayHook(ControlHook):
         mesh = self.run.context.mesh
         has_whole_loss = mesh.loss_parts.size == 1
         if mesh.axis("tensor").rank or (has_whole_loss and mesh.tokens.rank):
-            return  # the first of these ranks has computed the same loss
+            return  # another rank, with index 0, writes the same loss
         index, samples = self._layout.full_microbatch(microbatch)
         left_out = {*self._request.without}
         named = [each for each in samples if each not in left_out]
@@ -194,13 +194,13 @@ class ReplayHook(ControlHook):
             squares[block] = squares.get(block, 0.0) + norm**2
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
-        """Write the step, once its line is in metrics.jsonl, and end the process."""
+        """Write the step after its line is in metrics.jsonl, and end the process."""
         if run.step >= self._request.step:
             self._end(run, run.loss)
 
     def on_error(self, run: Run, error: BaseException) -> None:
-        """Write the step and end the process, if the error says that its loss or gradient is not
-        finite. Every rank has raised it."""
+        """If the error, which every rank raised, says that the loss or gradient is not finite:
+        write the step and end the process."""
         if isinstance(error, LossError) and error.not_finite_in == self._request.step:
             self._end(run, None)
 
@@ -219,7 +219,8 @@ class ReplayHook(ControlHook):
 
 
 def squares_by_block(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return block -> the sum of squares of its gradients. None: an unused parameter."""
+    """Return block -> the sum of squares of its gradients. The gradient of an unused parameter is
+    None."""
     by_block: dict[str, float] = {}
     for name, gradient in gradients.items():
         if gradient is None:

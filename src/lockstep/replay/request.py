@@ -1,4 +1,4 @@
-"""The request to the processes that make a step again. No torch."""
+"""The request to the processes that replay a step. No torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class ReplayRequest(ScriptRequest):
     folder: Path
     """The existing folder for the processes' files."""
     step: int
-    """The step to end after: its number in metrics.jsonl."""
+    """Number, in metrics.jsonl, of the step to end after."""
     checkpoints: str = ""
     """The folder of the run's checkpoints: a path or a URL."""
     before: int
-    """The newest checkpoint with fewer steps done is the one to begin at."""
+    """The processes begin at the newest checkpoint with fewer steps done."""
     begins_anew: bool = False
     """True to begin at step 0, without a checkpoint."""
     without: Sequence[int] = ()

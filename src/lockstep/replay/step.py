@@ -1,4 +1,4 @@
-"""A replayed step: its microbatches, and whether it equals the step of the run. Pure."""
+"""A replayed step: its microbatches, and its comparison with the run's step. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.logging.run_files import CHECKSUM
 from lockstep.replay.not_finite import NotFinite, first_not_finite
 
 ROUNDING = 0.01
-"""Without numerics=bitwise, a relative difference of loss or norm that rounding may make."""
+"""Relative difference of loss or norm that rounding may cause without numerics=bitwise."""
 STEP = "step.json"
 """The file of the step as a whole, in the folder of the request."""
 
@@ -46,17 +46,17 @@ class ReplayedMicrobatch:
     total: float | None = None
     """The loss that the script returned: the mean or the sum over the microbatch."""
     part: float | None = None
-    """Its part in the loss of the step."""
+    """Its part of the step's loss."""
     squares: Mapping[str, float] | None = None
-    """Block -> the sum of squares of its part in the gradient. None: not computed under a plan
-    that divides the model or sequences."""
+    """Block -> the sum of squares of this microbatch's part of the gradient. None under a plan that
+    divides the model or sequences."""
 
     by_sample: Sequence[float] | None = None
     """For each of `samples`: the sum of squares of the gradient through its rows of the model's
-    output. None: not asked for, or the output has no such rows."""
+    output. None if not requested, or if the output has no row for each sample."""
     places: Sequence[NotFinite] = ()
-    """Its places with values that are not finite, in order. Not looked for under a plan that
-    divides the model or sequences, or compiles it."""
+    """Its computations whose result is not finite, in order. Empty under a plan that divides the
+    model or sequences, or that compiles the model."""
 
     @property
     def norm(self) -> float | None:
@@ -68,13 +68,13 @@ class ReplayedMicrobatch:
 
     @property
     def is_finite(self) -> bool:
-        """True if its loss and gradient are finite, as far as they are known."""
+        """True if its known loss and gradient are finite."""
         return all(each is None or math.isfinite(each) for each in (self.total, self.norm))
 
 
 def joined(parts: Iterable[ReplayedMicrobatch]) -> list[ReplayedMicrobatch]:
-    """Return one object for each microbatch of each model, in order. `parts`: the parts of all
-    ranks; several ranks may have a part of one microbatch."""
+    """Return one object for each microbatch of each model, in order. `parts`: the objects of all
+    ranks, several of which may compute a part of the same microbatch."""
     by_index: dict[tuple[int, int], ReplayedMicrobatch] = {}
     for each in parts:
         place = each.model, each.microbatch
@@ -95,13 +95,13 @@ def _sum(one: float | None, other: float | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepComparison:
-    """A step on the way, in the run and made again."""
+    """A step of the run compared with its replay."""
 
     step: int
     checksum: bool | None
-    """True if the gradients have the same bits. None: the run has no checksum of it."""
+    """True if the gradients have the same bits. None if the run has no checksum of this step."""
     loss: tuple[float, float]
-    """In the run, and now."""
+    """In the run, and in the replay."""
     norm: tuple[float, float]
 
     @property
@@ -123,27 +123,28 @@ def _relative(before: float, now: float) -> float:
 class Replay:
     step: int
     begin: int
-    """The number of steps done in the checkpoint that it began at; 0: it began without one."""
+    """The number of steps done in the checkpoint at which the replay began; 0 without a
+    checkpoint."""
     plan: str
     run_plan: str
     loss: float
     squares: Mapping[str, float]
-    """Block -> the sum of squares of the step's gradient, before clipping. Empty if its loss is not
+    """Block -> the sum of squares of the step's gradient, before clipping. Empty if the loss is not
     finite."""
     microbatches: Sequence[ReplayedMicrobatch]
     before: Sequence[Mapping[str, float]] = ()
-    """`squares` of the steps on the way, without this one."""
+    """`squares` of the replayed steps before this step."""
     on_the_way: Sequence[StepComparison] = ()
     """The logged steps from the checkpoint to this step, except steps that leave out samples."""
     without: Sequence[int] = ()
     environment: Sequence[str] = field(default_factory=list)
     """Differences of the recipe, code, machine and versions between the run and this replay."""
     ended_the_run: bool = False
-    """True if the run ended in this step, because its loss or gradient was not finite."""
+    """True if the run ended in this step because the loss or gradient was not finite."""
 
     @property
     def norm(self) -> float | None:
-        """The norm of the gradient, before clipping. None: its loss is not finite."""
+        """The norm of the gradient, before clipping. None if the loss is not finite."""
         return math.sqrt(math.fsum(self.squares.values())) if self.squares else None
 
     @property
@@ -152,8 +153,8 @@ class Replay:
 
     @property
     def first_not_finite(self) -> list[tuple[ReplayedMicrobatch, NotFinite | None]]:
-        """The microbatches that are not finite, with their first such places. None: the place is
-        not known."""
+        """The microbatches that are not finite, each with its first computation that is not finite
+        (None if unknown)."""
         places = first_not_finite([(each.is_finite, each.places) for each in self.microbatches])
         return [
             (each, place)
@@ -163,17 +164,17 @@ class Replay:
 
     @property
     def is_bitwise(self) -> bool:
-        """True if the numerics promise the same bits."""
+        """True if the numerics of both plans promise the same bits."""
         return "numerics=bitwise" in self.run_plan and "numerics=bitwise" in self.plan
 
     @property
     def first_difference(self) -> StepComparison | None:
-        """The first step on the way whose gradient has other bits."""
+        """The first replayed step whose gradient has other bits than the run's."""
         return next((each for each in self.on_the_way if each.checksum is False), None)
 
     @property
     def first_unlike(self) -> StepComparison | None:
-        """The first step on the way that differs from the run's step: in its bits, or without
+        """The first replayed step that differs from the run's: in its bits, or without
         numerics=bitwise by more than rounding."""
         if self.is_bitwise:
             return self.first_difference
@@ -181,11 +182,11 @@ class Replay:
 
     @property
     def same_bits(self) -> bool:
-        """True if every logged step on the way has the bits of the run, and there is one."""
+        """True if at least one step was compared and all have the bits of the run."""
         return bool(self.on_the_way) and all(each.checksum for each in self.on_the_way)
 
     def verdict(self) -> str:
-        """Return one sentence that says if it equals the step of the run."""
+        """Return a sentence that says if the replayed step equals the run's."""
         if self.ended_the_run and not self.without and self.is_finite:
             return (
                 "in the run, the loss or the gradient of this step is not finite, and here both are"
@@ -265,14 +266,15 @@ class Replay:
 
 
 def _finite(value: float | None) -> float | str | None:
-    """Return a number that JSON has, or its text."""
+    """Return a finite number or None as it is; else the number as text, because JSON has no such
+    number."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
 def compared(
     run: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], *, after: int, to: int
 ) -> list[StepComparison]:
-    """Compare rows of metrics.jsonl of both runs, for the steps in (after, to] that both have
+    """Compare the rows of metrics.jsonl of both runs, for steps in (after, to] that both have
     logged."""
     theirs = {row["step"]: row for row in run if after < row["step"] <= to and "loss" in row}
     comparisons = []
@@ -292,6 +294,6 @@ def compared(
 
 
 def _number(row: Mapping[str, Any], name: str) -> float:
-    """Return a number of a row, in which null stands for one that is not finite."""
+    """Return a number of a row, which has null for a number that is not finite."""
     value = row.get(name)
     return float(row.get("not_finite", {}).get(name, "nan")) if value is None else float(value)

@@ -1,5 +1,5 @@
-"""Watches a microbatch for the first value that is not finite: in its batch, in the output of each
-module, and in the gradient of each operation."""
+"""Watches for the first value of a microbatch that is not finite: in its batch, the output of each
+module, and the gradient of each operation."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class FiniteWatch:
 
     def __init__(self) -> None:
         self.seen: list[NotFinite] = []
-        """The places of the microbatch with values that are not finite, in order."""
+        """The microbatch's computations whose result is not finite, in order."""
         self._samples: Sequence[int | str] = ()
         self._enclosing: list[tuple[str, nn.Module]] = []
         """The modules whose forward is running, with their names."""
         self._module_of: dict[Node, str] = {}
-        """The name of the innermost module that an operation of the graph belongs to."""
+        """Operation of the graph -> the name of its innermost module."""
         self._in_forward = False
         self._handles: list[Any] = []
 
@@ -61,10 +61,11 @@ class FiniteWatch:
             node.register_hook(self._of_node(node))
 
     def _before(self, name: str) -> Callable[..., None]:
-        @without_torch_function_modes()  # that of slices refuses what it cannot follow
+        # the mode of slices refuses operations that it does not know
+        @without_torch_function_modes()
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._in_forward:
-                return  # recomputed by a checkpoint
+                return  # activation checkpointing recomputes this forward
             if (samples := self._not_finite(_without_mask(tensors_in((args, kwargs))))) is not None:
                 if self._enclosing:
                     self._note_output(*self._enclosing[-1], samples)
@@ -80,7 +81,7 @@ class FiniteWatch:
             if not self._in_forward:
                 return
             while self._enclosing and self._enclosing.pop()[1] is not module:
-                pass  # a forward that has raised
+                pass  # drop modules whose forward has raised
             outputs, inputs = tensors_in(output), tensors_in((args, kwargs))
             before = {each.grad_fn for each in inputs}
             for node in _graph(*outputs, until=before | self._module_of.keys()):
@@ -122,7 +123,7 @@ class FiniteWatch:
 
     def _not_finite(self, tensors: Iterable[Tensor]) -> list[int | str] | None:
         """Return the samples in whose rows values are not finite; None if all values are finite.
-        Empty: the values have no rows of samples."""
+        Empty if the tensor has no row for each sample."""
         count = len(self._samples)
         for each in tensors:
             finite = torch.isfinite(to_local(each.detach()))
@@ -140,7 +141,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _without_mask(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors; in those without a gradient, -inf is a mask and becomes 0."""
+    """Yield the tensors. In tensors without a gradient, -inf is a mask: it becomes 0."""
     for each in tensors:
         yield each if each.requires_grad else each.masked_fill(each == -torch.inf, 0)
 

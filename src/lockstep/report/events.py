@@ -143,8 +143,8 @@ def _group_nearby(events: Iterable[RunEvent], seconds: float) -> list[EventGroup
 
 
 def event_table(run: RunHistory) -> Html:
-    """Return the table of a run's events. If there are many groups, only the first and the last
-    `MAX_ROWS` / 2."""
+    """Return the table of a run's events. Of many groups, only the first and the last `MAX_ROWS` /
+    2 are shown."""
     groups = group_consecutive(run.events)
     left_out = len(groups) - MAX_ROWS
     half = MAX_ROWS // 2

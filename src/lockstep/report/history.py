@@ -80,7 +80,7 @@ class RankMemory:
     microseconds: list[int]
     """Times since the first profiled step began."""
     bytes_by_cause: dict[str, list[int]]
-    """For each cause: the number of bytes from each time to the next."""
+    """For each cause: the number of bytes after each time, until the next."""
     peak_bytes: int
     peak_seconds: float
     peak_phase: str
@@ -97,7 +97,7 @@ class MemoryProfile:
     steps: tuple[int, int]
     """The first profiled step, and the step after the last one."""
     ranks: list[RankMemory]
-    """The memory of ranks; those whose memory torch does not count are missing."""
+    """The memory of each rank whose memory torch counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class RunHistory:
 
     @property
     def attempts(self) -> list[Attempt]:
-        """The attempts, one for each start. A recovery in place also opens the run, but is not a
+        """The attempts, one for each start. A recovery in place opens the run too, but is no
         start."""
         recoveries = [
             (event.time - seconds_of(event, "open_seconds"), event.time)

@@ -1,5 +1,5 @@
-"""Finds losses of workers in a run's events, measures the time until the run had as many steps as
-before, and lists them. Pure."""
+"""Finds losses of workers in a run's events, measures the time until the lost steps were repeated,
+and lists the losses. Pure."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lockstep.pages.scale import format_count, format_duration
 from lockstep.report.history import RunEvent, RunHistory, seconds_of
 
 _Progress = Sequence[tuple[float, int]]
-"""Increasing times, each with the number of optimizer steps done then."""
+"""Increasing times, each with the number of optimizer steps done by then."""
 _NO_LOSS = frozenset({"preempted", "out-of-memory"})
-"""Events. A start after one of them was not caused by a loss: another machine joined, or the plan
-was changed."""
+"""Kinds of events: another machine joined, or the plan was changed. No loss caused the start after
+such an event."""
 
 MAX_LOSSES = 100
 _MOST_STEPS = 2**53
@@ -30,17 +30,17 @@ _PARTS = {"wait": "line-1", "open": "line-0", "steps again": "line-4"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerLoss:
-    """A loss of a worker after which the run continued. A field is None if the run did not record
-    it."""
+    """A worker's loss after which the run continued. Fields that the run did not record are
+    None."""
 
     time: float
-    """Time at which it was detected, or at which the last record before it was written, in seconds
-    since 1970."""
+    """Time at which the loss was detected, or else of the last record before it, in seconds since
+    1970."""
     reason: str
     in_place: bool
     not_in_place: str = ""
-    """The reason why all processes had to start again, if the run was to recover in place; else
-    empty."""
+    """The reason why all processes had to start again, although the run was to recover in place;
+    else empty."""
     state: str
     """Source of the state: "replica", "image", the name of a checkpoint, or empty if the run
     started from step 0 again."""
@@ -49,9 +49,9 @@ class WorkerLoss:
     wait_seconds: float | None
     """Time from the loss until all processes, including new ones, were ready."""
     open_seconds: float
-    """Time from then until the run was open and had its state."""
+    """Time from their readiness until the run was open and had its state."""
     repeated_steps: int | None
-    """Number of steps that had been done before, and were computed again."""
+    """Number of steps that were computed again."""
     repeated_seconds: float | None = None
     """Time that the repeated steps took."""
 
@@ -128,8 +128,8 @@ def _between(progress: _Progress, begin: float, end: float) -> _Progress:
 def _loss(
     before: Sequence[RunEvent], after: Sequence[RunEvent], progress: _Progress
 ) -> WorkerLoss | None:
-    """Return the loss between two starts, without the time of the repeated steps; None if there was
-    none. `progress`: the progress between the two starts."""
+    """Return the loss between two starts, without the time of the repeated steps; None if no worker
+    was lost. `progress`: between the two starts."""
     if (recovered := _first(after, "recovered")) is not None:
         wait, opening = seconds_of(recovered, "wait_seconds"), seconds_of(recovered, "open_seconds")
         repeated = recovered.details.get("repeated_steps")
@@ -178,8 +178,8 @@ def _restart(
 
 
 def _repetition(loss: WorkerLoss, progress: _Progress, *, goes_on: bool) -> float | None:
-    """Return the seconds that the repeated steps took. None if that is not known, or if they are
-    not finished.
+    """Return the seconds that the repeated steps took; None if unknown, or if some are still to
+    come.
 
     `goes_on`: True if this was the latest start.
     """
@@ -193,7 +193,7 @@ def _repetition(loss: WorkerLoss, progress: _Progress, *, goes_on: bool) -> floa
 
 
 def _time_of(step: int, progress: _Progress) -> float:
-    """Return the time at which that many steps were done, interpolated between the two nearest
+    """Return the time at which `step` steps were done, interpolated between the two nearest
     records."""
     place = next(
         (place for place, (_, done) in enumerate(progress) if done >= step), len(progress) - 1
@@ -229,8 +229,8 @@ def loss_list(run: RunHistory) -> Html | None:
 
 
 def what_was_lost(loss: WorkerLoss, hosts: Sequence[str]) -> str:
-    """Return text with the reason why workers were lost; if the run has several hosts, also the
-    host of the lost rank."""
+    """Return text with the reason of the loss and, if the run has several hosts, the lost rank's
+    host."""
     named = re.match(r"rank (\d{1,6})\b", loss.reason)
     if named is None or len(set(hosts)) < 2 or int(named[1]) >= len(hosts):
         return loss.reason
@@ -238,8 +238,8 @@ def what_was_lost(loss: WorkerLoss, hosts: Sequence[str]) -> str:
 
 
 def how_it_went_on(loss: WorkerLoss) -> str:
-    """Return text that says from which state the run continued, and if it did not recover in place,
-    why."""
+    """Return text that says from which state the run continued, and why it did not recover in
+    place."""
     if loss.in_place:
         names = {"replica": "a replica's state", "image": "the image in memory"}
         state = names.get(loss.state, loss.state)

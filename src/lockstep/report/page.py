@@ -31,8 +31,7 @@ from lockstep.report.repetitions import group_table, repeated_runs
 GENERATOR = generator_tag("lockstep report")
 """The tag that identifies a page as a report."""
 MEMORY_CHARTS = 8
-"""Number of ranks with a memory chart. They are the ranks with the highest peaks. All ranks are in
-the table."""
+"""Number of memory charts, of the ranks with the highest peaks. The table has all ranks."""
 MOST_COLUMNS, LEAST_COLUMNS = 600, 60
 POINTS = 60_000
 """Approximate number of points on the page. If there are many curves, each has fewer points."""

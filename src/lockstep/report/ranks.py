@@ -59,7 +59,7 @@ class Axes:
     """The rows and columns of a heat map."""
 
     rows: list[tuple[int, int]]
-    """The first and the last number of each row: of a rank, or of an expert."""
+    """The first and the last rank, or expert, of each row."""
     columns: list[list[int]]
     """The indices of the logging steps in each column."""
 
@@ -72,7 +72,8 @@ class Axes:
         *,
         most_cells: int = CELLS,
     ) -> Axes:
-        """Return axes for these kinds of values, each with an array for each of the `steps`."""
+        """Return axes for these kinds of values; each kind has one array for each of the
+        `steps`."""
         size = max((len(row) for rows in kinds for row in rows), default=0)
         per_row = -(-size // MOST_ROWS) or 1
         rows = [(first, min(first + per_row, size) - 1) for first in range(0, size, per_row)]
@@ -167,7 +168,7 @@ def rank_heatmaps(times: RankTimes, *, index: int, last_step: int, title: str) -
 
 
 def mean_times(times: RankTimes) -> list[dict[str, float]]:
-    """Return each rank's mean seconds per step by phase, over all rows."""
+    """Return each rank's mean seconds per step by phase."""
     means: list[dict[str, float]] = []
     for phase in PHASES:
         for rank, values in enumerate(_by_rank(times.phases[phase])):
@@ -187,8 +188,8 @@ def mean_over_ranks(times: RankTimes, phase: str) -> Series:
 
 
 def rank_bars(times: RankTimes) -> Html | None:
-    """Return step times by rank and phase; if there are more than `BARS` ranks, those with the
-    longest data and compute time."""
+    """Return the bars of step times by rank and phase, for the ranks with the longest data and
+    compute time (at most `BARS`)."""
     everyone = [(rank, each) for rank, each in enumerate(mean_times(times)) if "step" in each]
     if not everyone:
         return None

@@ -160,8 +160,8 @@ def _memory(folder: Path, unreadable: dict[str, int]) -> MemoryProfile | None:
 
 
 def _holder(folder: Path) -> LockHolder | None:
-    """Return the process that holds the directory. It does not try the lock: a run that starts at
-    that moment could be refused."""
+    """Return the process that holds the directory. Does not try the lock, because that could refuse
+    a run that starts at that moment."""
     try:
         values = read_object(folder, "lock", 4096)
         pid, host = values["pid"], str(values["host"])
@@ -174,8 +174,8 @@ def _holder(folder: Path) -> LockHolder | None:
 
 
 def _is_alive(pid: int) -> bool | None:
-    """True if there is a process with this id on this machine; None on Windows, where checking
-    could interrupt it."""
+    """True if this machine has a process with this id; None on Windows, where the check could
+    interrupt the process."""
     if sys.platform == "win32":
         return None
     try:
@@ -188,7 +188,7 @@ def _is_alive(pid: int) -> bool | None:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the last parts of each path, as few as are needed to make the names unique."""
+    """Return the last parts of each path, as few as make the names unique."""
     for length in range(1, max(len(folder.parts) for folder in folders) + 1):
         names = ["/".join(folder.parts[-length:]) for folder in folders]
         if len(set(names)) == len(names):

@@ -15,7 +15,7 @@ from lockstep.pages.scale import format_number
 from lockstep.report.history import LARGEST, RunHistory
 
 OTHERWISE = frozenset({"seed", "data", "fold"})
-"""Fields, at any depth of a recipe, that may differ between runs that repeat it."""
+"""Fields, at any depth of a recipe, that may differ between repetitions of it."""
 METRICS = 400
 """Largest number of metrics of a group that are shown."""
 

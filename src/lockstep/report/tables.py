@@ -60,13 +60,12 @@ def state_reason(run: RunHistory) -> str:
 
 
 def running_seconds(run: RunHistory) -> float:
-    """Return the seconds for which the run was running, without the time between its attempts."""
+    """Return the sum of the attempts' durations in seconds."""
     return sum(each.ended - each.began for each in run.attempts)
 
 
 def planned_steps(run: RunHistory) -> int | None:
-    """Return the number of steps of the recipe. None if it counts epochs, or if there is no
-    recipe."""
+    """Return the recipe's number of steps; None if it counts epochs, or without a recipe."""
     recipe = run.metadata.get("recipe")
     steps = recipe.get("steps") if isinstance(recipe, Mapping) else None
     return steps if isinstance(steps, int) else None
@@ -177,8 +176,8 @@ def described_fields(run: RunHistory) -> dict[str, dict[str, Any]]:
 
 
 def run_differences(runs: Sequence[RunHistory]) -> list[tuple[str, str, list[Any]]]:
-    """Return the fields that differ between runs: section, field, and the value in each run or
-    None."""
+    """Return the fields that differ between runs: section, field, and each run's value (None if
+    missing)."""
     described = [described_fields(run) for run in runs]
     differences: list[tuple[str, str, list[Any]]] = []
     for about in ("Recipe", "Plan", "Environment"):
@@ -271,8 +270,8 @@ def _optional(value: float | None, unit: Unit = "") -> str:
 
 
 def breakable(text: str) -> Html:
-    """Return a text that may be broken after commas and slashes, and before underscores after
-    dots."""
+    """Return a text that a browser may wrap after commas and slashes, and after dots before
+    underscores."""
     return Html(joined(text).replace(",", ",<wbr>").replace("/", "/<wbr>").replace("._", ".<wbr>_"))
 
 

@@ -41,7 +41,7 @@ def launch_script(
         importing_torch(),
         _without_warnings_of_stores() if machines is not None else nullcontext(),
     ):
-        # imports torch: so it comes after all checks that do not need torch
+        # after all checks, because it imports torch
         from lockstep.launch.run_workers import run_workers
 
     def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -83,7 +83,7 @@ def launch_script(
 
 @contextmanager
 def _without_warnings_of_stores() -> Iterator[None]:
-    """Silence torch's store, which prints 20 lines when its host is gone, if torch is imported
+    """Silence the 20 lines that torch's store prints when its host is gone. Torch must be imported
     inside the context. Not used in workers."""
     name = "TORCH_CPP_LOG_LEVEL"
     if name in os.environ:

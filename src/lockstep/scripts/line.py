@@ -1,4 +1,4 @@
-"""A script on a command line: checks that it exists, and detection of a command's options among its
+"""A script on a command line: checks that it exists, and finds a command's options among its
 arguments. No torch."""
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def _check_module(name: str) -> None:
 def misplaced(
     options: Iterable[str], arguments: Sequence[str], script: str, *, imports: str | None = None
 ) -> list[str]:
-    """Return the `options` of a command that are among a script's arguments (before any `--`) and
-    that the code of the file `script` does not mention. `imports`: a package; a script that does
-    not import it may pass its arguments on, so nothing is returned."""
+    """Return the command's `options` that stand among the script's arguments (before any `--`) and
+    that the file `script` does not mention. `imports`: a package. If the script does not import it,
+    nothing is returned: the script may pass its arguments on."""
     own = takewhile(lambda argument: argument != "--", arguments)
     names = {argument.partition("=")[0] for argument in own if argument[:2] == "--"} & set(options)
     if not names:

@@ -1,5 +1,5 @@
-"""A process that runs the user's script for a command: its output, the wait for its end, and ending
-everything that it started."""
+"""Runs the user's script for a command: passes on its output, waits for its end, and ends every
+process that it started."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class ScriptEnd:
     timed_out: bool = False
 
     def nothing_done(self, line: ScriptLine, *, before: str, needs: str, works: str) -> LaunchError:
-        """Return the error for a script that ended too early. `before`: the call that it did not
-        reach. `needs`: what the command needs. `works`: the command line that must work first. All
-        three are parts of the text."""
+        """Return the error for a script that ended too early. Parts of the text: `before`: the call
+        that the script did not reach; `needs`: what the command needs; `works`: the command line
+        that must work first."""
         if self.timed_out:
             return LaunchError(
                 f"{line.script} did not come to {before} in {self.seconds:.0f} s; {needs}; give it"
@@ -100,7 +100,7 @@ def run_script(
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(POLL_SECONDS)
             ended = process.poll()
-            _pass_on(read, echo)  # do not pass on what a launcher prints about being ended
+            _pass_on(read, echo)  # drop what a launcher prints when it is ended
         finally:
             _end_all(process, f"{REQUEST}={environ[REQUEST]}")
     status = ended if ended is not None else process.poll()

@@ -1,4 +1,4 @@
-"""The request of a command to the processes that run its script: a JSON file, named by one
+"""A command's request to the processes that run the script: a JSON file, whose path is in an
 environment variable. No torch.
 
 A request names a module, and the function in it that answers the request: `install`, which returns
@@ -31,7 +31,7 @@ class ScriptRequest:
     """The function of that module: `install`, `train`, or empty if none is called."""
 
     def write(self, folder: Path) -> dict[str, str]:
-        """Write the request. Returns the environment variable that gives its path to processes."""
+        """Write the request. Returns the environment variable with its path."""
         return write_request(folder, self.as_json())
 
     def as_json(self) -> dict[str, Any]:
@@ -39,8 +39,8 @@ class ScriptRequest:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self | None:
-        """Read the request to this process. None if there is none, or it belongs to another
-        command. Raises `LaunchError` for a damaged file."""
+        """Read the request to this process. None if this process has none, or another command's.
+        Raises `LaunchError` for a damaged file."""
         found = _read(environ)
         if found is None or found.pop("answered_by") != cls.answered_by:
             return None
@@ -51,7 +51,7 @@ class ScriptRequest:
 
 
 def write_request(folder: Path, request: Mapping[str, Any]) -> dict[str, str]:
-    """Write a request that is already JSON. Returns the variable by which processes find it."""
+    """Write a request that is already JSON. Returns the environment variable with its path."""
     write_atomically(folder / FILE, json.dumps(request, default=str))
     return {REQUEST: str(folder / FILE)}
 
@@ -69,7 +69,7 @@ def _read(environ: Mapping[str, str]) -> dict[str, Any] | None:
     try:
         found = parse_object(Path(environ[REQUEST]).read_text(encoding="utf-8"))
         if not all(isinstance(found.get(name), str) for name in ("answered_by", "calls")):
-            raise ValueError("it does not say who answers it")
+            raise ValueError("it does not name the module that answers it")
     except (OSError, ValueError) as error:
         raise _damaged(environ, error) from None
     return found

@@ -77,8 +77,8 @@ class Search:
 
     def run(self) -> str | None:
         """Run trials until all are done, the time limit is reached, or a signal asks to end.
-        Returns what ended the search early: the signal's name, or `--timeout`. Raises the error of
-        a faulty script."""
+        Returns the name of the signal, or `--timeout`, if that ended the search early. Raises the
+        error of a faulty script."""
         numbers = signals("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
         with signals_handled(numbers, self._on_signal), reachable(self._storage.url):
             while True:
@@ -228,7 +228,7 @@ class Search:
             )
         running = self._running.pop(message["number"])
         while self._on_message(running):
-            pass  # what it said last
+            pass  # read the last messages
         running.channel.close()
         self._free.append(running.slot)
         folder = self._storage.run_dir(running.claimed.number)
@@ -242,10 +242,10 @@ class Search:
             name, _, text = str(outcome.reason).partition(": ")
             self._stop(named_error(name, text, UserError) or UserError(text))
         elif message["status"] == 0 and not running.has_opened and outcome.state == "failed":
-            needs = "the parameters of a search are those of the recipe that it is given"
+            needs = "a search needs the parameters of the recipe given to ls.train"
             self._stop(never_trained(self._request.line, "a call of ls.train", needs))
         if self._ends_early and outcome.state == "failed":
-            # ended by the signal that ends the search, or by a mistake that no other trial can
+            # the signal that ends the search ended the trial, or a mistake that no other trial can
             # avoid
             outcome = TrialOutcome(state="running")
         self._finish(running.claimed, outcome)

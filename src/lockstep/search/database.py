@@ -106,8 +106,8 @@ def study_in_file(path: Path, name: str) -> optuna.Study:
 
 
 def _check_schema(url: str, tables: set[str]) -> None:
-    """Raise `LaunchError` unless these are the tables of a search, because Optuna would write
-    others."""
+    """Raise `LaunchError` unless these are the tables of a search, because Optuna would write to
+    other tables."""
     if not {"studies", "trials", "version_info", "alembic_version"} <= tables:
         raise LaunchError(
             f"{without_password(url)} holds no search; it may be another file or database; give"

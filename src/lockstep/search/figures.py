@@ -33,7 +33,7 @@ from lockstep.search.results import SearchResults, State, TrialResult
 _SHADES = len(RAMP) - 2
 """Number of colours from worse to better; the two palest of the ramp are not used for lines."""
 _FAINT_FROM = 60
-"""Number of lines from which each line is drawn paler."""
+"""If there are at least this many lines, each is drawn paler."""
 _POINTS = 60_000
 """Approximate number of points of all curves. If there are many curves, each has fewer points."""
 _MOST_COLUMNS, _LEAST_COLUMNS = 400, 20
@@ -46,14 +46,14 @@ _MOST_TICKS, _MOST_CHOICES = 6, 12
 _LONGEST_LABEL = 16
 _WITH_VALUE: tuple[State, ...] = ("complete", "pruned")
 _ENOUGH = 10
-"""Number of values from which the worst ones may lie outside of the axis."""
+"""If there are at least this many values, the worst may lie outside the axis."""
 _USUAL = 0.9
 """Share of the values that are always on the axis."""
 _FEWEST = 3
-"""Number of complete trials from which only their values decide the range of the axis."""
+"""If there are at least this many complete trials, only their values decide the axis's range."""
 _FAR = 5.0
-"""The axis ends before the worst value if that is this many times as far from the best value as the
-usual values are."""
+"""The axis ends before the worst value if that is this many times as far from the best value as
+typical values are."""
 
 
 def best_so_far(results: SearchResults) -> Html | None:

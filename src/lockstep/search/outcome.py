@@ -31,7 +31,7 @@ class TrialOutcome:
     state: State
     value: float | None = None
     steps: int | None = None
-    """Number of steps of a training without evaluations, whose value is the loss."""
+    """Number of steps of a training without evaluations; the trial's value is then the loss."""
     reason: str | None = None
     is_mistake: bool = False
     """True for a mistake in the script or the command."""

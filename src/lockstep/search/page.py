@@ -201,7 +201,7 @@ def _row(trial: TrialResult, numeric: Mapping[str, bool], is_best: bool, has_par
 
 
 def _number(text: str, value: object) -> Html:
-    """Return a cell that is sorted by a number; if it has none, it comes last."""
+    """Return a cell that sorts by its number; cells without a number come last."""
     return element("td", text, kind="number", data_value=value if is_number(value) else "")
 
 

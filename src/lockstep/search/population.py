@@ -52,14 +52,14 @@ class Population:
         evaluations. Raises `LaunchError` if these do not fit together."""
         if steps is None or every is None:
             raise LaunchError(
-                "--sampler pbt on a recipe whose steps, or steps from one evaluation to the next,"
-                " are not known; members are compared during training; give Recipe(steps=...) and"
-                " ls.Evaluation(every=...)"
+                "--sampler pbt on a recipe without a known number of steps, of the training or"
+                " between evaluations; members are compared during training; give"
+                " Recipe(steps=...) and ls.Evaluation(every=...)"
             )
         if members < 2 or trials % members:
             raise LaunchError(
                 f"--trials {trials} with --population {members}; each generation has one trial for"
-                " each member, and there are at least two of these; give a multiple, such as"
+                " each member, and there are at least two generations; give a multiple, such as"
                 f" --trials {max(2, trials // members) * members}"
             )
         generations = trials // members
@@ -67,8 +67,8 @@ class Population:
         if not segment:
             raise LaunchError(
                 f"{generations} generations in {steps} steps, with an evaluation every {every};"
-                " each generation has at least one; give fewer --trials, a larger --population, or"
-                " more evaluations"
+                " each generation has at least one evaluation; give fewer --trials, a larger"
+                " --population, or more evaluations"
             )
         return cls(members=members, generations=generations, segment=segment)
 

@@ -71,7 +71,7 @@ class Proposals:
             raise LaunchError(
                 "the script has no parameter to search:"
                 f" {', '.join(each.name for each in self._parameters) or 'none at all'}; a search"
-                ' samples those with bounds or choices; write lr = ls.param("lr", 3e-4,'
+                ' samples parameters with bounds or choices; write lr = ls.param("lr", 3e-4,'
                 " low=1e-5, high=1e-2, log=True) before the recipe"
             )
         if self._request.sampler == "grid":
@@ -105,8 +105,8 @@ class Proposals:
         return self.population.parent(number, self._storage.results(), self._request.seed)
 
     def values(self, claimed: ClaimedTrial) -> Mapping[str, Value]:
-        """Return a trial's values. While parameters are unknown, none for the first trial, which
-        has the defaults."""
+        """Return a trial's values. Empty for the first trial, which has the defaults, while the
+        parameters are unknown."""
         distributions = {each.name: distribution_of(each) for each in self.searched}
         for name, texts in self._request.sweep:
             distributions[name] = CategoricalDistribution(texts)
@@ -133,9 +133,8 @@ Given = Callable[[int], Mapping[str, Value] | None]
 
 
 class PerTrialSampler(BaseSampler):
-    """A sampler that is made again for each trial, because its generator is lost with its process:
-    so a search that was killed continues as if it had not been. Its seed follows from the seed of
-    the search and the number of the trial."""
+    """Makes a new sampler for each trial, with a seed from the search's seed and the trial's
+    number. So a search that was killed continues as if it had not been killed."""
 
     def __init__(self, make: Callable[[int], BaseSampler], seed: int, given: Given) -> None:
         self._make, self._seed, self._given = make, seed, given
@@ -203,10 +202,10 @@ def pruner_of(name: PrunerName, every: int | None, steps: int | None) -> BasePru
 def first_rung(every: int | None, steps: int | None) -> int | None:
     """Return the number of steps after which ASHA first prunes; None: unknown.
 
-    Two thirds of the trials end after about 1/9 of the training, two thirds of the others after
-    1/3. Optuna's defaults would end three quarters after the first evaluation, however early that
-    is: with 30 evaluations of the digits classifier this left 3 or 4 of 40 trials, and one of three
-    searches missed the best result by two digits.
+    Two thirds of the trials end after about 1/9 of the training, two thirds of the remaining trials
+    after 1/3. Optuna's defaults would end three quarters after the first evaluation, however early
+    that is: with 30 evaluations of the digits classifier this left 3 or 4 of 40 trials, and one of
+    three searches missed the best result by two digits.
     """
     if every is None or steps is None:
         return every

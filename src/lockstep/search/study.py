@@ -186,8 +186,8 @@ class TrialStorage:
         claimed.trial.set_user_attr("seconds", before + seconds)
 
     def claim(self, wanted: int) -> ClaimedTrial | None:
-        """Return a trial to run, among the first `wanted`: an interrupted one, else a new one; None
-        if there is none."""
+        """Return one of the first `wanted` trials to run: an interrupted trial, else a new one;
+        None if none is left."""
         with alone(self.url, self._request.name):
             trials, storage = self._trials(), self.study._storage
             for trial in trials:
@@ -262,8 +262,8 @@ class TrialStorage:
         self.release(claimed.number)
 
     def has_unfinished(self, wanted: int) -> bool:
-        """Return True if trials are left for a search of this folder: waiting ones, or ones that
-        began in this folder."""
+        """Return True if trials are left for a search of this folder: waiting trials, or trials
+        that began in this folder."""
         trials = [trial for trial in self._trials() if trial.number < wanted]
         if len(trials) < wanted or any(each.state == TrialState.WAITING for each in trials):
             return True
@@ -271,7 +271,8 @@ class TrialStorage:
         return any(trial.user_attrs.get("folder") == self._identity for trial in running)
 
     def note(self, name: str, value: Any) -> None:
-        """Store a fact about the search. Does nothing if `value` is None or the fact is stored."""
+        """Store a fact about the search. Does nothing if `value` is None or the fact is stored
+        already."""
         if value is not None and name not in self.study.user_attrs:
             self.study.set_user_attr(name, value)
 
@@ -386,8 +387,8 @@ def study_of(folder: Path, storage: str | None = None) -> optuna.Study:
     elif told["storage"] is not None:
         url = without_password(told["storage"])
         raise LaunchError(
-            f"{folder} is of a search in {url}, by {SEARCH}; only a database that you name yourself"
-            f" is connected to; give --storage {url}"
+            f"{SEARCH} in {folder} names the database {url}; lockstep connects only to a database"
+            f" that you name yourself; give --storage {url}"
         )
     else:
         study = study_in_file(folder / DATABASE, told["name"])

@@ -67,7 +67,7 @@ def progress_line(results: SearchResults, seconds_left: float | None) -> str:
 
 def seconds_left(results: SearchResults, *, parallel: int, now: float) -> float | None:
     """Return an estimate of the seconds until all trials have ended, from the mean duration of
-    those that have ended. None if none or all have ended."""
+    ended trials. None if no trial, or every trial, has ended."""
     took = [
         trial.seconds
         for trial in results.trials

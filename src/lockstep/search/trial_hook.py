@@ -3,10 +3,10 @@ a pruned trial.
 
 [Note: messages of a trial] Rank 0 sends these messages, and the search answers:
 
-- `opened`: the script's parameters with their values, the digests of its source, the steps from one
-  evaluation to the next, and all steps. The answer says why the trial is refused, if it is: the
-  search has another script.
-- `refused`, without an answer: a mistake that no other trial can mend, such as an unknown metric.
+- `opened`: the script's parameters with their values, the digests of its source, the steps between
+  evaluations, and the number of steps. If the search has another script, the answer says why the
+  trial is refused.
+- `refused`, without an answer: a mistake that every trial would repeat, such as an unknown metric.
 - `report`, with the step and the metric. The answer says whether the trial is pruned.
 """
 

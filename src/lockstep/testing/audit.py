@@ -29,8 +29,8 @@ def audit(
             assert found.passed, found.findings
 
     The script runs in the working directory. `findings` have causes, lines and evidence. Raises
-    `LaunchError` if there is nothing to check: the script is missing, fails before its first
-    optimizer step, or takes none.
+    `LaunchError` if the script is missing, fails before its first optimizer step, or never steps an
+    optimizer.
     """
     refuse_on_windows("lockstep.testing.audit")
     line = ScriptLine(os.fspath(script), arguments, is_module)

@@ -52,19 +52,18 @@ START_SECONDS = 120.0
 # end.
 LEAVE_SECONDS = 15.0
 DUMP_SECONDS = 2.0
-# The sockets of a killed rank close a moment before its end is visible, so that errors of other
-# ranks may arrive first.
+# The sockets of a killed rank close a moment before its end is visible, so errors of other ranks
+# may arrive first.
 DEATH_SECONDS = 0.05
-# The rank that fails first may be the last to report it, because its hooks first save, or wait for
-# others.
+# The rank that fails first may report last, because its hooks first save, or wait for other ranks.
 CAUSE_SECONDS = 0.5
 NURSERY = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from lockstep.testing.worker"
     " import nursery; "
 )
 NURSERY += "nursery(int(sys.argv.pop(1)), json.loads(sys.argv.pop(1)))"
-# One thread each, so that the nursery can be forked; and a check for GPUs that does not initialise
-# CUDA, which would break it in the forks.
+# One thread per library, so that the nursery can be forked; and a check for GPUs that does not
+# initialise CUDA, which forks could not use then.
 NURSERY_ENVIRONMENT = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK"),
     "1",
@@ -78,7 +77,7 @@ class WorkerFailed(WorkerError):
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
         self.rank = rank
-        """The rank that failed first. If several did not answer, the lowest rank."""
+        """The rank that failed first, or the lowest of the ranks that did not answer."""
 
 
 @dataclass(slots=True)
@@ -405,9 +404,8 @@ def _send(worker: _Worker, *messages: bytes) -> None:
 def _with_cause(
     pending: list[_Worker], arrived: dict[int, bytes | None]
 ) -> dict[int, bytes | None]:
-    """Return the answers; if none is a user's mistake, also those that arrive within
-    `CAUSE_SECONDS`: a rank that fails may have lost a peer that is about to report its own
-    error."""
+    """Return the answers. If none is a user's mistake, wait `CAUSE_SECONDS` for more: a rank may
+    have failed because it lost a peer, which is about to report its own error."""
     deadline = time.monotonic() + CAUSE_SECONDS
     while all(answer is not None and not _is_user_error(answer) for answer in arrived.values()):
         others = [worker for worker in pending if worker.rank not in arrived]

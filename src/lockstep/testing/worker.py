@@ -49,16 +49,16 @@ PRELOADED = (
     "torch.utils.data",
     "torch._dynamo",
 )
-# Resources that belong to one worker only. It shares /dev/shm and the temporary folder with the
-# other ranks; the parent's test checks those.
+# Resources of one worker only. The parent's test checks /dev/shm and the temporary folder, which
+# all ranks share.
 PRIVATE_KINDS: tuple[leaks.Kind, ...] = ("process", "thread", "port", "descriptor", "environment")
 # Not SIGUSR1 or SIGUSR2, which Slurm and libraries use.
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 # The first byte of an answer is its kind.
 JOINED, RESULT, LEFT, FAILED = b"J", b"R", b"L", b"F"
 MASTER_ADDRESS = "127.0.0.1"
-# Seconds that the process group's timeout is longer than the pool's, so that a run that hangs
-# always ends with its stacks.
+# Seconds by which the process group's timeout exceeds the pool's, so that a hanging run always ends
+# with its stacks.
 LONGER_SECONDS = 5.0
 
 
@@ -173,7 +173,7 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
     if request["module"] == "__main__" or len(sys.modules) != loaded:
         texts.cache_clear()
     if request["module"] != "__main__":
-        # Reads all modules now: in a worker, that would copy the 4,000 pages on which they are.
+        # Call it here: in a worker, it would copy the 4,000 pages of all modules.
         texts()
     # otherwise garbage collection in a worker would copy every page of the imported modules
     freeze_for_good()
@@ -192,7 +192,7 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
                 _serve(Connection(pipe), dump)
             finally:
                 os._exit(1)
-        with contextlib.suppress(OSError):  # it may have done so itself, or may have ended since
+        with contextlib.suppress(OSError):  # the worker may have done so itself, or have ended
             os.setpgid(process, process)
         processes.append(process)
     for descriptor in descriptors:
@@ -201,12 +201,12 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
 
 
 def _serve(pipe: Connection, dump_descriptor: int) -> None:
-    """Join the group, call the function, destroy the group; after each stage answer, and wait for
+    """Join the group, call the function, destroy the group. After each stage, answer and wait for
     all other ranks."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The signal writes all stacks and then ends the process, by its default action: so its sender
-    # knows that the dump is complete.
+    # The signal writes all stacks; its default action then ends the process, so the sender knows
+    # that the dump is complete.
     faulthandler.enable(file=dump_descriptor)
     faulthandler.register(DUMP_SIGNAL, file=dump_descriptor, all_threads=True, chain=True)
     task = json.loads(pipe.recv_bytes())
@@ -259,7 +259,7 @@ def _set_environment(task: dict[str, Any]) -> None:
     os.environ.setdefault("LOCKSTEP_LAUNCHER", "spawn")
     os.chdir(task["folder"])
     torch.set_num_threads(1)
-    # torch.manual_seed also notes the stack, for a GPU, which no worker sees: 460 page faults
+    # torch.manual_seed would also record the stack, for a GPU: 460 page faults
     torch.default_generator.manual_seed(0)
     random.seed(0)
     if "numpy" in sys.modules:

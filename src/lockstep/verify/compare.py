@@ -1,11 +1,11 @@
 """Compares the trace of a plan with the trace of the reference. Pure: nothing is executed here.
 
-Before the first step, the initial weights are compared. In each step, in this order: the samples of
-every microbatch, and what its batch holds; if ranks hold full parameters, each microbatch's own
-gradient, bit for bit (to rounding, if ranks share out its tokens: then their gradients are added
-first), and the sum of all of them in float64; the reduced gradient and its norm; the learning rate;
-the optimizer states, parameters and buffers; the loss and its weight. If all these are equal, it
-also compares the numbers that the script has logged and gathered.
+Before the first step, the initial weights are compared. In each step, in this order: the samples
+and the contents of every microbatch; if ranks hold full parameters, each microbatch's gradient, bit
+for bit (if ranks divide its tokens: the sum of their gradients, up to rounding), and the sum over
+microbatches in float64; the reduced gradient and its norm; the learning rate; the optimizer states,
+parameters and buffers; the loss and its weight. If all these are equal, it also compares the
+numbers that the script has logged and gathered.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class _Comparator:
         self.comparison = Comparison(plan=plan.plan, steps=steps, bitwise=bitwise)
 
     def run(self, *checks: Callable[[int], Iterator[Difference]]) -> Comparison:
-        """Compare step by step until the first that differs."""
+        """Compare step by step, up to the first step that differs."""
         differences = list(self._initial())
         for step in range(self.comparison.steps):
             if differences:
@@ -212,7 +212,7 @@ class _Comparator:
     def compare_logged(self) -> None:
         """Compare the numbers that the script has logged, or got from all ranks, once the model is
         known to be the same. A note names the numbers that are not compared, because one process
-        does not reproduce them, or it is not known whether it does."""
+        does not, or may not, reproduce them."""
         reference, plan = self._reference.logged, self._plan.logged
         not_compared: dict[str, None] = {}
         for step in sorted(reference.keys() & plan.keys()):

@@ -100,8 +100,8 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
         if plan.microbatch_splits:
             raise PlanError(
                 f"microbatch_splits={plan.microbatch_splits} in plan {text!r}; verify compares"
-                " microbatch by microbatch, and parts of microbatches are other ones; leave"
-                " microbatch_splits out, or give the recipe a smaller microbatch"
+                " whole microbatches; leave microbatch_splits out, or give the recipe a smaller"
+                " microbatch"
             )
         if bitwise and plan.numerics != "bitwise":
             raise PlanError(
@@ -133,7 +133,8 @@ FAST_REFERENCE = reference_plan(Plan())
 def reference_jobs(
     plans: Sequence[tuple[Plan, int]], steps: int, microbatch: int | None = None
 ) -> dict[Plan, Job]:
-    """Return the run of each reference plan that `plans` need; the one with numerics=fast first."""
+    """Return the run of each reference plan that `plans` need; the run with numerics=fast comes
+    first."""
     references = sorted(
         {reference_plan(plan) for plan, _ in plans},
         key=lambda plan: (plan != FAST_REFERENCE, plan.compile, plan.logits, plan.slices),

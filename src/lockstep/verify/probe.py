@@ -169,8 +169,8 @@ class TraceHook(ControlHook):
     def before_backward(
         self, module: int, microbatch: int, total: Tensor, grad_output: Tensor
     ) -> None:
-        """See `Probe`. Computes the gradient of this microbatch alone, or of this rank's tokens of
-        it, unless this rank has only a slice of it."""
+        """See `Probe`. Computes the gradient of this microbatch, or of this rank's tokens in it,
+        unless this rank has only a slice of the microbatch."""
         each, gradients = self.run.training.modules[module], None
         parameters = each.leaves if self._is_whole and not self._slices else []
         output = self._outputs.pop(module, None)

@@ -21,7 +21,7 @@ class SequenceOutput:
     dim: int
     """The dim of the tokens."""
     places: Tensor
-    """Place in the sequence of each of the tokens."""
+    """Each token's index in the sequence."""
     documents: Tensor | None
     """(samples, all tokens): the document of each token."""
 
@@ -40,8 +40,8 @@ class SequenceOutput:
         return None
 
     def write(self, tracer: Tracer, module: int, index: int, gradient: Tensor | None) -> None:
-        """Write sketches of the tokens. `gradient`: the loss's, with respect to the output; None:
-        the loss does not use it."""
+        """Write sketches of the tokens. `gradient`: the loss's gradient with respect to the output;
+        None if the loss does not use the output."""
         sketched = {"output": self.tensor}
         if gradient is not None:
             sketched["gradient"] = gradient

@@ -314,8 +314,8 @@ class _StartedRuns:
 
 
 def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Mismatch | None:
-    """Compare a batch in microbatches of two sizes, that of the recipe and `size`. None if the loss
-    is a sum over samples, and they agree."""
+    """Compare a batch in microbatches of the recipe's size and of `size`. None if both agree, so
+    that the loss is a sum over samples."""
     minimum = max(
         MICROBATCH_SIZE_MINIMUM, MICROBATCH_SIZE_ULPS * reference.metadata.get("eps", 0.0)
     )

@@ -28,15 +28,16 @@ from lockstep.evidence.rows import Row
 from lockstep.evidence.tensors import sketch_difference
 
 ALIKE = 1e-5
-"""Relative difference of tensors up to which they are the same, but for rounding."""
+"""Largest relative difference of tensors that are equal except for rounding."""
 NORM = 1e-3
 """Largest relative difference of equal norms."""
 SCALED = 1e-4
 """Largest relative difference of norms to which gradients are scaled."""
 REPEATED = 3
-"""Number of steps with the same norm from which gradients count as scaled to that norm."""
+"""Gradients count as scaled to a norm if this many steps have it."""
 BALANCE = 5e-3
-"""Relative difference of the ranks' loads of experts from which a balance loss is reported."""
+"""Smallest relative difference of the ranks' loads of experts at which a balance loss is
+reported."""
 NAMED = "expert"
 """Experts with the same values on all ranks are found by this part of their names."""
 Norms = NDArray[np.float64]
@@ -103,7 +104,8 @@ def _experts(records: Records, groups: Sequence[tuple[int, ...]]) -> set[str]:
             group = next((each for each in groups if 0 in each), ())
             is_own = not of.fits or not any(of.uses(rank) for rank in group if rank)
             is_named = NAMED in name.lower() and "shared" not in name.lower()
-            # own and alike, without the name: a gradient that was not reduced
+            # equal parameters with the rank's own gradient and another name: the gradient was not
+            # reduced
             if (differs and (is_own or is_named)) or (is_named and of.fits and is_own):
                 experts.add(name)
     return experts

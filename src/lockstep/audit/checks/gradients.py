@@ -22,7 +22,7 @@ unexplained."""
 NEGLIGIBLE = 1e-3
 """Relative size below which a factor or a gradient counts as zero."""
 LEAST_ALIKE = 2
-"""Number of steps with equal gradients on all ranks from which this is not an accident."""
+"""Gradients that are equal on all ranks in this many steps are not equal by chance."""
 EVEN = 0.02
 """Largest relative difference of equal factors."""
 
@@ -32,7 +32,7 @@ class Factors:
     """The factors with which one rank's applied gradient contains each rank's gradient."""
 
     values: list[float] = field(default_factory=list)
-    """One for each rank; empty if gradients are missing or too similar."""
+    """One factor for each rank; empty if gradients are missing or too similar."""
     residual: float = math.inf
 
     @property
@@ -52,8 +52,8 @@ class Factors:
         return self.fits and sizes[rank] > NEGLIGIBLE * max(sizes)
 
     def mean_of(self, ranks: Sequence[int]) -> float | None:
-        """The common factor, if every rank whose gradient is contained is one of `ranks`, and all
-        have the same factor. Else None."""
+        """The common factor, if the applied gradient contains only gradients of `ranks`, all with
+        the same factor; else None."""
         used = [rank for rank in range(len(self.values)) if self.uses(rank)]
         values = [self.values[rank] for rank in used]
         if not used or not set(used) <= set(ranks) or min(values) <= (1 - EVEN) * max(values):
@@ -181,7 +181,7 @@ def factors(
     rows: Sequence[Row], rank: int, names: Sequence[str], parts: Sequence[slice] = (slice(None),)
 ) -> Factors:
     """Fit the gradient that a rank applies to these parameters by the gradients that the ranks'
-    backwards added. `parts`: fit these parts of each rank's backwards apart."""
+    backwards added. `parts`: fit these parts of each rank's backwards separately."""
     reduced = {name: each for name in names if (each := reduced_of(rows, rank, name)) is not None}
     if not reduced:
         return Factors()
@@ -213,7 +213,7 @@ def names_on_all_ranks(rows: Sequence[Row]) -> list[str]:
 def _check_reduction(result: AreaResult, rows: Sequence[Row]) -> bool:
     """Find parameters whose gradient is not summed over all ranks.
 
-    True if all ranks' gradients have one factor. Adds to `result` why that was not seen.
+    True if all ranks' gradients have one factor. If that is unclear, adds the reason to `result`.
     """
     names = names_on_all_ranks(rows)
     is_right = True
@@ -297,7 +297,7 @@ def _have_equal_losses(records: Records, rows: Sequence[Row]) -> bool:
 
 
 def _matters(rows: Sequence[Row], rank: int, name: str) -> bool:
-    """True if other ranks added to this gradient too: else the rank's own is the whole."""
+    """True if other ranks added to this gradient too; else the rank's own gradient is the whole."""
     sizes = [float(np.linalg.norm(own_sum(row, name))) for row in rows]
     own = sizes.pop(rank)
     return max(sizes, default=0.0) > NEGLIGIBLE * own
@@ -370,7 +370,8 @@ def _check_local_clipping(result: AreaResult, rows: Sequence[Row]) -> None:
         if not is_sharded and any(
             factors(rows, rank, names).is_own_only(rank) for rank in range(len(rows))
         ):
-            return  # gradients that are not reduced, or after clipping: _check_reduction says so
+            # _check_reduction reports gradients that are not reduced, or only after clipping
+            return
         result.find(
             Cause.LOCAL_CLIPPING,
             f"the norms by which the ranks clipped differ: {', '.join(map(_text, norms))}",

@@ -19,7 +19,7 @@ from lockstep.evidence.tensors import PROJECTIONS, Vector, finite_projection
 EVEN = 0.01
 """Largest relative difference of equal weights."""
 LEAST_ERROR = 0.005
-"""Relative error of a gradient from which a mean of means is reported."""
+"""Smallest relative error of a gradient at which a mean of means is reported."""
 SCALE = 2e-3
 """Largest relative difference at which two factors count as equal."""
 GATHERS = ("all_gather", "all_gather_into_tensor")
@@ -239,7 +239,7 @@ def _check_scale(
         (n for n in (ranks, backwards) if n > 1 and _is(total * n, 1.0) and n in divisors), 0
     )
     count = sum(term.count for term in terms)
-    # half of a mean looks like a sum over all counts on two ranks, unless the counts differ
+    # on two ranks, half of a mean equals a sum divided by all counts, unless the counts differ
     knows_count = len({term.count for term in terms}) > 1 or count in divisors
     line = ""
     if backwards > 1 and _is(total, backwards) and plain:

@@ -12,7 +12,7 @@ from lockstep.base.words import counted
 from lockstep.evidence.rows import Row
 
 LEAST = 2
-"""Number of backwards with equal random states from which this is not an accident."""
+"""Random states that are equal in this many backwards are not equal by chance."""
 
 
 def check_randomness(records: Records) -> AreaResult:

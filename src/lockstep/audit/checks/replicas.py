@@ -114,7 +114,7 @@ def _check_step(result: AreaResult, rows: Sequence[Row], seed_line: str) -> None
 
 def _check_statistics(result: AreaResult, records: Records, line: str) -> None:
     by_rank = [_statistics(rank.of("statistics")) for rank in records.ranks]
-    # before the next forward that reduces
+    # DDP broadcasts buffers at the beginning of a forward
     are_sent = any(row.get("broadcast_buffers") for row in records.ranks[0].of("ddp"))
     for key in by_rank[0]:
         for first, *others in zip(*[each.get(key, []) for each in by_rank], strict=False):

@@ -14,7 +14,7 @@ from lockstep.base.errors import first_few
 from lockstep.evidence.rows import Row
 
 LEAST_SAMPLES = 4
-"""Number of samples from which the orders of two passes can be told apart."""
+"""Smallest number of samples with which the orders of two passes can be told apart."""
 SAMPLERS = {
     "RandomSampler",
     "SequentialSampler",
@@ -34,7 +34,7 @@ PARTS = {"SubsetRandomSampler", "list", "tuple", "range", "ndarray", "Tensor"}
 """Types of samplers that draw from a part of the dataset, such as a fold."""
 BATCH_SAMPLERS = {"BatchSampler", "BatchSamplerShard", "NoneType"}
 MANY = 0.1
-"""Share of equal contents from which this is not an accident of the data: different samples may
+"""If more than this share of the contents are equal, the samples are: a few different samples may
 have equal contents."""
 
 
@@ -274,8 +274,7 @@ def _check_datasets(result: AreaResult, loader: LoaderPasses) -> bool:
         if len(contents := [set(each[index]) for each in read if index in each]) > 1
     ]
     if 2 * sum(bool(set.intersection(*each)) for each in shared) > len(shared):
-        # what a dataset holds beside its samples may be the rank's own; a single index agrees by
-        # chance
+        # a dataset's other contents may differ between ranks; a single index may agree by chance
         return False
     names = [
         name
@@ -394,7 +393,7 @@ def _check_training_pass(
     all_samples, are_indices = loader.samples(ranks)
     samples = all_samples
     if loader.has_own_sampler and are_indices:
-        # only the first epoch: a sampler of the script may continue into the next one
+        # only the first epoch: a sampler of the script may continue into the next epoch
         samples = [one[: max(1, loader.whole_length // len(samples))] for one in samples]
     if reason := _why_unjudged(loader, ranks, samples, are_indices, draws):
         result.miss(reason)

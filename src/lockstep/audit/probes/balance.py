@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.base import torch_private
 
 MOST_NODES, MOST_STEPS = 500, 100
-"""Numbers of nodes that are looked at: from the loss, and from a product to its softmax."""
+"""Largest numbers of nodes to search: from the loss, and from a product to its softmax."""
 PRODUCTS = ("MulBackward0", "DotBackward0")
 MEANS = ("MeanBackward1", "SumBackward1")
 """Means and sums over some dimensions."""

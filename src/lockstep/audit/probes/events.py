@@ -138,8 +138,8 @@ class Events:
 
 
 def horizon(schedule: Any) -> int | None:
-    """The number of steps after which a schedule has ended; None if it has no end, or none that can
-    be read."""
+    """The number of steps after which a schedule has ended; None if it has no end, or if the end
+    cannot be read."""
     found = [getattr(schedule, name, None) for name in ("T_max", "total_iters", "total_steps")]
     for function in getattr(schedule, "lr_lambdas", ()):
         found.append(getattr(function, "keywords", {}).get("num_training_steps"))

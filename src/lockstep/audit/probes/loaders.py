@@ -29,8 +29,8 @@ MOST_BYTES = 1 << 16
 """Number of bytes of a sample's tensor that are hashed; from a larger tensor, evenly spaced bytes
 are taken."""
 LEAST_ITEMS = 8
-"""Number of items from which a list or an array in a dataset counts as data; a shorter one, such as
-a pair of numbers, may be settings of the rank."""
+"""Number of items from which on a list or array in a dataset counts as data. A shorter one, such as
+a pair of numbers, may hold the rank's settings."""
 FETCHES = 3
 """Number of fetches in each pass for which random states are recorded."""
 
@@ -66,7 +66,7 @@ class Loaders:
             after=self._after_iter,
             around=self._draws.others,
         )
-        # wraps both, before indices are drawn ahead for workers
+        # both draw indices ahead for workers
         for name in ("__init__", "_reset"):
             recorder.wrap(iterator, name, before=self._before_indices)
         recorder.wrap(iterator, "_next_index", after=self._after_index)
@@ -380,7 +380,7 @@ def _text_of(value: Any, depth: int = 0, *, is_item: bool = False) -> str:
         return _held_by(value, depth)
     if isinstance(fingerprint := getattr(value, "_fingerprint", None), str):
         return fingerprint
-    # a table, or one of many objects
+    # a table, or an item of a collection
     if (is_item or hasattr(value, "__len__")) and not callable(value):
         raise _Unreadable
     return type(value).__name__

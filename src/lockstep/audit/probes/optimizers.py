@@ -57,8 +57,8 @@ class Optimizers:
         return max(self._steps.values(), default=0)
 
     def number(self, optimizer: Any) -> int:
-        """The number of an optimizer, in the order in which they were made. A wrapper has the
-        number of the optimizer that it wraps."""
+        """The number of an optimizer, in the order of creation. A wrapper has the number of the
+        optimizer that it wraps."""
         while not isinstance(optimizer, Optimizer) or isinstance(
             getattr(optimizer, "optimizer", None), Optimizer
         ):

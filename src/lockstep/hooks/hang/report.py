@@ -39,8 +39,8 @@ class Hang:
 
 
 def different_exchanges(snapshots: Mapping[int, StackSnapshot]) -> Hang | None:
-    """Return the hang of ranks that exchange different blocks of a sharded model; None if they do
-    not. The hang is certain: these ranks wait for each other, or will."""
+    """Return the hang of ranks that exchange different blocks of a sharded model; None if all
+    exchange the same blocks. The hang is certain: these ranks wait for each other, now or soon."""
     everyone = [snapshots[rank] for rank in sorted(snapshots)]
     calls = first_different_exchange(
         [exchanges for each in everyone for exchanges in each.exchanges]

@@ -30,12 +30,12 @@ from lockstep.logging.phases import Phases
 from lockstep.training.reducers.exchange_order import Exchanges
 
 Activity = Literal["waits", "runs", "computes", "sleeps"]
-"""`waits`: in a collective, or for its device, which is in one. `runs`: executes Python.
-`computes`: in native code, not in a collective. The last: in a call that does not return."""
+"""`waits`: in a collective, or for a device that is in a collective. `runs`: executes Python.
+`computes`: in native code, but in no collective. `sleeps`: in a call that does not return."""
 STACK_SIGNAL: int = getattr(signal, "SIGURG", 0)  # A process that does not handle it ignores it
 _WRITING_SECONDS = 0.1
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-# A loop without a body is always seen at its jump; a thread in native code is at no jump
+# every sample of a loop without a body shows its jump; a thread in native code shows no jump
 _JUMPS = ("JUMP", "POP_JUMP")
 SAMPLES = 5
 SAMPLE_SECONDS = 0.04
@@ -184,8 +184,8 @@ def activity(
 
 
 def call_in_stack(stack: Sequence[Frame]) -> CollectiveCall | None:
-    """Return the collective in which a stack is, for those that torch's flight recorder does not
-    have, such as send and recv."""
+    """Return the collective in a stack. For calls that torch's flight recorder does not record,
+    such as send and recv."""
     # this file wraps torch's waits
     frames = [frame for frame in stack if frame.file != torch_collectives.__file__]
     inside = [frame for frame in frames if _TORCH_DISTRIBUTED in frame.file]

@@ -2,9 +2,9 @@
 exceeds a timeout; and the hook that then writes a report, saves the last complete step, and ends
 the process.
 
-[Note: rounds] The first late rank that writes the round's key collects the snapshots of the others,
-which poll that key and then write theirs. It writes the diagnosis for all ranks. A rank that
-arrives later reads the diagnosis, and continues with the next round.
+[Note: rounds] The first late rank that writes the round's key collects the snapshots. Other ranks
+poll that key, and then write their snapshots. The collecting rank writes the diagnosis for all
+ranks. A rank that arrives later reads the diagnosis, and continues with the next round.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ TICK_SECONDS = 0.2
 ANSWER_SECONDS = 1.2  # A rank that asks for snapshots waits this long for the answers
 SILENCE_SECONDS = 10.0
 """A rank that is silent for this long counts as hanging."""
-# when the run ends, a rank that still waits for another after this time is ended by its watchdog
+# when the run ends, the watchdog ends a rank that still waits for another rank after this time
 STUCK_SECONDS = 1.0
 # after a diagnosis that no rank is late, this rank waits this long before it asks again
 AGAIN_SECONDS = 2.0
@@ -69,8 +69,8 @@ EXCHANGE_SECONDS = 5.0
 """After this time in one exchange of a sharded model, a rank compares it with the other ranks'
 exchanges."""
 ABORT_SECONDS = 10.0
-"""Time limit of two waits: for a rank to raise its error once its exchanges were ended, and for the
-watchdogs to find out why Gloo ends the process."""
+"""Time limit for a rank to raise its error after its exchanges were ended, and for the watchdogs to
+find out why Gloo ends the process."""
 
 
 class Mailbox:
@@ -127,7 +127,7 @@ class Watchdog:
     agreements: Callable[[], Sequence[StepAgreement]]
     """Returns the objects that record each model's exchanges."""
     has_peer_failed: Callable[[], bool]
-    """True if another rank has ended its run with an error. Asked while a phase is long."""
+    """True if another rank has ended its run with an error. Called while a phase is long."""
     # True if the watchdog's thread is about to end this process; then no other thread may
     ends_the_process: bool = False
     _shutting_down_since: float | None = None
@@ -196,8 +196,8 @@ class Watchdog:
         )
 
     def _waits_for_failed_peer(self) -> bool:
-        """True if this rank waits for another that has ended its run, and may live on: in a
-        notebook, its process keeps the connections open."""
+        """True if this rank waits for a rank that has ended its run, whose process may live on: a
+        notebook keeps its connections open."""
         if self.phases.seconds < self._looks_after:
             self._looks_after = min(self._looks_after, self.phases.seconds + EXCHANGE_SECONDS)
             return False
@@ -215,7 +215,8 @@ class Watchdog:
         )
 
     def _must_compare(self) -> bool:
-        """True if an exchange of this rank began long ago, for the first time or again."""
+        """True if it is time to compare an unfinished exchange of this rank, for the first time or
+        again."""
         if self._is_ending:
             return not self._compared.is_set()
         seconds = max((each.seconds for each in self.agreements()), default=0.0)
@@ -320,8 +321,8 @@ class Watchdog:
         self.on_hang(hang, snapshots, collected, mine)
 
     def before_native_end(self) -> None:
-        """Called in a thread of Gloo that ends the process, because it got a tensor of another
-        size. If a sharded model exchanges something, let the watchdogs compare it."""
+        """Called in a thread of Gloo that ends the process because it received a tensor of another
+        size. Lets the watchdogs compare the exchanges of sharded models."""
         if any(each.seconds for each in self.agreements()):
             self._is_ending = True
             self._compared.wait(ABORT_SECONDS)
@@ -394,7 +395,7 @@ class HangHook(Hook):
         self.failure: FirstFailure | None = None
         """The first error of the run, set when all ranks have begun."""
         self.mistake: RecipeError | None = None
-        """The cause of the end of this rank's exchanges, if the watchdog has ended them."""
+        """The reason why the watchdog ended this rank's exchanges; None if it did not."""
         if timeouts is None:
             return
         world, mailbox = context.world, None

@@ -315,8 +315,8 @@ def _is_of(event: Mapping[str, Any], device: int | None) -> bool:
 def _allocations(
     events: Sequence[Mapping[str, Any]], noted: Sequence[tuple[float, MemoryNote]]
 ) -> list[Allocation]:
-    """Return each allocation with the notes' causes and names. Memory that was allocated before the
-    trace begins at the first note that contains it."""
+    """Return each allocation with the notes' causes and names. An allocation from before the trace
+    starts at the first note that contains it."""
     moments: list[tuple[float, MemoryNote | Mapping[str, Any]]] = [
         *noted,
         *((float(event["ts"]) / 1e6, event) for event in events),
@@ -336,8 +336,8 @@ def _allocations(
         if isinstance(what, MemoryNote):
             if what.is_complete:
                 known = {tensor.address for tensor in what.tensors}
-                # memory from before the trace ends where it was last noted: a CPU's trace has no
-                # end of it
+                # an allocation from before the trace ends at its last note: a CPU's trace has no
+                # event for its end
                 for address in [each for each in live if each not in known]:
                     if live[address].thread is None:
                         live.pop(address).stop = seen_at

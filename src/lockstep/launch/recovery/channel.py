@@ -3,14 +3,14 @@
 [Note: recovery in place] Messages are JSON objects with a `kind`.
 
 1. When a run opens, each worker says `able`, with the reason if it cannot recover in place. With
-  `images` it gives the launcher the memory with images of its state, and of ranks of other hosts,
-  so that they outlive it. When it writes its second image, all ranks have offered theirs. It says
-  `all-offered`, and launchers drop older images.
+   `images` it passes the launcher the memory with images of its state, and of ranks of other hosts,
+   so that the images outlive the worker. When it writes its second image, all ranks have offered
+   their images: it says `all-offered`, and launchers drop older images.
 2. The launcher sees that a worker has ended, and sends `lost` to the others. They leave their
    collective, and say `ready`, with the step of their state, or `refuses`, with the reason. The
-   launcher starts a replacement for the lost worker. It says `ready`, without a state, when its
-   script reaches `ls.train`. If a worker hangs, the watchdog that finds it sends `hangs`, with its
-   rank, and the launcher kills it.
+   launcher starts a replacement for the lost worker. The replacement says `ready`, without a state,
+   when its script reaches `ls.train`. A watchdog that finds a hanging worker sends `hangs`, with
+   that worker's rank, and the launcher kills the worker.
 3. When all are ready, the launcher makes a new store and sends `rejoin` to each, with the variables
    of its rank and the images of all. If that is not possible, it sends `restart`: the workers save
    and end, and all start again.

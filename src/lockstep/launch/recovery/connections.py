@@ -35,8 +35,8 @@ class Connection:
     """True for a replacement whose script has not yet reached its training: it is in no
     collective."""
     step: int | None = None
-    """If the worker waits for its new rank: the step of its state, -1 if it has no state. None: it
-    does not wait."""
+    """The step of the worker's state (-1 without a state) while the worker waits for its new rank;
+    else None."""
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class Connections:
         return [rank for rank, each in self.by_rank.items() if each.is_starting]
 
     def must_leave(self, ranks: Collection[int]) -> list[int]:
-        """Those of the ranks that must leave their step before they can wait for a new rank."""
+        """The ranks that must leave their step before they can wait for a new rank."""
         self.look()
         connections = ((rank, self.by_rank[rank]) for rank in ranks)
         return [rank for rank, each in connections if each.step is None and not each.is_starting]

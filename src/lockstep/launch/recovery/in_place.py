@@ -160,7 +160,7 @@ class InPlace:
 
 
 def is_quick(lost: int, *, script_seconds: float, import_seconds: float | None) -> bool:
-    """True if a spare process can quickly replace the workers, of which `lost` are lost.
+    """True if a spare process can quickly replace the lost workers. `lost`: their number.
     `script_seconds`: time from a script's start to its training. `import_seconds`: time of the
     spare's imports; None if no spare is ready."""
     if lost != 1:

@@ -23,7 +23,7 @@ STUCK_SECONDS = 2.0
 lost too."""
 NOTICE_SECONDS = 15.0
 """The longest time between an error caused by a lost peer and the launcher's message about the
-loss. The launcher of another machine has noticed the loss once the machine was silent."""
+loss. Launchers notice the loss of a machine only by its silence."""
 
 
 class Rejoin:

@@ -41,7 +41,8 @@ class Fitted:
     misaligned: float
     """Rate of a product whose rows are not a multiple of 16 bytes, relative to an aligned one."""
     misaligned_batch: float
-    """The same for a batch of products, as in attention that is not fused."""
+    """Rate of such products in a batch, as in attention that is not fused, relative to aligned
+    ones."""
     short_lines: float
     """Fraction of a product's rate that is lost for each factor of 2 by which the power of two that
     divides its row size is below 128 bytes."""

@@ -71,8 +71,8 @@ class Link:
     latency_seconds: float
     """Time of an empty collective between two ranks."""
     hop_seconds: float
-    """Time that each further rank adds; for links between nodes, that each doubling of the number
-    of nodes adds."""
+    """Time that each further rank adds; for links between nodes, time for each doubling of their
+    number."""
     few_ranks: float = 0.0
     """Groups of n ranks take 1 + few_ranks / n times as long, because they use fewer channels."""
     all_reduce_gain: float = 1.0
@@ -241,7 +241,7 @@ def _is_quantity(value: Any, *, is_whole: bool = False, or_zero: bool = False) -
 
 def devices_here(text: str) -> tuple[int, str] | None:
     """Return the number and the product name of this machine's accelerators, if a target names
-    them; None if it names others. Raises `PlanError`."""
+    them; None if it names other devices. Raises `PlanError`."""
     match = THIS.fullmatch(text)
     if match is None:
         return None
@@ -273,8 +273,9 @@ def cluster_of(text: str) -> Cluster | int:
 
 
 def named(text: str, folder: Path) -> str:
-    """Return the target; this machine's accelerators are replaced by the name of their data sheet,
-    or of one that is now measured and written into `folder`. Raises `PlanError`, `LaunchError`."""
+    """Return the target, with this machine's accelerators replaced by the name of their data sheet.
+    Without a sheet, measures them and writes one into `folder`. Raises `PlanError`,
+    `LaunchError`."""
     if (here := devices_here(text)) is None:
         return text
     count, name = here

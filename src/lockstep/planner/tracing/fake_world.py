@@ -168,7 +168,7 @@ class RecordedGroup(PythonProcessGroup):
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> FakeWork:
         for tensor in tensors:
-            # 1 is the vote of a stage of torch that knows the shapes of what it receives
+            # 1 is the vote of a torch stage that knows the shapes that it receives
             _fill(tensor, tensor.new_full((1,), int(not tensor.is_floating_point())))
         return self._done("send", tensors, tensors, tensors, peer=source, receives=True)
 
@@ -237,7 +237,7 @@ class RecordedMemory(SharedMemoryGroup):
 
 @dataclass(frozen=True, slots=True)
 class FakeWorld(World):
-    """A `World` in which all ranks have the values of this one. Exchanges of JSON and flags are not
+    """A `World` in which all ranks have this rank's values. Exchanges of JSON and flags are not
     recorded."""
 
     def leave(self) -> None:

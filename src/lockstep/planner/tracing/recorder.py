@@ -188,7 +188,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Memory
 
     def labelling(self, function: Callable[P, Tensor], cause: Cause) -> Callable[P, Tensor]:
-        """Return the function; its result is labelled."""
+        """Return `function` with its result labelled."""
 
         def labelled(*arguments: P.args, **keywords: P.kwargs) -> Tensor:
             result = function(*arguments, **keywords)
@@ -198,7 +198,8 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return labelled
 
     def label(self, tensors: Any, cause: Cause) -> None:
-        """Set the cause of the memory of tensors. Those that are never computed have none."""
+        """Set the cause of the memory of tensors. Tensors that are never computed have no
+        memory."""
         for each in tree_leaves(tensors):
             local = each.to_local() if isinstance(each, DTensor) else each
             if type(local) in PLAIN:

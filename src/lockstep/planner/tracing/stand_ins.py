@@ -1,6 +1,7 @@
-"""A trace has no values of tensors, no GPU and no other ranks: the stand-ins for these.
+"""Stand-ins for what a trace does not have: values of tensors, a GPU and other ranks.
 
-If lockstep's checks read a value, they get a finite one; if the script does, it gets an error."""
+If lockstep's checks read a value, they get a finite number; if the script reads one, an error is
+raised."""
 
 from __future__ import annotations
 
@@ -144,8 +145,8 @@ def _value_instead(function: Any, args: Any, error: Exception) -> Any:
 
 
 class GpuSemantics(TorchFunctionMode):
-    """Makes torch choose as for a GPU (autocast, attention), on tensors that represent tensors on a
-    GPU. Code that reads a tensor's device sees that it is not on a CPU."""
+    """Makes torch choose autocast and attention as on a GPU, for tensors that represent a GPU's
+    tensors. Their `device` is not a CPU."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -177,7 +178,7 @@ def without_others(boundaries: Sequence[Sequence[Boundary]], skew: float) -> Ite
     # The originals compare the outputs of divided experts and of whole ones, and read the numbers
     # of rows that the ranks send each other.
     yield Dispatch, {"_prove": lambda *_: None, "_exchange_counts": _routed(skew)}
-    # The sums over all ranks of the originals' numbers are 0, and one rank's alone are not.
+    # The originals' numbers add up to 0 over all ranks, but not on one rank.
     yield exchange_order, {"numbers_of": lambda _, **given: [0.0] * BITS * given["groups"]}
     for reads in (HostReads, CountReads):
         yield reads, {"numbers": lambda reads: [0.0] * reads.count}
@@ -255,7 +256,7 @@ def without_values() -> Iterator[Patch]:
 
 def marked_backwards(recorder: TraceRecorder) -> Patch:
     """Return a replacement for the function that computes the backwards that waited for all
-    forwards. It marks its beginning, and each of them."""
+    forwards. The replacement marks its beginning, and each backward."""
     release, terms = Step._release, ExpertBalance.terms
 
     def marked_terms(balance: ExpertBalance, *given: Any) -> Any:

@@ -82,7 +82,7 @@ class TraceOptions:
     is_fake: bool = True
     """False: real tensors, for a script that needs values."""
     boundaries: Sequence[Sequence[Boundary]] = ()
-    """Those of `StageSplit`."""
+    """See `StageSplit`."""
     skew: float = 1.0
     """Rows that go to the first rank of `expert`, in multiples of the mean over its ranks."""
 
@@ -202,8 +202,8 @@ def trace_step(
         except _Traced:
             return session.hook.trace()
     raise PlanError(
-        "the run ended before its first step; a plan is made from one; give a recipe with steps=1"
-        " or more"
+        "the run ended before its first step; a plan is made from a step; give a recipe with"
+        " steps=1 or more"
     )
 
 
@@ -285,7 +285,7 @@ class LoneSession(RecipeSession):
                 enter(replaced(owner, **names))
             self.hook.fake = enter(FakeTensorMode(allow_non_fake_inputs=True))
             enter(Values())  # type: ignore[no-untyped-call]
-        # also after an error, before the modes in which it was entered are left
+        # also after an error; before leaving the modes in which it was entered
         stack.callback(self.hook.end_recording)
 
 

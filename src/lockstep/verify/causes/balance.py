@@ -1,5 +1,5 @@
-"""Causes of a wrong balance loss: from a rank's own tokens' choices of experts, or of another size
-on more ranks."""
+"""Causes of a wrong balance loss: a rank uses only its own tokens' choices of experts, or the loss
+grows with the number of ranks."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 For the first step, the trace has each layer of experts' input tokens, their chosen experts, and the
 output. If a layer's input and choices are right and its output is not, the fault is in the exchange
-of rows. Else the names of the wrong gradients tell.
+of rows. Else the names of the wrong gradients show the fault.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def rows(evidence: Evidence) -> str | None:
 
 def _in_order(expected: LayerTrace, parts: Sequence[LayerTrace]) -> LayerTrace:
     """Return the tokens of all ranks, which divide a microbatch, in the order of the expected
-    tokens. Each one is matched with the nearest expected token that is still free."""
+    tokens. Each token is matched with the nearest expected token that is still free."""
     whole = LayerTrace(
         *(
             np.concatenate([getattr(part, each.name) for part in parts])
@@ -175,8 +175,8 @@ def router_gradient(evidence: Evidence) -> str | None:
 
 
 def wrong_factor(evidence: Evidence) -> str | None:
-    """Check for gradients of experts that are wrong by the number of ranks; all others are
-    right."""
+    """Check for gradients of experts that are wrong by the number of ranks, if all other gradients
+    are right."""
     names, layers = evidence.names("gradients", "sum"), _layers(evidence)
     if not names or not set(names) <= _parameters(evidence):
         return None
@@ -239,7 +239,7 @@ def _of_some_experts(evidence: Evidence, name: str) -> str | None:
 
 
 def clipping(evidence: Evidence) -> str | None:
-    """Check for a norm of all gradients but the experts that other ranks hold."""
+    """Check for a norm of the gradients that leaves out the experts of other ranks."""
     step, layers = evidence.step, _layers(evidence)
     entry = evidence.plan.ranks[evidence.first.rank].steps[step]
     sizes = {name: each.norm for name, each in entry.tensors["gradients"].items() if each}

@@ -53,8 +53,8 @@ class _Tokens:
         return {int(run[-1]) for part in self.parts for run in _runs(part)}
 
     def begins(self) -> dict[int, int]:
-        """Return the indices whose previous token is elsewhere, except the first -> the rank of the
-        token."""
+        """Return index -> rank for each token, except the first, whose previous token is
+        elsewhere."""
         begins = {int(run[0]): part.rank for part in self.parts for run in _runs(part)}
         begins.pop(0, None)
         return begins
@@ -173,7 +173,7 @@ def attention_backward(evidence: Evidence) -> str | None:
 
 
 def _first_wrong(evidence: Evidence, name: str | None) -> _Tokens | None:
-    """Return the first wrong microbatch with a token whose `name` is wrong. None for a name: the
+    """Return the first wrong microbatch with a token whose `name` is wrong; if `name` is None, the
     first wrong microbatch."""
     for index in _wrong_microbatches(evidence):
         tokens = _compared(evidence, index)
