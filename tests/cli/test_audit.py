@@ -126,7 +126,7 @@ def causes(report: dict[str, Any]) -> set[str]:
         (
             ["--keep", ".", "train.py"],
             (
-                "LaunchError: --keep .; the directory is not empty, and what is kept goes to an"
+                "LaunchError: --keep .; the directory is not empty, and files are kept in an"
                 " empty one; name another, or"
             ),
         ),

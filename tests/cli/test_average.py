@@ -260,8 +260,8 @@ def test_an_evaluation_that_fails_writes_nothing(
         (
             ["a", "b", "--evaluate", "train.py 'x"],
             (
-                'LaunchError: --evaluate "train.py \'x": No closing quotation; it is read as a'
-                " shell reads it"
+                'LaunchError: --evaluate "train.py \'x": No closing quotation; its syntax is'
+                " the shell's"
             ),
         ),
         (

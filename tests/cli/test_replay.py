@@ -124,7 +124,7 @@ def test_the_step_that_led_to_the_end_is_blamed(tmp_path: Path) -> None:
 def test_a_step_without_a_line_or_steps_before_has_no_cause(run: Path) -> None:
     ended = command("blame", "--step", "999", run)
     assert ended.returncode == 2
-    assert "--step 999, and" in ended.stderr
+    assert "--step 999 has no line in" in ended.stderr
     ended = command("blame", "--step", "3", run)
     assert ended.returncode == 2
     assert "--step 3 has fewer than 7 logged steps before it" in ended.stderr

@@ -174,7 +174,7 @@ def test_a_space_that_has_changed_is_refused_with_what_has(tmp_path: Path) -> No
     assert found.returncode == 2
     last = found.stderr.splitlines()[-1]
     assert (
-        "the parameters of the script differ from those of the search: lr has low=0.0001, and had"
+        "the script's parameters differ from the search's: lr has low=0.0001, and had"
         " 0.001; width has choices=[1, 2, 8]" in last
     )
     shutil.copy(SCRIPT, script)

@@ -140,7 +140,7 @@ def test_an_endless_grid_is_refused_and_so_is_nothing_to_search(storage: Open) -
         proposals(storage("empty"), PARAMETERS[3:]).check()
     with pytest.raises(
         LaunchError,
-        match="the script has no parameter to search: none at all; a search samples those with",
+        match="the script has no parameter to search: none at all; a search samples parameters with",
     ):
         proposals(storage("none"), ()).check()
 

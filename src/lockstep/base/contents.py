@@ -441,7 +441,7 @@ def _code(code: CodeType) -> bytes:
 
 
 def inner_code(code: CodeType) -> Iterator[CodeType]:
-    """Yield a function's code and that of the functions inside it."""
+    """Yield the code of a function and of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -208,8 +208,8 @@ def work_folder(prefix: str, keep: str | None = None) -> Iterator[Path]:
     path = Path(keep).absolute()
     if path.exists() and any(path.iterdir()):
         raise LaunchError(
-            f"--keep {keep}; the directory is not empty, and what is kept goes to an empty one;"
-            " name another, or remove it"
+            f"--keep {keep}; the directory is not empty, and files are kept in an empty one; name"
+            " another, or remove it"
         )
     path.mkdir(parents=True, exist_ok=True)
     with ended_by_signals():

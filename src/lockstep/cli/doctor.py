@@ -31,7 +31,7 @@ _STYLES = {"ok": "green", "skipped": "dim", "slow": "yellow", "failed": "bold re
 _MOST_IN_A_MATRIX = 8
 """Largest number of ranks for which links are shown one by one."""
 _WIDTH = 100
-"""Width of the output in columns without a terminal, and the most with one."""
+"""Width of the output in columns without a terminal; on a terminal, the largest width."""
 
 
 @click.command("doctor")

@@ -1,4 +1,4 @@
-"""The entry point `lockstep`. It imports next to nothing before it has seen to Ctrl-C."""
+"""The entry point `lockstep`. It imports almost nothing before it handles Ctrl-C."""
 
 from __future__ import annotations
 

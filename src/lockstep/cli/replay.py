@@ -215,7 +215,7 @@ def _is_of_a_step(row: Mapping[str, Any]) -> bool:
 
 
 def replay_plan(run_plan: str) -> Plan:
-    """Return the plan of one process that computes the numbers of the run's plan."""
+    """Return a plan for one process with the same numerics as the run's plan."""
     plan = Plan.parse(run_plan)
     return Plan(
         numerics=plan.numerics,

@@ -401,7 +401,7 @@ _COSTLY_VARIABLES: Sequence[tuple[str, Sequence[str], str, str]] = (
     ),
 )
 _FAILING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING",)
-"""Costly variables that break training; the others in `_COSTLY` slow it down."""
+"""Costly variables that break training; the others in `_COSTLY_VARIABLES` slow it down."""
 _PINNING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 """Variables that bind the threads of every process to the same cores."""
 _PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy")

@@ -22,8 +22,8 @@ are lost."""
 
 @dataclass(eq=False)
 class MemoryImages(ControlHook):
-    """Copies this rank's part of the state into memory that outlives the process, so often that it
-    takes a small share of the run time. A copy costs twice its duration, because it evicts the
+    """Copies this rank's part of the state into memory that outlives the process, as often as a
+    small share of the run time allows. A copy costs twice its duration, because it evicts the
     processor's caches."""
 
     recovery: Recovery | None

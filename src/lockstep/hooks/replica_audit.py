@@ -280,7 +280,7 @@ def _marks(value: Any, models: set[int]) -> list[Any]:
 
 
 def _tensor_versions(hook: Hook, models: set[int]) -> Versions:
-    """Return the versions of a hook's tensors, except those of the models."""
+    """Return the versions of a hook's tensors, except the models' tensors."""
     versions: Versions = {}
     for name, tensors in _tensors_by_name(hook).items():
         if own := [tensor for tensor in tensors if id(tensor) not in models]:

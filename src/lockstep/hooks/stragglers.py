@@ -200,7 +200,7 @@ class MicrobatchPace:
         self._before = 0.0
 
     def add(self, seconds: float, microbatches: int) -> None:
-        """Add the time of so many microbatches. `seconds`: total since `restart`."""
+        """Add the time of `microbatches` microbatches. `seconds`: total since `restart`."""
         if microbatches:
             self._latest.append((seconds - self._before) / microbatches)
         self._before = seconds

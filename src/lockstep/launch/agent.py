@@ -173,8 +173,8 @@ class Agent(SimpleElasticAgent):
         in_place: InPlace,
         never_in_place: str | None,
     ) -> None:
-        """`never_in_place`: the reason why workers cannot recover in place; empty if it was not
-        requested; None: they can."""
+        """`never_in_place`: the reason why workers cannot recover in place; None if they can, empty
+        if recovery in place was not requested."""
         super().__init__(spec)
         self.in_place = in_place
         self._never_in_place = never_in_place

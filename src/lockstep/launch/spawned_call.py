@@ -36,7 +36,7 @@ class SpawnedCall:
             raise LaunchError(
                 "the function or its arguments cannot be sent to another process"
                 f" ({type(error).__name__}: {error}); both are pickled; define the function at the"
-                " top level of a file, and pass only what pickles"
+                " top level of a file, and pass only arguments that can be pickled"
             ) from error
 
     def __setstate__(self, state: bytes) -> None:

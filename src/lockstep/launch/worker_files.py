@@ -186,7 +186,7 @@ def note_saved() -> None:
 
 
 def request_restart(reason: str) -> None:
-    """Make the launcher restart the workers after the failure of this one, without counting it for
+    """Make the launcher restart the workers after this worker's failure, without counting it for
     `--max-restarts`."""
     if _files is not None:
         write_atomically(_files.restart_request, reason)

@@ -41,7 +41,7 @@ from lockstep.launch.worker_files import STARTED_BY, WorkerFiles, WorkerStart
 
 POLL_SECONDS = 0.05
 FAILURES_SECONDS = 0.3
-"""Seconds that the launcher waits after a failure for simultaneous ones."""
+"""Seconds that the launcher waits after a failure for simultaneous failures."""
 PEER_FAILURES_SECONDS = 3.0
 """The same limit, while all failures are losses of a peer."""
 STOP_SECONDS = 3.0
@@ -178,7 +178,7 @@ class LaunchedWorker:
     is_asked: bool = False
     """True once the worker was asked to save and end."""
     is_stopped: bool = False
-    """True if the launcher ended the worker, or it ended itself together with the others."""
+    """True if the launcher ended the worker, or it ended itself together with other workers."""
     is_preempted: bool = False
     """True if the worker saved and ended on request."""
 
@@ -205,8 +205,8 @@ class WorkerProcesses:
         name: str = "rank",
     ) -> None:
         """`folder`: the folder of the workers' files, whose names begin with `name`.
-        `not_in_place`: the reason why workers cannot recover in place; empty if it was not
-        requested; None: they can."""
+        `not_in_place`: the reason why workers cannot recover in place; None if they can, empty if
+        recovery in place was not requested."""
         self.connections = Connections(not_in_place)
         self.folder = folder
         self._name = name
@@ -393,8 +393,8 @@ class WorkerProcesses:
             self.stop(signal.SIGTERM, 0.0)
 
     def stop(self, number: signal.Signals, grace_seconds: float) -> None:
-        """End every worker: send signal `number` to running ones that neither failed nor were asked
-        to end, SIGKILL to the others."""
+        """End every worker. Running workers that neither failed nor were asked to end get signal
+        `number`, the others SIGKILL."""
         self._look()
         self.connections.release()
         self._files_of(0).signal_forwarded.touch()

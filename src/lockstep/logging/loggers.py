@@ -38,8 +38,8 @@ class Logger(Protocol):
 
 class WandB:
     """Logger for Weights & Biases. The run there is named after the run directory, and is resumed
-    with it. Needs the extra `wandb`. The arguments are those of `wandb.init`: project, entity,
-    tags, mode="offline", ..."""
+    with it. Needs the extra `wandb`. Takes the arguments of `wandb.init`: project, entity, tags,
+    mode="offline", ..."""
 
     def __init__(self, **settings: Any) -> None:
         """Raises `UserError` if the package is not installed."""

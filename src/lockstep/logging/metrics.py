@@ -63,9 +63,9 @@ class MetricsLog(Closing):
         if os.fstat(self._rows.fileno()).st_nlink == 0 and not Path(self._rows.name).exists():
             self._rows.close()
             raise RunDirectoryError(
-                f"{self._rows.name} was deleted while the run wrote to it; a run keeps its logs,"
-                " its checkpoints and its model in its run directory, and what it writes to a"
-                " deleted one is lost; start it again"
+                f"{self._rows.name} was deleted while the run wrote to it; the logs, checkpoints"
+                " and model that a run writes to a deleted run directory are lost; start the run"
+                " again"
             )
         try:
             # formatted here, many at once: this takes half as long as inside each step
@@ -92,7 +92,8 @@ class MetricsLog(Closing):
 
 
 class StepRows(Closing):
-    """A file with one JSON line for each logging step. Rank 0 makes it at the first one."""
+    """A file with one JSON line for each logging step. Rank 0 creates it at the first logging
+    step."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

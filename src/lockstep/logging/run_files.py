@@ -92,8 +92,8 @@ def readable(what: Path | str) -> Iterator[None]:
     except OSError as error:
         where = error.filename or what
         raise RunDirectoryError(
-            f"{where} cannot be read ({error.strerror}); a run writes regular files, and you must"
-            " be allowed to read them; check it"
+            f"{where} cannot be read ({error.strerror}); a run writes regular files; check the"
+            " file's type and your permission to read it"
         ) from error
 
 

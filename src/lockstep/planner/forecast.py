@@ -90,7 +90,7 @@ class Forecast:
     interval: Interval
     """Quantiles of the ratio of measured to predicted seconds."""
     tokens: float | None
-    """Number of tokens to train on; None: as many as the recipe's steps have."""
+    """Number of tokens to train on; None: the tokens of the recipe's steps."""
     price_per_hour: float | None
     """Price of one device per hour."""
     remarks: Sequence[str] = ()

@@ -131,8 +131,8 @@ def is_splittable(recipe: Recipe, size: ModelSize) -> bool:
 def _shape(recipe: Recipe, plan: Plan) -> _Shape:
     if recipe.global_batch is None or recipe.batch_loss is not None:
         raise PlanError(
-            "a recipe with batch_sampler or batch_loss; a step is planned from microbatches of one"
-            " size; give global_batch"
+            "the recipe has a batch_sampler or batch_loss; a plan needs microbatches of one size;"
+            " give global_batch"
         )
     data, ranks = plan.data_ranks, int(plan.pipeline or 1)
     if recipe.microbatch == "auto":

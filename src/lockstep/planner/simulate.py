@@ -34,7 +34,7 @@ class HostCosts:
 
     kernel: float = 0.0
     marks: Mapping[str, float] = field(default_factory=dict)
-    """Mark -> seconds, in addition to those for kernels and collectives."""
+    """Mark -> seconds, in addition to the seconds for kernels and collectives."""
     collectives: Mapping[str, float] = field(default_factory=dict)
     """Axis -> host seconds of a collective; for `pipeline`, of a message, on each side."""
 

@@ -187,8 +187,8 @@ def offloaded(trace: TracedStep) -> TracedStep:
 
 def with_more_microbatches(trace: TracedStep, traced: int, count: int) -> TracedStep:
     """Return the trace with the memory of `count` microbatches instead of `traced`. Memory that
-    each microbatch leaves until the last backward, or until the first one that waits for all
-    forwards, grows with their number."""
+    each microbatch holds until the last backward, or until the first backward that waits for all
+    forwards, grows with the number of microbatches."""
     backward = [
         place
         for place, item in enumerate(trace.items)

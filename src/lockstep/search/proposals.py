@@ -203,9 +203,8 @@ def first_rung(every: int | None, steps: int | None) -> int | None:
     """Return the number of steps after which ASHA first prunes; None: unknown.
 
     Two thirds of the trials end after about 1/9 of the training, two thirds of the remaining trials
-    after 1/3. Optuna's defaults would end three quarters after the first evaluation, however early
-    that is: with 30 evaluations of the digits classifier this left 3 or 4 of 40 trials, and one of
-    three searches missed the best result by two digits.
+    after 1/3. Optuna's defaults would end three quarters of the trials after the first evaluation,
+    even if it is very early.
     """
     if every is None or steps is None:
         return every

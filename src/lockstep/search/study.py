@@ -103,7 +103,7 @@ class TrialStorage:
         except OSError as error:
             raise LaunchError(
                 f"--run-dir {self.folder} cannot be made: {error.strerror}; a search writes to it;"
-                " give a folder that can be"
+                " give a folder that can be made"
             ) from error
 
     def _read_folder(self) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class TrialStorage:
 
     def _is_interrupted(self, trial: FrozenTrial) -> bool:
         """Try to lock a trial of this folder that is marked as running. Returns True if no other
-        search runs it: it then belongs to this search."""
+        search runs the trial, which then belongs to this search."""
         if trial.user_attrs.get("folder") != self._identity or not self._lock(trial.number):
             return False
         if self.study._storage.get_trial(trial._trial_id).state == TrialState.RUNNING:
@@ -314,9 +314,9 @@ def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) ->
         changes += [f"{name} has {key}={new[key]!r}, and had {old[key]!r}" for key in changed]
     if changes:
         raise RecipeError(
-            f"the parameters of the script differ from those of the search: {'; '.join(changes)};"
-            " all trials of a search have the same parameters; undo the change, or begin another"
-            " search (--run-dir, or --name)"
+            f"the script's parameters differ from the search's: {'; '.join(changes)}; all trials of"
+            " a search have the same parameters; undo the change, or begin another search"
+            " (--run-dir, or --name)"
         )
 
 

@@ -68,7 +68,7 @@ class TraceHook(ControlHook):
         self._results: dict[str, float] = {}
         """The numbers that calls of the script have reduced over all ranks since the step began."""
         self._together: list[int] = []
-        """The ranks that compute each microbatch with this one, each some of its tokens."""
+        """The ranks that divide each microbatch's tokens with this rank."""
         self._outputs: dict[int, SequenceOutput] = {}
         """The latest output of each train module in its first step, if tokens are traced."""
         self._layers: dict[str, tuple[Tensor, ...]] = {}

@@ -71,8 +71,8 @@ class Runner:
 
     @contextmanager
     def queueing_the_rest(self) -> Iterator[None]:
-        """A context in which all remaining jobs are started: no run begins before all are
-        counted."""
+        """A context in which to start all remaining jobs. No run begins inside it, so that all are
+        counted first."""
         with self._changed:
             yield
             self._is_count_known = True

@@ -30,7 +30,8 @@ from lockstep.verify.runner import JobResult, Runner
 from lockstep.verify.verdict import CompressionEffect, Mismatch, Report, Verdict
 
 FLOAT64_MARGIN = 4.0
-"""Factor on rounding in float64, which does not shrink exactly as the dtype's precision does."""
+"""Factor on the rounding in float64: rounding does not shrink exactly as the dtype's precision
+does."""
 MAX_SPREAD = 0.2
 """Largest relative difference of the first step's gradient between two runs that differ only by
 rounding."""

@@ -34,8 +34,8 @@ PARTS = {"SubsetRandomSampler", "list", "tuple", "range", "ndarray", "Tensor"}
 """Types of samplers that draw from a part of the dataset, such as a fold."""
 BATCH_SAMPLERS = {"BatchSampler", "BatchSamplerShard", "NoneType"}
 MANY = 0.1
-"""If more than this share of the contents are equal, the samples are: a few different samples may
-have equal contents."""
+"""If a larger share of the contents is equal, the samples are the same. (A few different samples
+may have equal contents.)"""
 
 
 @dataclass(slots=True)
@@ -356,7 +356,7 @@ def _contents_vary(loader: LoaderPasses, draws: bool) -> bool:
 
 
 def _repeated(samples: Sequence[Any]) -> int:
-    """The number of samples that occurred before."""
+    """The number of samples that repeat an earlier one."""
     return len(samples) - len(set(samples))
 
 

@@ -1,4 +1,5 @@
-"""Installs the probes once torch has been imported: a process that never imports it has no cost."""
+"""Installs the probes once torch has been imported. A process that never imports torch has no
+probes."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ class Loaders:
         self._lines.setdefault(loader, self._origin())
 
     def _origin(self) -> str:
-        """The line of the original loader if a library (Accelerate, Lightning) made this one from
-        it; else the user's line."""
+        """The line of the original loader if a library (Accelerate, Lightning) derived this loader
+        from another; else the user's line."""
         for frame in frames():
             if self._recorder.is_users_file(frame.f_code.co_filename):
                 break

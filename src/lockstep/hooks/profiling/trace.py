@@ -250,7 +250,7 @@ class Allocation:
     start: float
     size_bytes: int
     thread: int | None
-    """The allocating thread; None: before the trace."""
+    """The allocating thread; None for memory from before the trace."""
     stop: float = math.inf
     cause: str = ""
     name: str = ""

@@ -69,7 +69,7 @@ class Channel:
                 socket.send_fds(self._end, [bytes([mark]), piece], theirs)
 
     def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
-        """Return the next message; None if none is complete within `seconds`, or if the other
+        """Return the next message; None if no message is complete within `seconds`, or if the other
         process has ended. `seconds=None`: wait as long as that process runs. The receiver must
         close the `descriptors` in the message."""
         until = None if seconds is None else time.monotonic() + seconds

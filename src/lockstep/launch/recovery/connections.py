@@ -44,8 +44,8 @@ class Connections:
     """The connections to workers, by rank. Empty if workers cannot recover in place."""
 
     unused: str | None
-    """The reason why workers cannot recover in place; empty if it was not requested; None: they
-    can."""
+    """The reason why workers cannot recover in place; None if they can, empty if recovery in place
+    was not requested."""
     by_rank: dict[int, Connection] = field(default_factory=dict)
     hanging: list[tuple[Sequence[int], Mapping[str, Any]]] = field(default_factory=list)
     """Ranks that a watchdog has reported as hanging, with the record of that failure."""

@@ -42,7 +42,7 @@ class Fitted:
     """Rate of a product whose rows are not a multiple of 16 bytes, relative to an aligned one."""
     misaligned_batch: float
     """Rate of such products in a batch, as in attention that is not fused, relative to aligned
-    ones."""
+    products."""
     short_lines: float
     """Fraction of a product's rate that is lost for each factor of 2 by which the power of two that
     divides its row size is below 128 bytes."""
@@ -59,8 +59,8 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Ratio of measured to predicted values for 80% of the rows of a source, fitted without this
-    source."""
+    """Bounds of the ratio of measured to predicted values for 80% of a source's rows. The fit
+    excluded this source."""
 
     low: float
     high: float

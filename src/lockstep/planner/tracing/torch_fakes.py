@@ -117,8 +117,7 @@ def mesh_methods(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
 def propagation_methods(
     wrapped: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the class that computes shapes of distributed tensors, and its method for that,
-    wrapped."""
+    """Return the class that computes shapes of distributed tensors, and its wrapped method."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     name = "_propagate_tensor_meta_non_cached"

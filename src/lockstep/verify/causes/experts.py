@@ -20,7 +20,7 @@ from lockstep.evidence.trace import LayerTrace
 from lockstep.verify.causes.evidence import Evidence, Wrong, differ, named, stacked
 
 MOSTLY = 0.9
-"""Fraction of the wrong tokens whose output must be that of another token."""
+"""Fraction of the wrong tokens whose output must be another token's output."""
 
 
 def rows(evidence: Evidence) -> str | None:
@@ -137,7 +137,7 @@ class _Layer:
         return cls(name, _layers(evidence)[name]["count"], ranks)
 
     def groups(self) -> list[list[int]]:
-        """Return each expert, then the experts of each rank."""
+        """Return groups of experts: each expert alone, then the experts of each rank."""
         return [[each] for each in range(self.count)] + [
             list(self.held(rank)) for rank in range(self.ranks)
         ]
