@@ -112,8 +112,8 @@ def run_audit(
         raise LaunchError(
             f"{line.script} uses lockstep; lockstep audit is for scripts that do not; use"
             f" lockstep verify {line.script} --plans "
-            f'"replicate={options.processes}", which compares every gradient with that of one'
-            " process"
+            f'"replicate={options.processes}", which compares every gradient with one'
+            " process's"
         )
     torchrun, note = launcher_of(options)
     given = options

@@ -305,7 +305,9 @@ def _rank_memory(rank: int, found: Mapping[str, Any]) -> RankMemory:
         for cause, sizes in found["bytes_by_cause"].items()
     }
     if not moments or not causes or any(len(sizes) != len(moments) for sizes in causes.values()):
-        raise ValueError("there are causes, and each has as many sizes as there are moments")
+        raise ValueError(
+            "each cause needs one size for each moment, and at least one cause is needed"
+        )
     if moments != sorted(moments):
         raise ValueError("moments do not go back")
     return RankMemory(

@@ -138,8 +138,8 @@ def _studies(url: str) -> Iterator[None]:
 def alone(url: str, name: str) -> Iterator[None]:
     """Make other searches of the study wait while the context is entered. Raises `LaunchError`.
 
-    With SQLite's transactions, or a lock on the trial's row, two searches could take the same
-    trial, because its owner is in another row.
+    SQLite's transactions, or a lock on the trial's row, would not be enough: the trial's owner is
+    in another row, so two searches could take the same trial.
     """
     address = parsed(url)
     backend = "mysql" if address.get_backend_name() == "mariadb" else address.get_backend_name()

@@ -1,4 +1,4 @@
-"""The outcome of a trial, from the files that its processes left; and detection of failures that
+"""Reads the outcome of a trial from the files that its processes left, and detects failures that
 the script causes."""
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from lockstep.launch.termination import HUNG_STATUS
 from lockstep.launch.worker_processes import HOLD_POLL_SECONDS, Spare, Start, WorkerProcesses
 
 QUICK_SECONDS = 1.0
-"""Other workers wait for a spare process if it needs less time than this to reach its training."""
+"""If a spare process needs less time than this to reach its training, other workers wait for it."""
 START_SECONDS = 60.0
 """The minimum time that a new process gets to reach its training."""
 SAME_STEP = 3

@@ -44,8 +44,8 @@ class Fitted:
     """Rate of such products in a batch, as in attention that is not fused, relative to aligned
     products."""
     short_lines: float
-    """Fraction of a product's rate that is lost for each factor of 2 by which the power of two that
-    divides its row size is below 128 bytes."""
+    """Fraction of a product's rate that is lost for each halving, below 128 bytes, of the largest
+    power of two that divides its row size."""
     eager: float
     """Bytes that eager element-wise kernels actually move, relative to the bytes in their list."""
     contention: float

@@ -52,8 +52,8 @@ def rows(evidence: Evidence) -> str | None:
 
 
 def _in_order(expected: LayerTrace, parts: Sequence[LayerTrace]) -> LayerTrace:
-    """Return the tokens of all ranks, which divide a microbatch, in the order of the expected
-    tokens. Each token is matched with the nearest expected token that is still free."""
+    """Return the tokens of all ranks that divide a microbatch, in the order of the expected tokens.
+    Each token is matched with the nearest expected token that is still free."""
     whole = LayerTrace(
         *(
             np.concatenate([getattr(part, each.name) for part in parts])

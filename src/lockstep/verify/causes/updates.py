@@ -14,8 +14,8 @@ from lockstep.verify.causes.gradients import sums_by_rank
 NORM_TOLERANCE = 0.2
 """Largest relative error of a norm that is estimated from projections."""
 WRONG_UPDATE = 0.05
-"""Smallest relative error of an update that cannot be rounding, if the gradients agree a hundred
-times better."""
+"""A larger relative error of an update is no rounding error, if the gradients agree a hundred times
+better."""
 _BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
