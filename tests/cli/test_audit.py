@@ -135,7 +135,7 @@ def causes(report: dict[str, Any]) -> set[str]:
             (
                 "LaunchError: recipe.py uses lockstep; lockstep audit is for scripts that do not; use"
                 ' lockstep verify recipe.py --plans "replicate=2", which compares every gradient with'
-                " that of one process\n"
+                " one process's\n"
             ),
         ),
         (
