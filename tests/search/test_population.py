@@ -59,7 +59,7 @@ def test_generations_end_at_evaluations_and_the_last_with_the_training() -> None
         ),
         (
             {"trials": 12, "members": 4, "steps": 20, "every": None},
-            "steps from one evaluation to the next, are not known",
+            "without a known number of steps",
         ),
         ({"trials": 12, "members": 4, "steps": None, "every": 5}, "give Recipe\\(steps=...\\)"),
     ],

@@ -55,10 +55,7 @@ def test_an_edited_loss_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
     stopped(tmp_path / "run", loss=loss_of(1.0))
     with pytest.raises(
         CheckpointError,
-        match=(
-            "loss: its code has changed, or a value that it uses; resume with the one it was saved"
-            " with"
-        ),
+        match=("loss: its code has changed, or a value that it uses; resume with that recipe"),
     ):
         resumed(tmp_path / "run", loss=loss_of(2.0))
     resumed(tmp_path / "run", ("loss",), loss=loss_of(2.0))

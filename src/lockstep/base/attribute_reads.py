@@ -1,4 +1,4 @@
-"""Reads a forward's code, and finds the attributes and variables whose earlier value it uses."""
+"""Reads a forward's code, to find the attributes and variables whose earlier value it uses."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
 
 
 def names_read(model: Any) -> set[str] | None:
-    """Return the names of attributes, and of variables around a function, that the forwards of the
-    model's modules read, in methods and functions that they call too. One that a function sets
-    before it reads it does not count, nor one that it only adds to (`self.calls += 1`). None: the
-    code of a forward is not known."""
+    """Return the names of attributes, and of global and enclosing variables, that the forwards of
+    the model's modules read, also in methods and functions that they call. A name does not count if
+    a function sets it first or only adds to it (`self.calls += 1`). None if the code of a forward
+    is unknown."""
     return names_read_by_all(functions_of(model))
 
 
 def names_read_by_dataset(dataset: Any) -> set[str] | None:
-    """Return the names that the methods of a dataset which get samples read, as `names_read`."""
+    """Like `names_read`, for a dataset's methods that get samples."""
     methods = [getattr(type(dataset), name, None) for name in ("__getitem__", "__getitems__")]
     return names_read_by_all(
         each
@@ -39,8 +39,8 @@ def names_read_by(function: FunctionType) -> set[str]:
 
 
 def functions_of(model: Any) -> Iterator[FunctionType | None]:
-    """Yield the forwards of the model's modules, and the methods and functions that they call.
-    None: a forward that is no function."""
+    """Yield the forwards of the model's modules, and the methods and functions that they call. None
+    for a forward that is no function."""
     seen: set[tuple[type, Any]] = set()
     for module in model.modules():
         forward = getattr(module.forward, "__func__", module.forward)
@@ -50,7 +50,7 @@ def functions_of(model: Any) -> Iterator[FunctionType | None]:
 
 
 def functions_called(kind: type, first: Any) -> Iterator[FunctionType | None]:
-    """Yield a function of a class, and the class's methods and the user's functions that it
+    """Yield `first`, a function of the class `kind`, and the methods and user's functions that it
     calls."""
     left, seen = [first], set[FunctionType]()
     while left:
@@ -70,7 +70,7 @@ def functions_called(kind: type, first: Any) -> Iterator[FunctionType | None]:
 
 
 def names_read_by_all(functions: Iterable[FunctionType | None]) -> set[str] | None:
-    """Return the names that functions read, as `names_read`. None: one of them is not known."""
+    """Like `names_read`, for these functions. None if a function is unknown."""
     found: set[str] = set()
     for function in functions:
         if function is None:
@@ -94,7 +94,7 @@ def _read_by(code: CodeType) -> Iterator[str]:
     if "getattr" in code.co_names:
         yield from (each for each in code.co_consts if isinstance(each, str))
     steps = list(dis.get_instructions(code))
-    # `calls += 1`, `self.log["norm"] = value`: the value that is there is not used by that
+    # `calls += 1`, `self.log["norm"] = value`do not use the earlier value
     written = {_start(one) for one in steps if _writes(one)}
     is_set: set[str] = set()
     for one in steps:

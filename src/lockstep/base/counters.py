@@ -22,12 +22,12 @@ from lockstep.base.attribute_reads import (
 from lockstep.base.contents import attributes, is_users, variables_of
 
 Numbers = Mapping[str, float]
-_ITEMS = 16  # of a list that are looked at
+_ITEMS = 16  # number of a list's items that are read
 
 
 def numbers_of_model(model: Any) -> Numbers:
-    """Return the numbers in attributes of the model's modules and of the user's objects there, and
-    in variables that the user's forwards find around them, by name."""
+    """Return, by name, the numbers in attributes of the model's modules and of the user's objects
+    there, and in global and enclosing variables of the user's forwards."""
     found: dict[str, float] = {}
     of_objects: dict[str, float] = {}
     for prefix, module in model.named_modules():
@@ -35,7 +35,8 @@ def numbers_of_model(model: Any) -> Numbers:
             found[f"{prefix}.{name}".lstrip(".")] = value
         for name, value in _numbers_of_objects(vars(module)):
             of_objects[f"{prefix}.{name}".lstrip(".")] = value
-    if of_objects:  # its own methods may keep a number for a log: a forward has to read it
+    # the object's methods may keep a number for a log: only numbers that a forward reads count
+    if of_objects:
         found |= {name: of_objects[name] for name in carried(model, of_objects)}
     for function in functions_of(model):
         if function is not None and is_users(function.__module__):
@@ -51,8 +52,8 @@ def carried(model: Any, names: Iterable[str]) -> list[str]:
 
 
 def numbers_of_functions(functions: Iterable[Callable[..., Any]]) -> Numbers:
-    """Return the numbers that functions, or objects that are called, use: in attributes, and in
-    variables of a closure or a module. One that they only add to is left out: it is for a log."""
+    """Return the numbers that functions or callable objects use: in attributes, and in variables of
+    a closure or a module. A number that they only add to is left out, because it is for a log."""
     found: dict[str, float] = {}
     for function in functions:
         while isinstance(function, functools.partial):
@@ -88,7 +89,7 @@ def numbers_of_dataset(dataset: Any) -> Numbers:
 
 
 def changed_each_time(before: Numbers, between: Numbers, after: Numbers) -> list[str]:
-    """Return the names of numbers that two calls have both changed."""
+    """Return the names of numbers that each of two calls changed."""
     return [
         name
         for name, value in after.items()
@@ -116,8 +117,8 @@ def _numbers_of_objects(values: Mapping[str, Any]) -> Iterator[tuple[str, float]
 
 
 def _numbers_around(function: FunctionType) -> dict[str, float]:
-    """Return the numbers in variables around a function, and in those attributes of objects there
-    that it reads itself."""
+    """Return the numbers in a function's global and enclosing variables, and in the attributes of
+    objects there that the function reads."""
     around = variables_of(function)
     read = names_read_by(function)
     of_objects = _numbers_of_objects(around)

@@ -1,5 +1,5 @@
-"""Finds the variables of a script's loop over steps whose value of one step goes into the loss of a
-later one, by the loop's code, and likewise the attributes of an object, by its class's."""
+"""Finds, in the code of a script's loop over steps, the variables whose value from one step goes
+into the loss of a later step; and such attributes of an object, in its class's code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def loop_at(source: str, line: int) -> ast.For | None:
 
 
 def _around(node: ast.AST, line: int) -> Iterator[ast.AST]:
-    """Yield what is inside a node and has code on this line."""
+    """Yield the nodes inside a node that have code on this line."""
     for each in ast.iter_child_nodes(node):
         if getattr(each, "lineno", line) <= line <= getattr(each, "end_lineno", line):
             yield each
@@ -52,17 +52,17 @@ def carried_into_loss(loop: ast.For) -> list[str]:
 
 
 def used_by_loss(loop: ast.For) -> list[str]:
-    """Return the variables whose value at the beginning of a step goes into the loss, changed by
-    the loop's code or not."""
+    """Return the variables whose value at the beginning of a step goes into the loss, whether the
+    loop's code changes them or not."""
     return sorted(_flow_of(loop).used)
 
 
 def kept_by_methods(sources: Iterable[str], names: Set[str]) -> set[str]:
-    """Return the attributes of an object that its methods compute from their earlier values, or put
-    values into, and that go into what some methods return, or into their `backward`.
+    """Return the attributes of an object that its methods compute from the attributes' earlier
+    values, or put values into, and that go into a method's return value or `backward`.
 
-    `sources`: the code of its class and its base classes; `names`: the attributes that are used,
-    methods or not."""
+    `sources`: the code of its class and its base classes. `names`: the attributes and methods that
+    are used."""
     methods: dict[str, _Flow] = {}
     for source in sources:
         for name, flow in _methods_of(source):
@@ -95,7 +95,7 @@ def _methods_of(source: str) -> Iterator[tuple[str, _Flow]]:
 
 
 def _is_operator(name: str) -> bool:
-    """True for `__call__` and others that an expression calls without their name."""
+    """True for `__call__` and other methods that an expression calls without their name."""
     return name == "forward" or (name.startswith("__") and name not in _TEXTS)
 
 
@@ -230,7 +230,7 @@ class _Flow:
             self.kept |= origins & {path}
 
     def _put(self, path: str, origins: frozenset[str]) -> None:
-        """Put a value into an object, which keeps its others."""
+        """Put a value into an object, which keeps its other values."""
         self.changed.add(path)
         self.read |= self._value(path)
         self._origins[path] = self._value(path) | origins | self._decides

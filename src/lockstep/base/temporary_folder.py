@@ -24,7 +24,7 @@ from lockstep.base.system import signals_blocked
 
 _NAME = re.compile(r"lockstep-([a-z]+-)?[a-z0-9_]{8}")
 _ALIVE = "alive"
-"""A file that every process which needs the folder keeps locked."""
+"""The file that each process keeps locked while it needs the folder."""
 _NEW = "new"
 """The name of that file until it is locked."""
 _EMPTY_SECONDS = 60.0
@@ -48,7 +48,7 @@ class _OwnFolder:
 
     def remove(self) -> None:
         if os.getpid() != self._process:
-            return  # a fork, which has only copied this object
+            return  # this process is a fork, which has only a copy of this object
         os.close(self._descriptor)
         with suppress(OSError):  # `cleanup` also removes from folders without write permission
             _empty(self.path)
@@ -75,9 +75,8 @@ def _make(prefix: str) -> _OwnFolder:
     except OSError as error:
         raise LaunchError(
             "no temporary folder can be made:"
-            f" {error.strerror}{f' ({error.filename})' if error.filename else ''}; lockstep keeps"
-            " what its processes tell each other in one; set TMPDIR to a folder that can be"
-            " written to, and has room"
+            f" {error.strerror}{f' ({error.filename})' if error.filename else ''}; lockstep's"
+            " processes exchange files there; set TMPDIR to a writable folder with free space"
         ) from None
     if not _own:
         atexit.register(remove_own_folders)
@@ -96,8 +95,8 @@ def _remove(folder: _OwnFolder) -> None:
 
 
 def remove_own_folders() -> None:
-    """Remove what `locked_folder` has left: a signal's handler that raises an exception when the
-    body has just ended takes the place of the removal. Runs at the end of the interpreter; a
+    """Remove folders that `locked_folder` has left: if a signal's handler raises an exception just
+    after the body has ended, the folder is not removed. Runs at the end of the interpreter; a
     process that ends by `os._exit` calls it first."""
     for folder in list(_own):
         _remove(folder)

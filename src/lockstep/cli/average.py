@@ -157,15 +157,15 @@ def _checked(context: click.Context, sources: Sequence[str], path: Path) -> list
             )
     if len(sources) < 2:
         raise LaunchError(
-            f"an average of one run, {sources[0]}; it needs two or more; give others, or use "
-            "lockstep export for one"
+            f"an average of one run, {sources[0]}; it needs two or more; give others, or use"
+            " lockstep export for one"
         )
     places = [Path(os.path.realpath(source)) for source in sources]
     for source, place in zip(sources, places, strict=True):
         if "://" not in source and places.count(place) > 1:
             raise LaunchError(
-                f"{source} is given twice; a run can be in an average once; leave one out, or "
-                "raise its weight by --weights"
+                f"{source} is given twice; a run can be in an average once; leave one out, or"
+                " raise its weight by --weights"
             )
     check_out(path)
     if given["weights"] is None:
@@ -182,8 +182,8 @@ def _numbers(text: str, runs: int) -> list[float]:
         numbers = [float(word) for word in text.split(",")]
     except ValueError as error:
         raise LaunchError(
-            f"--weights {text!r}: {error}; it takes numbers with commas between them, such as "
-            "0.5,0.3,0.2"
+            f"--weights {text!r}: {error}; it takes numbers with commas between them, such as"
+            " 0.5,0.3,0.2"
         ) from error
     if len(numbers) != runs:
         raise LaunchError(
@@ -296,8 +296,8 @@ class _Evaluations:
         found = greedy_soup([score([index]) for index in range(len(runs))], score, mode)
         if found is None:
             raise DataError(
-                f"--greedy with {metric}, which is NaN for every run; it compares numbers; choose "
-                "another --metric, or other runs"
+                f"--greedy with {metric}, which is NaN for every run; it compares numbers; choose"
+                " another --metric, or other runs"
             )
         for index, run in enumerate(runs):
             run.member = replace(run.member, weight=1 / len(found) if index in found else 0.0)
@@ -363,15 +363,15 @@ def _warnings(average: WeightAverage, first: str) -> list[str]:
     warnings = []
     if statistics := average.statistics:
         warnings.append(
-            f"{len(statistics)} running statistics of BatchNorm ({statistics[0]}, ...) are "
-            "averaged like weights, which is wrong for the averaged model; measure them on "
-            "training data before you use it: torch.optim.swa_utils.update_bn(loader, model)"
+            f"{len(statistics)} running statistics of BatchNorm ({statistics[0]}, ...) are"
+            " averaged like weights, which is wrong for the averaged model; measure them on"
+            " training data before you use it: torch.optim.swa_utils.update_bn(loader, model)"
         )
     for name, other in average.differing.items():
         if not (statistics and name.endswith(COUNTER)):
             warnings.append(
-                f"{name!r} differs between {first} and {other}; it is not floating-point and has "
-                f"no mean, so {first}'s is used"
+                f"{name!r} differs between {first} and {other}; it is not floating-point and has"
+                f" no mean, so {first}'s is used"
             )
     return warnings
 

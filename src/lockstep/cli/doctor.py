@@ -117,8 +117,8 @@ def command(write: Path | None, as_json: bool, **given: Any) -> int:
 def _write(path: Path, processes: int) -> None:
     if path.suffix != ".toml":
         raise LaunchError(
-            f"--write {path}; lockstep plan recognises a machine's file by its suffix; name it "
-            f"{path.stem}.toml"
+            f"--write {path}; lockstep plan recognises a machine's file by its suffix; name it"
+            f" {path.stem}.toml"
         )
     if not (gpus := count_gpus()):
         raise LaunchError(
@@ -127,8 +127,8 @@ def _write(path: Path, processes: int) -> None:
         )
     if processes > gpus:
         raise LaunchError(
-            f"--write with --nproc {processes} on {gpus} GPUs; each process needs its own GPU; "
-            f"give --nproc {gpus}"
+            f"--write with --nproc {processes} on {gpus} GPUs; each process needs its own GPU;"
+            f" give --nproc {gpus}"
         )
     from lockstep.planner.machines.measuring_gpu import write_gpu_sheets
 

@@ -168,8 +168,8 @@ def check_out(path: Path) -> None:
     anything."""
     if path.suffix != ".safetensors":
         raise CheckpointError(
-            f"OUT is {str(path)!r}; models are exported as safetensors; name it "
-            f"{path.stem or 'model'}.safetensors"
+            f"OUT is {str(path)!r}; models are exported as safetensors; name it"
+            f" {path.stem or 'model'}.safetensors"
         )
     _check_new(path)
     if not path.absolute().parent.is_dir():
@@ -184,8 +184,8 @@ def _best(at: Target) -> CheckpointName | None:
         named = known.get("checkpoint")
         if named is not None and CheckpointName.parse(named) not in at.names:
             raise CheckpointError(
-                f"--best is checkpoint {named}, by result.json, but it does not exist: "
-                f"{at.none_there}"
+                f"--best is checkpoint {named}, by result.json, but it does not exist:"
+                f" {at.none_there}"
             )
         return named and CheckpointName.parse(named)
     scores = {}
@@ -194,8 +194,8 @@ def _best(at: Target) -> CheckpointName | None:
             scores[name] = read_manifest(at.storage, name).metadata.get("score")
     if (found := best_of(scores)) is None:
         raise CheckpointError(
-            f"--best: no checkpoint of {at.run or at.storage} has a score; a run with "
-            "ls.Saving(best=...) saves scores; leave --best out for the last model"
+            f"--best: no checkpoint of {at.run or at.storage} has a score; a run with"
+            " ls.Saving(best=...) saves scores; leave --best out for the last model"
         )
     return found
 
@@ -242,8 +242,8 @@ def _choose(modules: list[int], module: int | None) -> int:
     if module not in modules:
         said = f"--model {module}" if module is not None else "no --model"
         raise CheckpointError(
-            f"{said}; the models are {', '.join(map(str, modules))}, and one of them is exported; "
-            "give its number"
+            f"{said}; the models are {', '.join(map(str, modules))}, and one of them is exported;"
+            " give its number"
         )
     return module
 

@@ -185,8 +185,8 @@ def _check(target: str, plans: tuple[str, ...], memory: str | None) -> None:
 def _check_memory(memory: str, limit: int, device: Device) -> None:
     if limit > device.memory_bytes:
         raise PlanError(
-            f"--memory {memory}; a device ({device.name}) has {size(device.memory_bytes)}; give at "
-            "most that"
+            f"--memory {memory}; a device ({device.name}) has {size(device.memory_bytes)}; give at"
+            " most that"
         )
 
 

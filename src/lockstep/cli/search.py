@@ -160,8 +160,8 @@ def command(
     """
     if trials is None and sampler != "grid":
         raise LaunchError(
-            f"a search by {sampler} without --trials; only a grid ends by itself; give --trials "
-            "50, say"
+            f"a search by {sampler} without --trials; only a grid ends by itself; give --trials"
+            " 50, say"
         )
     fields: dict[str, Any] = {"trials": trials, "sampler": sampler, "pruner": pruner}
     return run_search(line, given, population=population, seed=seed, **fields)
@@ -218,8 +218,8 @@ def _send_to_slurm(options: str, jobs: int | None, line: ScriptLine) -> int:
     )
     if "--storage" not in words:
         say(
-            "lockstep: the nodes share an SQLite file, which needs a file system with locks; a "
-            "database is safer (--storage postgresql://...)"
+            "lockstep: the nodes share an SQLite file, which needs a file system with locks; a"
+            " database is safer (--storage postgresql://...)"
         )
     return 0
 

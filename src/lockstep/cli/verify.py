@@ -168,8 +168,8 @@ def show(report: Report) -> None:
     if (mismatch := report.microbatch_size_mismatch) is not None:
         console.print(
             Text(
-                f"the same batch with another microbatch size: {mismatch.text()}\n "
-                f" {mismatch.why()}"
+                f"the same batch with another microbatch size: {mismatch.text()}\n"
+                f"  {mismatch.why()}"
             )
         )
     for note in report.notes:

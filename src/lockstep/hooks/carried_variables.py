@@ -26,7 +26,8 @@ from lockstep.training.run import Run
 from lockstep.training.set_up import Remark
 
 TOLD_AFTER = (3, 15)
-"""Steps after which the findings are told: some values change in each fourth step only."""
+"""Number of steps after which findings are reported: some values change only in each fourth
+step."""
 _SAVE = "keep it in an object with state_dict and load_state_dict that session.include saves"
 _OF_VARIABLES = f"compute it by session.mean or session.gather, and {_SAVE}"
 _OF_OBJECTS = (
@@ -52,12 +53,13 @@ class _Seen(NamedTuple):
     writes: Sequence[int] = ()
     """Numbers of writes into its tensors."""
     is_compared: bool = True
-    """False if ranks may have different values: the states of their environments."""
+    """False if ranks may have different values, such as states of their environments."""
 
 
 class CarriedVariables(ControlHook):
     """Reports variables of a script's loop, and attributes of its objects, whose value goes into a
-    later step's loss. One counts if it changes twice: one that is filled once is a cache."""
+    later step's loss. A value counts if it changes twice; a value that is filled once is a
+    cache."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -152,8 +154,8 @@ class CarriedVariables(ControlHook):
 
 
 def _value_of(variables: Mapping[str, Any], path: str, saved: Set[int]) -> Any:
-    """Return the value of a variable or attribute; None for a saved one, an optimizer, and for a
-    part of one."""
+    """Return the value of a variable or attribute; None for an optimizer, for a value that
+    checkpoints save, and for a part of these."""
     name, *names = path.split(".")
     value = variables.get(name)
     for each in names:
@@ -164,7 +166,7 @@ def _value_of(variables: Mapping[str, Any], path: str, saved: Set[int]) -> Any:
 
 
 def _trained(value: Any) -> list[Tensor]:
-    """Return the parameters of a network, or a tensor that is one."""
+    """Return the trained parameters in a network or tensor."""
     tensors = value.parameters() if isinstance(value, nn.Module) else [value]
     return [
         each for each in tensors if isinstance(each, Tensor) and each.is_leaf and each.requires_grad
@@ -172,7 +174,7 @@ def _trained(value: Any) -> list[Tensor]:
 
 
 def _seen_in(value: Any, remedy: str) -> _Seen | None:
-    """Return how a number, tensor or container is seen; None for any other object, and for a
+    """Return the `_Seen` of a number, tensor or container; None for other objects, and for a
     container of models."""
     if isinstance(value, _NUMBERS):
         return _Seen(remedy, float(value))
@@ -189,15 +191,15 @@ def _seen_in(value: Any, remedy: str) -> _Seen | None:
 def _is_same(before: Any, now: Any) -> bool:
     if isinstance(before, weakref.ref) and isinstance(now, weakref.ref):
         return before() is now()
-    if isinstance(before, dict) and isinstance(now, dict):  # one that only grows is a cache
+    if isinstance(before, dict) and isinstance(now, dict):  # a dict that only grows is a cache
         return all(now.get(name) == digest for name, digest in before.items())
-    if isinstance(before, list):  # of trained tensors, which are written in place
+    if isinstance(before, list):  # a list of trained tensors, which are written in place
         return True
     return type(before) is type(now) and repr(before) == repr(now)  # NaN is NaN
 
 
 def _for_all(seen: _Seen) -> float | str | None:
-    """Return what can be compared between ranks; None if ranks may differ."""
+    """Return a value to compare between ranks; None if ranks may differ."""
     if not seen.is_compared:
         return None
     value = seen.mark() if isinstance(seen.mark, weakref.ref) else seen.mark

@@ -334,9 +334,9 @@ class Checkpointer:
                 saved = reader.manifest.metadata
                 if changes := self._changes(saved["recipe"], self._edited(saved), allow_change):
                     raise CheckpointError(
-                        f"the recipe differs from the one in checkpoint {name}: "
-                        f"{'; '.join(changes)}; resume with that recipe, name the fields that may "
-                        "differ (--allow-change, allow_change=), or choose another run directory"
+                        f"the recipe differs from the one in checkpoint {name}:"
+                        f" {'; '.join(changes)}; resume with that recipe, name the fields that may"
+                        " differ (--allow-change, allow_change=), or choose another run directory"
                     )
                 if name == names[0]:
                     # a check before the state is changed: there is no older checkpoint
@@ -385,8 +385,8 @@ class Checkpointer:
         edited = self._edited_code(saved["code"])
         if changes := self._changes(saved["recipe"] or {}, edited, allow_change):
             raise CheckpointError(
-                "the recipe differs from the one that trained the state in memory: "
-                f"{'; '.join(changes)}"
+                "the recipe differs from the one that trained the state in memory:"
+                f" {'; '.join(changes)}"
             )
         self._restore(reader)
         names = self._names()

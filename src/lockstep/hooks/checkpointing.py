@@ -246,8 +246,8 @@ class Checkpointing(ControlHook):
             is_now = progress.is_latest(ended)
             if len(run.training.stateful) > 1 and not (is_now and run.training.is_consistent):
                 raise CheckpointError(
-                    f"the device has done {ended.step} steps, and hooks with a state have seen "
-                    "later steps, so their states belong to another step"
+                    f"the device has done {ended.step} steps, and hooks with a state have seen"
+                    " later steps, so their states belong to another step"
                 )
             # not on the current stream, which may wait for ever for a collective
             with suppress(StateChangedError), torch.Stream(run.context.device):

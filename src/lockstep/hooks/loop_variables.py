@@ -24,8 +24,8 @@ _OWN_REFERENCES = 3
 
 
 class LoopVariables:
-    """The networks and tensors that the script's function has in variables when its loop begins.
-    They may go before they are looked at again."""
+    """Weak references to the networks and tensors in the variables of the script's function when
+    its loop begins."""
 
     def __init__(self, saved: Collection[int]) -> None:
         """`saved`: ids of the tensors that checkpoints hold."""
@@ -53,8 +53,8 @@ class LoopVariables:
 
 
 def frame_of_script() -> FrameType:
-    """Return the innermost frame that is neither lockstep's, nor of Python's library or an
-    installed package."""
+    """Return the innermost frame of the user's code: not lockstep's, Python's library's or an
+    installed package's."""
     frame = sys._getframe()
     while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -62,7 +62,8 @@ def frame_of_script() -> FrameType:
 
 
 def loop_of(frame: FrameType) -> ast.For | None:
-    """Return the `for` whose head the script is at. None if its code cannot be read."""
+    """Return the `for` statement whose head the frame executes; None if the source cannot be
+    read."""
     code, first = frame.f_code, 1
     lines = linecache.getlines(code.co_filename, frame.f_globals)
     if not code.co_name.startswith("<"):  # a function; parsing the whole file takes longer

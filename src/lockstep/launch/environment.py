@@ -188,7 +188,7 @@ def _number(asked: str | int, name: str) -> int:
         number = 0
     if number < 1 or isinstance(asked, bool):
         raise LaunchError(
-            f"{name}{asked}; it takes a whole number of processes, at least 1, or auto (from the "
-            "plan, else one per GPU, else 1), or gpu (one per GPU); give one of those"
+            f"{name}{asked}; it takes a whole number of processes, at least 1, or auto (from the"
+            " plan, else one per GPU, else 1), or gpu (one per GPU); give one of those"
         )
     return number

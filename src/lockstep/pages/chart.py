@@ -90,8 +90,8 @@ class Chart:
     unit: Unit = ""
     from_zero: bool = False
     logarithmic: bool | None = None
-    """True: a logarithmic axis, with zero at the lower edge. None: logarithmic only if a few values
-    would hide the others."""
+    """True: a logarithmic axis, with zero at the lower edge. None: logarithmic only if a linear
+    axis would let a few values hide the others."""
     note: str = ""
     marks: Sequence[EventMark] = ()
     microseconds: int | None = None
@@ -107,7 +107,7 @@ class DownsampledPoint:
     last: int
     count: int
     mean: float
-    """Mean of the finite values. If there are none, `mean`, `low` and `high` are NaN."""
+    """Mean of the finite values. Without finite values, `mean`, `low` and `high` are NaN."""
     low: float
     high: float
     not_finite: int
@@ -234,7 +234,7 @@ def axis_labels(x_scale: Scale, axis: str, y_scale: Scale | None) -> Html:
 
 def downsample(series: Series, last: int, columns: int) -> list[DownsampledPoint]:
     """Return the series as at most `columns` points, each for an equal part of the axis. Parts
-    without values are left out."""
+    without values have no point."""
     pairs = list(zip(series.steps, series.values, strict=True))
     if len(pairs) <= columns:
         return [_point([pair]) for pair in pairs]
@@ -377,8 +377,8 @@ def _spoken(line: Curve, axis: str) -> str:
         for at in (values[f"{name}_step"] for name in ("last", "min", "max"))
     )
     return (
-        f"{line.name}: {values['values']} values, first {first}, last {last} at {last_at}, "
-        f"minimum {lowest} at {low_at}, maximum {highest} at {high_at}."
+        f"{line.name}: {values['values']} values, first {first}, last {last} at {last_at},"
+        f" minimum {lowest} at {low_at}, maximum {highest} at {high_at}."
     )
 
 

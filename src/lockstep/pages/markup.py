@@ -1,4 +1,4 @@
-"""Makes HTML. Text gets into a page only through `joined`, `element` and `table`, which escape
+"""Makes Builds HTML. Text enters a page only through `joined`, `element` and `table`, which escape
 it."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Content: TypeAlias = "str | Iterable[Content] | None"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of numbers, or of texts if `number=False`. For a column of texts, a table also
-    accepts just the name."""
+    """A column of numbers, or of texts if `number=False`. A table also accepts a string: the name
+    of a column of texts."""
 
     name: Content
     number: bool = True

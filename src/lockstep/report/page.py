@@ -46,14 +46,14 @@ _TITLES = {"loss": "loss", "lr": "learning rate", "gradient_norm": "gradient nor
 _FIRST = ("loss", "lr", "gradient_norm")
 _EVALUATION = "evaluation/"
 _ABOUT_RANKS = (
-    "A cell is the mean of its steps; each heatmap has its own colour scale. A straggler, a "
-    "rank whose data or compute takes longer, makes the others wait: their communication takes "
-    "longer, and the step is as long for all."
+    "A cell is the mean of its steps; each heatmap has its own colour scale. A straggler, a"
+    " rank whose data or compute takes longer, makes the others wait: their communication takes"
+    " longer, and the step is as long for all."
 )
 _ABOUT_LOADS = (
-    "A load is the number of tokens that chose an expert, divided by the mean of its layer: 1 "
-    "is balanced, 0 is an expert that nothing trains. A cell is the mean of its logging steps; "
-    "each heatmap has its own colour scale."
+    "A load is the number of tokens that chose an expert, divided by the mean of its layer: 1"
+    " is balanced, 0 is an expert that nothing trains. A cell is the mean of its logging steps;"
+    " each heatmap has its own colour scale."
 )
 
 
@@ -231,8 +231,8 @@ def _unreadable(runs: Sequence[RunHistory]) -> Html:
         for name, lines in run.unreadable.items()
     ]
     texts += [
-        f"{run.name}: {len(run.curves.left_out):,} more metrics are in metrics.jsonl; "
-        f"a page has the first {MOST_SERIES:,}"
+        f"{run.name}: {len(run.curves.left_out):,} more metrics are in metrics.jsonl;"
+        f" a page has the first {MOST_SERIES:,}"
         for run in runs
         if run.curves.left_out
     ]
@@ -272,9 +272,9 @@ def _memory(runs: Sequence[RunHistory], figures: Sequence[RenderedFigure]) -> Ht
     if not figures:
         return None
     explanation = remark(
-        "Memory of tensors on the rank's device. Activations are what a forward leaves for the "
-        "backward; the rest is temporary: gradients of activations, what is computed again, "
-        "batches, buffers of exchanges."
+        "Memory of tensors on the rank's device. Activations are what a forward leaves for the"
+        " backward; the rest is temporary: gradients of activations, what is computed again,"
+        " batches, buffers of exchanges."
     )
     tables_of_runs = (
         [

@@ -23,9 +23,9 @@ _NOT_LEARNED = frozenset(
     {"lr", "gradient_norm", "samples_per_second", "weight_per_second", "mfu", "memory_bytes"}
 )
 NOTE = (
-    "The last value of each run: mean ± sample standard deviation (divided by n − 1). Grouped are "
-    "runs that have ended, with other models bit for bit, whose recorded recipe, plan and highest "
-    "learning rate are the same; seed, data and fold may differ. Functions are recorded by name."
+    "The last value of each run: mean ± sample standard deviation (divided by n − 1). Grouped are"
+    " runs that have ended, with other models bit for bit, whose recorded recipe, plan and highest"
+    " learning rate are the same; seed, data and fold may differ. Functions are recorded by name."
 )
 
 

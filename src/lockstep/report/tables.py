@@ -52,8 +52,8 @@ def state_reason(run: RunHistory) -> str:
     if run.state == "unfinished":
         if run.holder is not None and run.holder.alive is None:
             return (
-                f"process {run.holder.pid} on {run.holder.host}, another host or container, "
-                "held the directory: it may still be running"
+                f"process {run.holder.pid} on {run.holder.host}, another host or container,"
+                " held the directory: it may still be running"
             )
         return "it ended without a record: it was killed, or its machine failed"
     return ""

@@ -74,9 +74,9 @@ def launch_script(
     unread = options.flags_for_script() if ending.status == 0 and not ending.options_read else []
     if unread:
         say(
-            f"lockstep: {'error' if options.strict else 'warning'}: {', '.join(unread)} had no "
-            "effect, because the script has not trained with lockstep; call ls.train or enter an "
-            "ls.Session in it, or leave the options out"
+            f"lockstep: {'error' if options.strict else 'warning'}: {', '.join(unread)} had no"
+            " effect, because the script has not trained with lockstep; call ls.train or enter an"
+            " ls.Session in it, or leave the options out"
         )
     return USER_ERROR_STATUS if unread and options.strict else ending.status
 

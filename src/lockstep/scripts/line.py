@@ -82,8 +82,8 @@ def _check_module(name: str) -> None:
         and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None
     ):
         raise LaunchError(
-            f"no module named {name!r}; -m takes the name of a module that Python can import from "
-            "here; correct the name"
+            f"no module named {name!r}; -m takes the name of a module that Python can import from"
+            " here; correct the name"
         )
 
 

@@ -97,8 +97,8 @@ def _best_trial(results: SearchResults) -> Html:
     parent = ""
     if best.parent is not None:
         parent = (
-            f" It went on from a checkpoint of trial {best.parent}; "
-            "the command trains from the start."
+            f" It went on from a checkpoint of trial {best.parent};"
+            " the command trains from the start."
         )
     return joined(
         element("p", about, kind="sub"),
@@ -116,9 +116,9 @@ def _importance_bars(importance: Mapping[str, float]) -> Html:
     )
     if not shown:
         return remark(
-            "The importance of parameters cannot be computed: that takes several complete trials "
-            "whose parameters and "
-            "values differ."
+            "The importance of parameters cannot be computed: that takes several complete trials"
+            " whose parameters and"
+            " values differ."
         )
     longest = shown[0][0] or 1.0
     return table(
