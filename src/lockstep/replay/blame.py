@@ -255,8 +255,8 @@ def _not_finite(
 
 def samples_not_finite(replay: Replay) -> list[int | str]:
     """Return the samples with the first values that are not finite. Empty if unknown, or if the
-    samples are not the cause: all samples of a microbatch, or some of every microbatch, are bad
-    without bad data."""
+    computation is the cause: values of all samples of a microbatch, or of some samples of every
+    microbatch, become infinite or NaN although the data are finite."""
     bad = replay.first_not_finite
     samples: list[int | str] = []
     for each, place in bad:

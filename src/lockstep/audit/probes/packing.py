@@ -30,7 +30,7 @@ class Packing:
         """True if this version of transformers looks for documents in positions."""
 
     def install(self, module: ModuleType) -> None:
-        """Watch transformers' module of models, or of masks."""
+        """Watch a module of transformers: its models, or its masks."""
         if hasattr(module, FINDER):
             self._knows = True
             self._recorder.wrap(module, FINDER, after=self._after_search)

@@ -45,8 +45,8 @@ from lockstep.training.train_module import TrainModule
 LISTED_OPERATORS = 10
 CLOCK_EXCHANGES = 9  # number of exchanges that compare the ranks' clocks; the median is used
 _FAILURES = (OSError, ValueError, RuntimeError)
-"""Exceptions if a trace is not written, or only in part: torch's export does not always report
-that."""
+"""Exceptions for a trace that torch's export did not write completely, which it does not always
+report."""
 PHASES_THREAD = 0  # the thread number of the phases in a trace
 
 
