@@ -30,8 +30,7 @@ SHARED_MEMORY = Path("/dev/shm")
 POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 0.2
 # pytest rewrites its variable in each phase of a test.
 VOLATILE_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
-# Python starts each of these once for the life of the interpreter. The code that caused its start
-# does not leak it.
+# Processes that Python starts once for the life of the interpreter; they are no leaks.
 INTERPRETER_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 # The state of a listening socket in /proc/net/tcp.
@@ -57,8 +56,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """Resources that snapshots leave out because they outlive the code under test, such as those of
-    a `WorkerPool`."""
+    """Resources that outlive the code under test, such as a `WorkerPool`'s. Snapshots leave them
+    out."""
 
     processes: Collection[int] = ()
     """Process ids. These processes and their descendants are left out."""
@@ -160,7 +159,7 @@ class _Process:
 
 def _has_children() -> bool:
     """Return True if this process has a child process, including zombies. This is far cheaper than
-    looking at all processes."""
+    a look at all processes."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -187,8 +186,8 @@ def _family(exempt: Exempt) -> dict[int, _Process]:
 
 
 def _children() -> Callable[[int], list[int]]:
-    """Return a function that lists the children of a process. The kernel lists them; one that does
-    not is asked for the parent of every process, which takes 15 microseconds a process."""
+    """Return a function that lists the children of a process. Kernels without such a list are asked
+    for the parent of every process, which takes 15 microseconds a process."""
     if os.path.exists(f"/proc/self/task/{threading.get_native_id()}/children"):
         return _listed_children
     children: dict[int, list[int]] = {}
@@ -204,7 +203,7 @@ def _listed_children(number: int) -> list[int]:
         threads = os.listdir(f"/proc/{number}/task")
     except OSError:
         return children  # the process has ended
-    # the main thread last: it gets the children of a thread that ends
+    # the main thread last, because it inherits the children of ended threads
     for thread in reversed(threads):
         with contextlib.suppress(OSError), open(f"/proc/{number}/task/{thread}/children") as file:
             children += map(int, file.read().split())
@@ -217,7 +216,7 @@ def _process(number: int) -> _Process | None:
             text = file.read()
     except OSError:
         return None  # it has ended
-    # the name before it, in brackets, may contain any characters
+    # from the last ")": the name before it may contain any characters
     fields = text.rpartition(b")")[2].split()
     return _Process(parent=int(fields[1]), state=fields[0].decode(), started=int(fields[19]))
 
@@ -390,8 +389,8 @@ def _shared_memory() -> Found:
 def _mapped_by_others(paths: Collection[str]) -> set[str]:
     """Return the `paths` that are mapped by a process other than this one and its descendants.
 
-    Files are identified by inode, because the process that made a semaphore maps it under another
-    name, which was removed since.
+    Files are identified by inode, because the process that made a semaphore maps it under another,
+    removed name.
     """
     files = {}
     for path in paths:
