@@ -307,7 +307,7 @@ def test_it_is_refused_where_it_cannot_be(plan: Plan, options: dict[str, str], s
             **{"precision": "fp32", "gradient_compression": "none", **options},
         )
     assert str(raised.value).startswith(
-        f"LBFGS with {said}; it computes the gradient more than once per step, by a closure"
+        f"LBFGS with {said}; its closure computes the gradient more than once per step"
     )
 
 

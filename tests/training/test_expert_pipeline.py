@@ -325,7 +325,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": mixing_last}, "RecipeError: blocks.2.experts computes something else when"),
     ({"model": left_out}, "leaves out blocks.2.experts, as with stochastic depth;"),
     ({"model": dense}, "PlanError: expert=2, but the model has no modules of experts"),
-    ({"experts": ["head"]}, "PlanError: expert=2, and head has 11 experts; each rank holds as"),
+    ({"experts": ["head"]}, "PlanError: expert=2, and head has 11 experts; each rank must hold"),
 ]
 """Changes of the recipe, and words of the error."""
 
