@@ -320,7 +320,7 @@ def test_paths_and_urls_of_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         open_storage("grid://b")
     with pytest.raises(
         RunDirectoryError,
-        match=r"^memory://b is memory of one process, but another writes the checkpoints",
+        match=r"^memory://b is memory of one process, but another process writes the checkpoints",
     ):
         open_storage("memory://b")
 
