@@ -54,14 +54,6 @@ class RandomStream(IntEnum):
     done, number of passes over the step's microbatches)."""
 
 
-def mix(state: int) -> int:
-    """Return splitmix64's finalizer of `state` (Steele, Lea and Flood, 2014): a bijection of
-    0..2**64-1."""
-    state = (state ^ (state >> 30)) * MIX_FIRST & MASK
-    state = (state ^ (state >> 27)) * MIX_SECOND & MASK
-    return state ^ (state >> 31)
-
-
 def key(*parts: int) -> int:
     """Return an integer in 0..2**64-1 that depends on every part and on their order. Parts are
     taken modulo 2**64."""
@@ -72,5 +64,9 @@ def key(*parts: int) -> int:
 
 
 def longer(key: int, part: int) -> int:
-    """Return the key whose parts are those of `key` and `part`."""
-    return mix(((key + GOLDEN) ^ part) & MASK)
+    """Return the key whose parts are those of `key` and `part`, mixed by splitmix64's finalizer
+    (Steele, Lea and Flood, 2014): a bijection of 0..2**64-1."""
+    state = ((key + GOLDEN) ^ part) & MASK
+    state = (state ^ (state >> 30)) * MIX_FIRST & MASK
+    state = (state ^ (state >> 27)) * MIX_SECOND & MASK
+    return state ^ (state >> 31)

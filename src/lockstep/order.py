@@ -118,7 +118,7 @@ def hashed(numbers: NDArray[np.int64], key: int) -> NDArray[np.uint64]:
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """`keys.mix` of every element, in place."""
+    """The finalizer in `keys.longer` of every element, in place."""
     state ^= state >> np.uint64(30)
     state *= np.uint64(MIX_FIRST)
     state ^= state >> np.uint64(27)

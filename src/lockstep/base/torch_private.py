@@ -160,8 +160,12 @@ def base_of(tensor: Tensor) -> Tensor:
     return tensor if base is None else base
 
 
-def versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [version(tensor) for tensor in tensors]
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the `version` of each tensor."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # one is of `torch.inference_mode()`
+        return [version(tensor) for tensor in tensors]
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:

@@ -138,10 +138,13 @@ class Fetcher:
             return all(size * width % ALIGNMENT_BYTES == 0 for width in widths)
 
         while several := list(_some_requests(requests, rows, fits)):
+            if len(several) == 1:
+                self.check_length(several[0])
+                yield several[0], self._rows(several[0].samples)
+                continue
             sizes = [len(request.samples) for request in several]
             together = self._rows(np.concatenate([request.samples for request in several]))
-            batches = [together] if len(several) == 1 else _pieces(together, sizes)
-            for request, batch in zip(several, batches, strict=True):
+            for request, batch in zip(several, _pieces(together, sizes), strict=True):
                 self.check_length(request)
                 yield request, batch
 

@@ -44,7 +44,9 @@ class Metrics(ControlHook):
         if weights:
             weights = {name: each for name, each in weights.items() if name not in BALANCE_TERMS}
         self.throughput.count(run.training.current.samples, weights)
-        self._unread += run.training.results.values()
+        self._unread += [
+            result for result in run.training.results.values() if not result.is_settled
+        ]
         if run.is_logging_step or run.training.stopping is not None:
             self._read(run)
         if run.is_logging_step:

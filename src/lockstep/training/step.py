@@ -598,8 +598,8 @@ class Step:
             for statistics in self._statistics:
                 # undo updates by recomputation and by forwards without a backward
                 statistics.discard()
-            position = self.source.position(current, passes)
             for number, streams in self._training.streams:
+                position = self.source.position(current, passes)
                 streams.set_position((*position, number) if number else position)
             if self._probe is None or self._is_repeated:
                 yield current, self._changed(current, batch)

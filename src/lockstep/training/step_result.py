@@ -44,6 +44,11 @@ class StepResult:
         """True if the model was updated. Waits for the device."""
         return math.isfinite(float(self.norm)) if self.applied is None else self.applied
 
+    @property
+    def is_settled(self) -> bool:
+        """True if the host knows that the model was updated, and nothing is left to `check`."""
+        return self.applied is True and self.weights is None
+
     def loss(self) -> float:
         """Σ total / Σ weight over the global batch, the same on every rank."""
         total = exact_sum(numbers_of(self.values))
@@ -82,7 +87,7 @@ class StepResult:
 
     def check(self) -> None:
         """Raise `LossError`, on every rank, if the loss or the gradient is not finite."""
-        if math.isfinite(float(self.norm)) and self.was_applied and self.weights is None:
+        if self.was_applied and self.weights is None:
             return
         self.module.agreement.refuse_late()
         layout = self.layout

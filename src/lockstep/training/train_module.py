@@ -430,13 +430,12 @@ class TrainModule:
         Returns `StepResult.norm` and `StepResult.applied`. `measure`: True if the norm itself is
         needed. `closure`: makes the optimizers' closure, once the gradient is final.
         """
-        gradients = self.gradients()
         divisor: Tensor | float = 1.0
         if self.loss_scale is not None:
             if self._optimizer_unscales:
                 divisor = self.loss_scale.divisor
             else:
-                self.loss_scale.unscale(gradients)
+                self.loss_scale.unscale(self.gradients())
         counted = [parameter.grad for _, parameter in self._counted]
         norm = (
             self.norm.of(counted) if measure or clip_norm is not None else self.norm.check(counted)
@@ -445,7 +444,7 @@ class TrainModule:
             if self._optimizer_unscales:
                 divisor = divisor * gradient_norm.clip_divisor(norm, clip_norm)
             else:
-                gradient_norm.clip(gradients, norm, clip_norm)
+                gradient_norm.clip(self.gradients(), norm, clip_norm)
         self.schedule.before_step(step)
         applied = self._step_optimizers(norm, divisor, closure)
         if applied is not False:
