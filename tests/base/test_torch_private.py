@@ -133,6 +133,16 @@ def test_version():
     assert torch_private.version(constant) == 0
 
 
+def test_versions():
+    written, plain = torch.zeros(1), torch.zeros(1)
+    first = torch_private.versions([written, plain])
+    written.add_(1)
+    assert torch_private.versions([written, plain]) == [first[0] + 1, first[1]]
+    with torch.inference_mode():
+        uncounted = torch.zeros(1)
+    assert torch_private.versions([written, uncounted]) == [first[0] + 1, 0]
+
+
 def test_storage_address():
     tensor, other = torch.empty(2, device="meta"), torch.empty(2, device="meta")
     address = torch_private.storage_address(tensor.untyped_storage())
