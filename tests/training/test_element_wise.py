@@ -223,6 +223,35 @@ def slowing(model: nn.Module) -> torch.optim.Optimizer:
     return Slowing(model.parameters(), lr=0.1)
 
 
+class Eigenbasis(torch.optim.Optimizer):
+    """Takes the sign of the gradient in the eigenvectors of its products, as SOAP: where these are
+    not unique, the last bit of a product decides."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.dim() != 2:
+                p.sub_(p.grad, alpha=0.01)
+                continue
+            state = self.state[p]
+            products = state.setdefault("products", [torch.zeros(len(p), len(p))])
+            products[0].lerp_(p.grad @ p.grad.mT, 0.5)
+            rotated = state.setdefault("basis", [torch.linalg.eigh(products[0])[1]])[0].mT @ p.grad
+            p.sub_(self.param_groups[0]["lr"] * state["basis"][0] @ rotated.sign())
+            state["basis"][0] = torch.linalg.qr(products[0] @ state["basis"][0])[0]
+
+
+def odd_sizes() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 15), nn.Tanh(), nn.Linear(15, OUTPUTS))
+
+
+def eigenbasis(model: nn.Module) -> torch.optim.Optimizer:
+    return Eigenbasis(model.parameters())
+
+
 def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
@@ -236,6 +265,7 @@ OPTIMIZERS = {
     "adafactor": (network, adafactor),
     "both": (network, muon_and_adamw),
     "slowing": (network, slowing),
+    "eigenbasis": (odd_sizes, eigenbasis),
 }
 OPTIMIZERS |= {"by identity": (network, by_identity), "by group": (network, by_group)}
 
@@ -252,7 +282,7 @@ def train(name: str, run_dir: str, plan: str, **options: Any) -> str:
     return ls.train(given, run_dir=run_dir, plan=plan, **options).fingerprint
 
 
-MATRICES = ["muon", "adafactor", "both"]
+MATRICES = ["muon", "adafactor", "both", "eigenbasis"]
 TRAININGS = {
     1: [(name, "numerics=bitwise") for name in (*MATRICES, "by identity", "slowing")]
     + [("muon", "numerics=fast")],

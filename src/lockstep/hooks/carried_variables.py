@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,6 +19,7 @@ from lockstep.base.contents import Reader, attributes, digest_parts, is_users
 from lockstep.base.errors import first_few
 from lockstep.base.loop_flow import carried_into_loss, kept_by_methods, used_by_loss
 from lockstep.base.torch_private import tree_leaves, version
+from lockstep.comm.mesh import to_local
 from lockstep.hooks.loop_variables import frame_of_script, local_variables, loop_of
 from lockstep.hooks.loss_check import tell_state
 from lockstep.training.checksum import checksum
@@ -169,23 +171,33 @@ def _trained(value: Any) -> list[Tensor]:
     """Return the trained parameters in a network or tensor."""
     tensors = value.parameters() if isinstance(value, nn.Module) else [value]
     return [
-        each for each in tensors if isinstance(each, Tensor) and each.is_leaf and each.requires_grad
+        each
+        for each in tensors
+        if isinstance(each, Tensor) and each.is_leaf and each.requires_grad and _can_be_read(each)
     ]
 
 
 def _seen_in(value: Any, remedy: str) -> _Seen | None:
     """Return the `_Seen` of a number, tensor or container; None for other objects, and for a
-    container of models."""
+    container of models or of parts of tensors."""
     if isinstance(value, _NUMBERS):
         return _Seen(remedy, float(value))
+    if not isinstance(value, (Tensor, *_CONTAINERS)) or not all(
+        map(_can_be_read, tree_leaves(value))
+    ):
+        return None
     if isinstance(value, Tensor):
         return _Seen(remedy, weakref.ref(value), [version(value)])
-    leaves = tree_leaves(value) if isinstance(value, _CONTAINERS) else [nn.Module()]
-    if any(isinstance(each, nn.Module | Optimizer) for each in leaves):
-        return None
     if isinstance(value, dict):
         return _Seen(remedy, {repr(name): _digest(each) for name, each in value.items()})
     return _Seen(remedy, _digest(value))
+
+
+def _can_be_read(value: Any) -> bool:
+    """True unless it is a model, an optimizer, or a tensor whose values are split or not there."""
+    if not isinstance(value, Tensor):
+        return not isinstance(value, nn.Module | Optimizer)
+    return to_local(value) is value and value.layout is torch.strided and not value.is_meta
 
 
 def _is_same(before: Any, now: Any) -> bool:

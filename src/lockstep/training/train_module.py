@@ -38,6 +38,7 @@ from lockstep.training.left_out import LeftOut, complete_state_dict
 from lockstep.training.loss import Contribution, LossKind
 from lockstep.training.optim import gradient_norm
 from lockstep.training.optim.modes import OptimizerModes
+from lockstep.training.optim.operands import lay_out, may_multiply
 from lockstep.training.optim.optimizer_state import Settings, differing, settings_of
 from lockstep.training.optim.optimizers import needs_closure
 from lockstep.training.optim.schedule import Schedule
@@ -108,6 +109,7 @@ class TrainModule:
             not type(each).step.__module__.startswith("torch.optim.") for each in optimizers
         )
         """True if an optimizer's step may draw random numbers."""
+        self._lays_out = context.bitwise and may_multiply(optimizers)
         self.held = held_by(model, optimizers)
         """The parameters that the optimizers hold, by name, including frozen ones."""
         self.modes = OptimizerModes(optimizers, self.held)
@@ -358,6 +360,8 @@ class TrainModule:
             self.check_counts()
         if self._tied is not None:
             self._tied.sum()
+        if self._lays_out:
+            lay_out(self.parameters, self.optimizers)
         return stats
 
     def grad_output(self, part: Contribution) -> Tensor:

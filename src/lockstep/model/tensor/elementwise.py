@@ -48,8 +48,12 @@ def aligned(tensor: Tensor) -> Tensor:
     """Return the tensor with contiguous elements at an aligned address: libraries round strided or
     unaligned tensors differently."""
     tensor = tensor.contiguous()
-    begins = tensor.storage_offset() * tensor.element_size()
-    return tensor.clone() if begins % ALIGNMENT else tensor
+    return tensor if is_aligned(tensor) else tensor.clone()
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """True if the tensor begins where a vector may."""
+    return tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0
 
 
 def aligned_gradient(item: Any) -> Any:

@@ -19,6 +19,7 @@ from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.json_state import decode, encode
 from lockstep.comm.mesh import full_tensor, shard_as, to_local
 from lockstep.comm.world import World
+from lockstep.training.optim.operands import laid_out
 
 _STATE = "state"
 _REMEDY = (
@@ -92,7 +93,7 @@ class WholeTensorOptimizer:
         if self._owners[id(parameter)] != self._world.rank:
             return None
         mine = nn.Parameter(value.clone())
-        mine.grad = gradient
+        mine.grad = laid_out(gradient)
         copied.state[mine] = {
             name: each.clone() if isinstance(each, Tensor) else each
             for name, each in gathered.items()
