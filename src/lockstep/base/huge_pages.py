@@ -12,8 +12,8 @@ MADV_COLLAPSE = 25
 
 def move_into_huge_pages() -> None:
     """Move this process's memory into huge pages, so that forks cost less: a fork copies a table
-    entry for each page, and frees it when it ends. That takes 17 ms for 240 MB in pages of 4 KiB,
-    and 1 ms in pages of 2 MiB. Does nothing where the kernel cannot move it (before Linux 6.1)."""
+    entry for each page, and frees it at its end. For 240 MB that takes 17 ms in pages of 4 KiB, and
+    1 ms in pages of 2 MiB. Does nothing before Linux 6.1, which cannot move memory."""
     if sys.platform != "linux":
         return
     madvise = ctypes.CDLL(None).madvise
@@ -23,7 +23,7 @@ def move_into_huge_pages() -> None:
 
 
 def movable(maps: str) -> list[tuple[int, int]]:
-    """Return the whole huge pages, as (start, end), in private anonymous memory; not the stack's.
+    """Return the whole huge pages, as (start, end), in private anonymous memory except the stack.
     `maps`: the text of /proc/PID/maps."""
     ranges = []
     for line in maps.splitlines():

@@ -260,8 +260,8 @@ def keeps_graph() -> bool:
 
 
 def current_modes() -> Callable[[], AbstractContextManager[None]]:
-    """Return a context that enters this thread's modes, of functions and of dispatch, in another
-    thread."""
+    """Return a context that enters this thread's TorchFunctionModes and TorchDispatchModes in
+    another thread."""
     stack: Any = overrides
     functions = stack._get_current_function_mode_stack()
     dispatches = _python_dispatch._get_current_dispatch_mode_stack()

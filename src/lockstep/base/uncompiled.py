@@ -11,7 +11,7 @@ import torch
 
 class Uncompiled:
     """Calls a function outside compiled code. Unlike with `torch.compiler.disable`, a deep copy
-    calls a deep copy of the function: after a model is copied, a bound method of the copy."""
+    calls a deep copy of the function: if it is a model's bound method, the copied model's."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._set(function)

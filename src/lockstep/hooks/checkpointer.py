@@ -413,8 +413,8 @@ class Checkpointer:
         edited: Sequence[str],
         allow_change: frozenset[str],
     ) -> list[str]:
-        """Return the changes of the recipe that are not allowed. `edited`: lines that begin with
-        their field."""
+        """Return the changes of the recipe that are not allowed. `edited`: descriptions of edited
+        fields, each beginning with the field's name."""
         fields = self.run.context.recorder.summary["recipe"] or {}
         changed = [] if saved is None else differences(saved, fields, allow_change=allow_change)
         return changed + [

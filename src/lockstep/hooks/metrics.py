@@ -22,8 +22,8 @@ from lockstep.training.run import Run
 from lockstep.training.step_result import StepResult
 from lockstep.training.train_module import TrainModule
 
-# consecutive steps; fewer are normal while fp16 searches for its loss scale, and are only recorded
-# as events
+# consecutive overflows; fewer are normal while fp16 searches for its loss scale, and are only
+# recorded as events
 _OVERFLOWS_TO_REPORT = 8
 
 

@@ -116,7 +116,7 @@ def restart_variables(
 ) -> dict[str, str]:
     """The environment variables that tell workers why they are started again; none at the first
     start. `everyone`: the values of each machine. The first three are the values for
-    `restart_reason`, the fourth is the reason why the restart is not `in_place`."""
+    `restart_reason`, the fifth is the reason why the restart is not `in_place`."""
     why = restart_reason([each[:3] for each in everyone], machines)
     if why is None:
         return {}
@@ -501,8 +501,8 @@ class Agent(SimpleElasticAgent):
 
     def _exit_barrier(self) -> None:
         """On the machine that hosts the store, wait briefly until the other machines know that all
-        are done. Torch's barrier waits five minutes for a machine whose workers have failed, and
-        ignores signals.
+        workers are done. Torch's barrier waits five minutes for a machine whose workers have
+        failed, and ignores signals.
         """
         rendezvous = self._elastic
         if rendezvous is None or self._workers.ending().was_preempted:

@@ -79,7 +79,7 @@ def run_workers(
             return ending
         finally:
             agent.close()
-            # As under torchrun, other machines may continue after one was asked to end.
+            # As under torchrun, other machines may continue after one machine was asked to end.
             if not agent.is_joining and (
                 machines is None or ending is None or ending.signal is None
             ):

@@ -353,7 +353,7 @@ class WorkerProcesses:
             if refusal := self.connections.refusal():
                 return refusal
             waited = time.monotonic() - began
-            # A failed worker reports that before its record exists.
+            # A failed worker reports its failure before its record exists.
             if waited > FAILURES_SECONDS and (why_not := self.connections.why_not(self.healthy)):
                 return why_not
             for worker in (self._workers[rank] for rank in missing):

@@ -178,7 +178,8 @@ _IMPORTANCE = {
     _LR: _MIN_BAR_COLUMNS + 1,
     _EXTRA: 2 * _MIN_BAR_COLUMNS + 1,
 }
-"""Name of a number -> the columns that must remain for the bar, the most important number first."""
+"""Number of the line -> the columns that must be left for the bar to show the number. In order of
+importance."""
 
 
 def _numbers(

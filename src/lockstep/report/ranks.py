@@ -1,4 +1,4 @@
-"""Step times of ranks: arranged for heat maps, one for each phase, and as bars. Pure."""
+"""Shows the step times of ranks: as heat maps, one for each phase, and as bars. Pure."""
 
 from __future__ import annotations
 

@@ -245,8 +245,7 @@ class Search:
             needs = "a search needs the parameters of the recipe given to ls.train"
             self._stop(never_trained(self._request.line, "a call of ls.train", needs))
         if self._ends_early and outcome.state == "failed":
-            # the signal that ends the search ended the trial, or a mistake that no other trial can
-            # avoid
+            # ended by the search's signal, or by a mistake that every trial would repeat
             outcome = TrialOutcome(state="running")
         self._finish(running.claimed, outcome)
 

@@ -31,7 +31,7 @@ from lockstep.recipe.parameters import Parameter, Value
 from lockstep.search.results import SearchResults, State, TrialResult
 
 _SHADES = len(RAMP) - 2
-"""Number of colours from worse to better; the two palest of the ramp are not used for lines."""
+"""Number of colours of lines, from worse to better. Lines do not have the two palest colours."""
 _FAINT_FROM = 60
 """If there are at least this many lines, each is drawn paler."""
 _POINTS = 60_000

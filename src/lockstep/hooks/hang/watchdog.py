@@ -128,7 +128,7 @@ class Watchdog:
     """Returns the objects that record each model's exchanges."""
     has_peer_failed: Callable[[], bool]
     """True if another rank has ended its run with an error. Called while a phase is long."""
-    # True if the watchdog's thread is about to end this process; then no other thread may
+    # True if the watchdog's thread is about to end this process; then no other thread may end it
     ends_the_process: bool = False
     _shutting_down_since: float | None = None
     _training_thread: threading.Thread = field(default_factory=threading.current_thread)

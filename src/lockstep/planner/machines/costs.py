@@ -51,7 +51,7 @@ class Fitted:
     contention: float
     """Fraction of a collective's time, if it overlaps with computation, that still costs time."""
     tensor_overlap: float
-    """Fraction of tensor parallelism's collectives that overlapping software hides."""
+    """Fraction of the time of tensor parallelism's collectives that software with overlap hides."""
     jitter: float
     """Fraction of a step that each doubling of the number of devices adds, because all wait for the
     slowest."""
