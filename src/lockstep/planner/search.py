@@ -244,8 +244,8 @@ def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -
 
 
 def _is_able(plan: Plan, change: dict[str, Any], space: Space) -> bool:
-    """True if a plan can be changed so. Chunked logits are no reason to give up a plan that cannot
-    have them."""
+    """True if a change should be tried on a plan. Chunked logits are not tried on a plan that
+    cannot have them."""
     if "logits" in change:
         return space.has_head and bool(_changed(plan, change))
     return _splits(plan, change, space)

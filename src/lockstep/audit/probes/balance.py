@@ -14,7 +14,7 @@ MOST_NODES, MOST_STEPS = 500, 100
 """Largest numbers of nodes to search: from the loss, and from a product to its softmax."""
 PRODUCTS = ("MulBackward0", "DotBackward0")
 MEANS = ("MeanBackward1", "SumBackward1")
-"""Means and sums over some dimensions."""
+"""Operations that take a mean or sum over some dimensions."""
 RESHAPED = (
     *("ViewBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0", "ExpandBackward0"),
     *("SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "TransposeBackward0"),

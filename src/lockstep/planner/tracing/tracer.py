@@ -395,8 +395,7 @@ def _reduces_in_buckets(module: TrainModule) -> bool:
 
 
 def axes_of(mesh: Mesh) -> Mapping[str, str]:
-    """Return name of a group -> its axes, or `data` for the data ranks, for each group of a
-    mesh."""
+    """Return, for each process group of a mesh, name -> axes (`data` for the data ranks)."""
     return {
         group_name(world.group or dist.group.WORLD): (
             "data" if len(names) > 1 and world is mesh.data else "_".join(names)
