@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
+import signal
 import socket
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from lockstep.base.container import process_id_space
 from lockstep.comm.active_calls import CollectiveCall, open_entries
+from lockstep.hooks.hang import watchdog as module
 from lockstep.hooks.hang.report import Hang, diagnose, different_exchanges, enclosing
-from lockstep.hooks.hang.snapshot import Activity, Frame, StackSnapshot, activity
-from lockstep.hooks.hang.watchdog import _why_silent
-from lockstep.logging.phases import FADES
+from lockstep.hooks.hang.snapshot import (
+    STACK_SIGNAL,
+    Activity,
+    Frame,
+    StackSnapshot,
+    StackWriter,
+    activity,
+    read_stack,
+)
+from lockstep.hooks.hang.watchdog import Watchdog, _end_of, _why_silent
+from lockstep.logging.phases import FADES, Phases
 from lockstep.options import WatchdogTimeouts
 from lockstep.training.reducers.exchange_order import Exchanges
 
@@ -78,17 +90,92 @@ def test_a_process_of_another_container_is_not_looked_for_among_those_of_this_on
     }
     boot, space = process_id_space()
     elsewhere = who | {"process_ids": [boot, int(space) + 1]}
+    assert _end_of(elsewhere) is None
     assert _why_silent(elsewhere) == (
-        (
-            f"process {os.getpid()} on {socket.gethostname()} does not answer: it has ended, it is"
-            " stopped, or its machine cannot be reached"
-        ),
-        False,
+        f"process {os.getpid()} on {socket.gethostname()} does not answer: it has ended, it is"
+        " stopped, or its machine cannot be reached"
     )
-    assert _why_silent(who | {"process": 2**22 + 1}) == (
-        f"process {2**22 + 1} on {socket.gethostname()} has ended",
-        True,
+    ended = f"process {2**22 + 1} on {socket.gethostname()} has ended"
+    assert _end_of(who | {"process": 2**22 + 1}) == ended
+    assert _why_silent(who | {"process": 2**22 + 1}) == ended
+
+
+class Texts(dict[str, str]):
+    """A mailbox whose rank 1 answers when it has been asked for its snapshot `later` times."""
+
+    def __init__(self, later: float, process: int) -> None:
+        super().__init__()
+        self._asked, self._later = 0, later
+        self._process = process
+
+    put = dict.__setitem__
+
+    def take(self, key: str) -> str | None:
+        if key == "who/1":
+            who = {"process_ids": process_id_space(), "process": self._process}
+            return json.dumps({**who, "host": "node", "stacks": -1})
+        self._asked += key == "0/1"
+        return json.dumps(asdict(snapshot(1, "runs"))) if self._asked > self._later else None
+
+    def close(self) -> None:
+        pass
+
+
+def collected(later: float, process: int) -> Any:
+    watchdog = Watchdog(
+        Phases(),
+        WatchdogTimeouts(),
+        rank=0,
+        size=2,
+        mailbox=cast(Any, Texts(later, process)),
+        on_hang=lambda *_: None,
+        is_shutting_down=lambda: False,
+        is_recovered=lambda _: False,
+        on_stuck=lambda: None,
+        agreements=lambda: (),
+        has_peer_failed=lambda: False,
     )
+    watchdog._closed.set()  # its own thread ends
+    watchdog._thread.join()
+    watchdog._closed.clear()
+    try:
+        return watchdog._collect(0)
+    finally:
+        watchdog.close()
+
+
+def test_a_rank_that_may_still_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.0)
+    assert collected(8, os.getpid()) == ({1: snapshot(1, "runs")}, {})
+    ended = f"process {2**22 + 1} on node has ended"
+    assert collected(math.inf, 2**22 + 1) == ({}, {1: ended})
+    monkeypatch.setattr(module, "SILENCE_SECONDS", 0.0)
+    silent = f"process {os.getpid()} on node does not answer: native code holds the GIL"
+    assert collected(math.inf, os.getpid()) == ({}, {1: silent})
+
+
+def test_a_process_that_writes_its_stack_late_is_waited_for() -> None:
+    writer = StackWriter()
+    assert writer.descriptor is not None
+    signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])  # in the child from its first moment
+    child = os.fork()
+    if child == 0:
+        while STACK_SIGNAL not in signal.sigpending():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
+        signal.pause()
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
+        found = read_stack(child, writer.descriptor)
+        assert __file__ in {frame.file for frame in found}
+        os.kill(child, signal.SIGSTOP)
+        os.waitpid(child, os.WUNTRACED)
+        assert read_stack(child, writer.descriptor) == ()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        writer.close()
 
 
 def test_a_late_rank_that_does_not_wait_is_named() -> None:

@@ -3,19 +3,20 @@ start."""
 
 from __future__ import annotations
 
-import itertools
+import ctypes
 import json
 import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from training.subjects import recipe, squared_error
+from training.subjects import recipe
 
 import lockstep as ls
 from lockstep.base.errors import MismatchError
@@ -31,12 +32,20 @@ def line_of(text: str) -> str:
     return f"{__file__}:{next(number for number, line in enumerate(Path(__file__).read_text().splitlines(), 1) if text in line)}"
 
 
+STEPS_BEFORE = 2
+
+
+def report_of(run_dir: Path) -> Path:
+    """The page of the step that is slow; earlier ones may exceed a second on a busy machine."""
+    return run_dir / f"hang-{STEPS_BEFORE:08d}.txt"
+
+
 def until_reported(run_dir: Path) -> None:
     """Stand in one call of native code until the hang's page is written."""
     read, write = os.pipe()
 
     def watch() -> None:
-        while not any(run_dir.glob("hang-*.txt")):
+        while not report_of(run_dir).exists():
             time.sleep(0.05)
         os.write(write, b"x")
 
@@ -48,20 +57,52 @@ def until_reported(run_dir: Path) -> None:
     os.close(write)
 
 
-def slow_in_the_third_step(run_dir: str, rank: int) -> str:
-    calls = itertools.count(1)  # a number would be refused: the ranks count their own microbatches
+def with_the_gil_until_reported(run_dir: Path) -> None:
+    """The same, without another thread of Python meanwhile: a fork looks for the page."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        while not report_of(run_dir).exists():
+            time.sleep(0.05)
+        os.write(write, b"x")
+        os._exit(0)
+    ctypes.PyDLL(None).read(read, ctypes.create_string_buffer(1), 1)
+    os.waitpid(child, 0)
+    os.close(read)
+    os.close(write)
 
-    def loss(model: Any, batch: Any) -> Any:
-        if next(calls) == 5 and dist.get_rank() == rank:
-            until_reported(Path(run_dir))
-        return squared_error(model, batch)
 
+class Stands(ls.Hook):
+    """One rank stands somewhere before the third step."""
+
+    def __init__(self, rank: int, stand: Callable[[Path], None]) -> None:
+        self._rank, self._stand = rank, stand
+
+    def before_step(self, run: Any) -> None:
+        if run.step == STEPS_BEFORE and run.rank == self._rank:
+            self._stand(run.context.run_dir)
+
+
+def slow_in_the_third_step(
+    run_dir: str, rank: int, stand: Callable[[Path], None] = until_reported
+) -> str:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.hooks.hang.watchdog.SILENCE_SECONDS", 2.0)
         patch.setenv("LOCKSTEP_HANG_AFTER", "1s")
         patch.setenv("LOCKSTEP_ON_HANG", "report")
         return ls.train(
-            recipe(loss=loss, steps=6), run_dir=run_dir, plan="numerics=bitwise"
+            recipe(steps=6), run_dir=run_dir, plan="numerics=bitwise", hooks=[Stands(rank, stand)]
         ).fingerprint
+
+
+def reported(run_dir: Path) -> dict[str, Any]:
+    """The event of the slow step's hang."""
+    (hang,) = [
+        event
+        for event in lines(run_dir / "events.jsonl")
+        if event["event"] == "hang" and event["step"] == STEPS_BEFORE
+    ]
+    return hang
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -70,18 +111,26 @@ def test_on_hang_report_writes_a_report_and_the_run_continues(
 ) -> None:
     found = pool.run(2, slow_in_the_third_step, str(tmp_path / "run"), rank)
     assert len(set(found)) == 1
-    (hang,) = [
-        event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "hang"
-    ]
+    hang = reported(tmp_path / "run")
     assert (hang["kind"], hang["ranks"]) == ("missing", [rank])
     assert (
         f"it is in a call that does not return at {line_of('os.read(read, 1)')}" in hang["summary"]
     )
-    (page,) = (tmp_path / "run").glob("hang-*.txt")
-    text = page.read_text()
+    text = report_of(tmp_path / "run").read_text()
     assert f"rank {1 - rank} waits in all_" in text
     assert "training thread, innermost frame last:" in text
     assert (tmp_path / "run" / "result.json").exists()
+
+
+def test_a_rank_whose_native_code_holds_the_gil_is_waited_for_and_then_named(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    pool.run(2, slow_in_the_third_step, str(tmp_path / "run"), 1, with_the_gil_until_reported)
+    hang = reported(tmp_path / "run")
+    assert (hang["kind"], hang["ranks"]) == ("missing", [1])
+    assert (
+        f"native code holds the GIL, called at {line_of('.read(read, ctypes')}" in hang["summary"]
+    )
 
 
 class Between(ls.Hook):

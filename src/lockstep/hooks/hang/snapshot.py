@@ -33,7 +33,9 @@ Activity = Literal["waits", "runs", "computes", "sleeps"]
 """`waits`: in a collective, or for a device that is in a collective. `runs`: executes Python.
 `computes`: in native code, but in no collective. `sleeps`: in a call that does not return."""
 STACK_SIGNAL: int = getattr(signal, "SIGURG", 0)  # A process that does not handle it ignores it
-_WRITING_SECONDS = 0.1
+_WRITING_SECONDS = 2.0
+"""Longest wait for a process that writes its stack."""
+_POLL_SECONDS = 0.01
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 # every sample of a loop without a body shows its jump; a thread in native code shows no jump
 _JUMPS = ("JUMP", "POP_JUMP")
@@ -260,12 +262,18 @@ class StackWriter:
 
 def read_stack(process: int, descriptor: int) -> Stack:
     """Make a process write its stack to the descriptor of its `StackWriter`, and return it. Empty
-    if the process has ended."""
-    path = Path(f"/proc/{process}/fd/{descriptor}")
+    if the process has ended, is stopped, or has no handler that writes it."""
+    path, until = Path(f"/proc/{process}/fd/{descriptor}"), time.monotonic() + _WRITING_SECONDS
     with suppress(OSError):
         before = path.stat().st_size
+        if not _is_set(process, "SigCgt"):
+            return ()
         os.kill(process, STACK_SIGNAL)
-        time.sleep(_WRITING_SECONDS)
+        # the kernel blocks the signal until its handler has returned
+        while path.stat().st_size == before or _is_set(process, "SigBlk"):
+            if time.monotonic() > until or _status(process)["State"].startswith("T"):
+                break
+            time.sleep(_POLL_SECONDS)
         lines = path.read_bytes()[before:].decode(errors="replace").splitlines()
         frames = [
             Frame(found[1], int(found[2]), found[3])
@@ -274,6 +282,16 @@ def read_stack(process: int, descriptor: int) -> Stack:
         ]
         return tuple(reversed(frames))  # faulthandler writes the innermost frame first
     return ()
+
+
+def _is_set(process: int, field: str) -> bool:
+    """True if `STACK_SIGNAL` is in this set of signals of a process's main thread."""
+    return bool(int(_status(process)[field], 16) >> (STACK_SIGNAL - 1) & 1)
+
+
+def _status(process: int) -> dict[str, str]:
+    lines = Path(f"/proc/{process}/status").read_text(errors="replace").splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _children() -> Iterator[int]:

@@ -3,8 +3,9 @@ exceeds a timeout; and the hook that then writes a report, saves the last comple
 the process.
 
 [Note: rounds] The first late rank that writes the round's key collects the snapshots. Other ranks
-poll that key, and then write their snapshots. The collecting rank writes the diagnosis for all
-ranks. A rank that arrives later reads the diagnosis, and continues with the next round.
+poll that key, and then write their snapshots. The collecting rank waits for every rank that may
+still answer, because a busy machine is slow, and writes the diagnosis for all ranks. A rank that
+arrives later reads the diagnosis, and continues with the next round.
 """
 
 from __future__ import annotations
@@ -58,9 +59,11 @@ from lockstep.training.reducers.agreement import StepAgreement
 from lockstep.training.run import Run
 
 TICK_SECONDS = 0.2
-ANSWER_SECONDS = 1.2  # A rank that asks for snapshots waits this long for the answers
+ANSWER_SECONDS = 1.2
+"""A rank that asks for snapshots waits this long before it looks for ranks whose processes have
+ended or are stopped. Such a rank counts as hanging."""
 SILENCE_SECONDS = 10.0
-"""A rank that is silent for this long counts as hanging."""
+"""Any other rank that does not answer for this long counts as hanging."""
 # when the run ends, the watchdog ends a rank that still waits for another rank after this time
 STUCK_SECONDS = 1.0
 # after a diagnosis that no rank is late, this rank waits this long before it asks again
@@ -83,7 +86,7 @@ class Mailbox:
             if sys.platform == "linux"
             else (clone_store(store), None)
         )
-        connection.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+        connection.set_timeout(timedelta(seconds=SILENCE_SECONDS))
         self._store = dist.PrefixStore(prefix, connection)  # type: ignore[attr-defined]
 
     def close(self) -> None:
@@ -143,7 +146,8 @@ class Watchdog:
     """True if native code is about to end this process."""
     _compared: threading.Event = field(default_factory=threading.Event)
     _reported_since: float | None = None
-    _silent_since: dict[int, float] = field(default_factory=dict)
+    _known: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """What the processes of other ranks have written about themselves."""
     _stacks: StackWriter = field(default_factory=StackWriter)
     _thread: threading.Thread = field(init=False)
 
@@ -173,8 +177,7 @@ class Watchdog:
             if self.is_shutting_down() and self._is_stuck():
                 self.ends_the_process = True
                 self.on_stuck()
-            if self._waits_for_failed_peer():
-                gloo_sockets.shut_down_gloo_sockets()
+            self._leave_failed_peer()
             try:
                 if not self._is_cut_off:
                     if self._must_ask() or self._take(f"{self._round}/asked") is not None:
@@ -195,14 +198,17 @@ class Watchdog:
             and self._snapshot().activity == "waits"
         )
 
-    def _waits_for_failed_peer(self) -> bool:
-        """True if this rank waits for a rank that has ended its run, whose process may live on: a
-        notebook keeps its connections open."""
+    def _leave_failed_peer(self) -> bool:
+        """End this rank's wait for a rank that has ended its run, whose process may live on: a
+        notebook keeps its connections open. True if this rank waited for one."""
         if self.phases.seconds < self._looks_after:
             self._looks_after = min(self._looks_after, self.phases.seconds + EXCHANGE_SECONDS)
             return False
         self._looks_after = self.phases.seconds + EXCHANGE_SECONDS
-        return self.has_peer_failed() and self._snapshot().activity == "waits"
+        if not (self.has_peer_failed() and self._snapshot().activity == "waits"):
+            return False
+        gloo_sockets.shut_down_gloo_sockets()
+        return True
 
     def _limit_seconds(self) -> float:
         return self.timeouts.limit_seconds(self.phases.name, self.phases.usual(self.phases.name))
@@ -254,54 +260,74 @@ class Watchdog:
         collects = self.mailbox.put_if_new(f"{number}/asked", str(self.rank))
         mine = self._snapshot()
         self.mailbox.put(f"{number}/{self.rank}", json.dumps(asdict(mine)))
-        deadline = time.monotonic() + (ANSWER_SECONDS if collects else 3 * ANSWER_SECONDS)
         snapshots: dict[int, StackSnapshot] = {}
         if collects:
-            snapshots = {self.rank: mine} | self._collect(number, deadline)
+            found = self._collect(number)
+            if found is None:
+                return
+            snapshots, silent = {self.rank: mine} | found[0], found[1]
             hang = different_exchanges(snapshots)
             if hang is None and any(each.is_late for each in snapshots.values()):
-                hang = diagnose(snapshots, self._silent(snapshots))
-            text: str | None = json.dumps(hang and asdict(hang))
-            self.mailbox.put(f"{number}/diagnosis", str(text))
+                hang = diagnose(snapshots, silent)
+            self.mailbox.put(f"{number}/diagnosis", json.dumps(hang and asdict(hang)))
         else:
-            while (text := self._take(f"{number}/diagnosis")) is None:
-                if time.monotonic() >= deadline:
-                    break
-                if self._closed.wait(TICK_SECONDS / 4):
-                    return
-            fields = text and json.loads(text)
+            told = self._wait_for_diagnosis(number)
+            if told is None:
+                return
+            fields = json.loads(told)
             hang = Hang(**{**fields, "ranks": tuple(fields["ranks"])}) if fields else None
         self._round += 1
         if self._is_ending and hang is None:
             self._compared.set()
         self._conclude(hang, snapshots, mine, collected=collects)
 
-    def _collect(self, number: int, deadline: float) -> dict[int, StackSnapshot]:
+    def _collect(self, number: int) -> tuple[dict[int, StackSnapshot], dict[int, str]] | None:
+        """Return the snapshots of the other ranks, and the ranks that do not answer, each with the
+        reason. None if the run ends meanwhile."""
         assert self.mailbox is not None
-        missing, snapshots = set(range(self.size)) - {self.rank}, dict[int, StackSnapshot]()
-        while missing and time.monotonic() < deadline:
-            for rank in list(missing):
+        snapshots, silent = dict[int, StackSnapshot](), dict[int, str]()
+        missing, asked = set(range(self.size)) - {self.rank}, time.monotonic()
+        while missing:
+            waited = time.monotonic() - asked
+            for rank in sorted(missing):
                 if (text := self.mailbox.take(f"{number}/{rank}")) is not None:
                     snapshots[rank] = StackSnapshot.from_json(json.loads(text))
-                    missing.discard(rank)
-            if missing and self._closed.wait(TICK_SECONDS / 4):
-                break
-        return snapshots
+                elif waited >= SILENCE_SECONDS:
+                    silent[rank] = _why_silent(self._who(rank))
+                elif waited >= ANSWER_SECONDS and (end := _end_of(self._who(rank))) is not None:
+                    silent[rank] = end
+            missing -= snapshots.keys() | silent.keys()
+            if missing and self._ends_within(TICK_SECONDS / 4):
+                return None
+        return snapshots, silent
 
-    def _silent(self, snapshots: Mapping[int, StackSnapshot]) -> dict[int, str]:
-        """Return the ranks that will certainly not answer, each with the reason."""
+    def _wait_for_diagnosis(self, number: int) -> str | None:
+        """Return the diagnosis, as JSON; None if the run ends meanwhile. It is null if the rank
+        that collects the snapshots does not write it."""
         assert self.mailbox is not None
-        now, found = time.monotonic(), {}
-        for rank in range(self.size):
-            if rank in snapshots:
-                self._silent_since.pop(rank, None)
-                continue
-            since = self._silent_since.setdefault(rank, now - ANSWER_SECONDS)
-            text = self.mailbox.take(f"who/{rank}")
-            reason, is_certain = _why_silent(None if text is None else json.loads(text))
-            if is_certain or now - since >= SILENCE_SECONDS:
-                found[rank] = reason
-        return found
+        asked = time.monotonic()
+        while (text := self.mailbox.take(f"{number}/diagnosis")) is None:
+            waited = time.monotonic() - asked
+            collector = int(self.mailbox.take(f"{number}/asked") or self.rank)
+            if waited >= 2 * SILENCE_SECONDS or (
+                waited >= ANSWER_SECONDS and _end_of(self._who(collector)) is not None
+            ):
+                return "null"
+            if self._ends_within(TICK_SECONDS / 4):
+                return None
+        return text
+
+    def _ends_within(self, seconds: float) -> bool:
+        """Wait. True if the run ends, so that nobody is asked any more."""
+        return self._closed.wait(seconds) or self.is_shutting_down() or self._leave_failed_peer()
+
+    def _who(self, rank: int) -> dict[str, Any] | None:
+        """Return what the process of a rank has written about itself; None if nothing yet."""
+        if rank not in self._known:
+            if (text := self._take(f"who/{rank}")) is None:
+                return None
+            self._known[rank] = json.loads(text)
+        return self._known[rank]
 
     def _conclude(
         self,
@@ -342,31 +368,39 @@ class Watchdog:
         self._conclude(diagnose({self.rank: mine}, others), {}, mine, collected=True)
 
 
-def _why_silent(who: Mapping[str, Any] | None) -> tuple[str, bool]:
-    """Return the reason why a process does not answer, and True if it is certain. `who`: the
-    identity that the process wrote at its start."""
-    if who is None:
-        return "it has not started its watchdog yet", False
+def _end_of(who: Mapping[str, Any] | None) -> str | None:
+    """Return the reason why a process will not answer; None if it may. `who`: what it has written
+    about itself."""
+    if who is None or who["process_ids"] != process_id_space() or sys.platform != "linux":
+        return None
     process = who["process"]
     name = f"process {process} on {who['host']}"
-    silent = f"{name} does not answer:"
-    if who["process_ids"] != process_id_space():
-        return f"{silent} it has ended, it is stopped, or its machine cannot be reached", False
-    if sys.platform != "linux":
-        return f"{silent} it has ended, it is stopped, or native code holds the GIL", False
     try:
         stat = Path(f"/proc/{process}/stat").read_text(encoding="ascii")
     except OSError:
-        return f"{name} has ended", True
+        return f"{name} has ended"
     state = stat.rpartition(")")[2].split()[0]
     if state == "T":
         resume = f"kill -CONT {process} resumes it"
-        return f"{name} is stopped (by SIGSTOP, or a debugger); {resume}", True
-    if state in "ZX":
-        return f"{name} has ended", True
+        return f"{name} is stopped (by SIGSTOP, or a debugger); {resume}"
+    return f"{name} has ended" if state in "ZX" else None
+
+
+def _why_silent(who: Mapping[str, Any] | None) -> str:
+    """Return the reason why a process does not answer. `who`: what it has written about itself."""
+    if who is None:
+        return "it has not started its watchdog yet"
+    if (end := _end_of(who)) is not None:
+        return end
+    process = who["process"]
+    silent = f"process {process} on {who['host']} does not answer:"
+    if who["process_ids"] != process_id_space():
+        return f"{silent} it has ended, it is stopped, or its machine cannot be reached"
+    if sys.platform != "linux":
+        return f"{silent} it has ended, it is stopped, or native code holds the GIL"
     line = innermost_line(read_stack(process, who["stacks"]))
     called = f", called at {line}" if line else ""
-    return f"{silent} native code holds the GIL{called}", False
+    return f"{silent} native code holds the GIL{called}"
 
 
 SAVING_SECONDS = 300.0  # the longest time for the last save of a hanging rank
