@@ -35,17 +35,22 @@ def line_of(text: str) -> str:
 STEPS_BEFORE = 2
 
 
-def report_of(run_dir: Path) -> Path:
-    """The page of the step that is slow; earlier ones may exceed a second on a busy machine."""
-    return run_dir / f"hang-{STEPS_BEFORE:08d}.txt"
+def hangs(run_dir: Path) -> list[dict[str, Any]]:
+    """The events of a hang in the third step. Before, a step may exceed a second on a busy
+    machine."""
+    return [
+        event
+        for event in lines(run_dir / "events.jsonl")
+        if event["event"] == "hang" and event["step"] == STEPS_BEFORE
+    ]
 
 
 def until_reported(run_dir: Path) -> None:
-    """Stand in one call of native code until the hang's page is written."""
+    """Stand in one call of native code until the hang is reported."""
     read, write = os.pipe()
 
     def watch() -> None:
-        while not report_of(run_dir).exists():
+        while not hangs(run_dir):
             time.sleep(0.05)
         os.write(write, b"x")
 
@@ -58,14 +63,16 @@ def until_reported(run_dir: Path) -> None:
 
 
 def with_the_gil_until_reported(run_dir: Path) -> None:
-    """The same, without another thread of Python meanwhile: a fork looks for the page."""
+    """The same, without another thread of Python meanwhile: a fork looks for the event."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        while not report_of(run_dir).exists():
-            time.sleep(0.05)
-        os.write(write, b"x")
-        os._exit(0)
+        try:
+            while not hangs(run_dir):
+                time.sleep(0.05)
+            os.write(write, b"x")
+        finally:
+            os._exit(0)
     ctypes.PyDLL(None).read(read, ctypes.create_string_buffer(1), 1)
     os.waitpid(child, 0)
     os.close(read)
@@ -95,28 +102,18 @@ def slow_in_the_third_step(
         ).fingerprint
 
 
-def reported(run_dir: Path) -> dict[str, Any]:
-    """The event of the slow step's hang."""
-    (hang,) = [
-        event
-        for event in lines(run_dir / "events.jsonl")
-        if event["event"] == "hang" and event["step"] == STEPS_BEFORE
-    ]
-    return hang
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_on_hang_report_writes_a_report_and_the_run_continues(
     pool: WorkerPool, tmp_path: Path, rank: int
 ) -> None:
     found = pool.run(2, slow_in_the_third_step, str(tmp_path / "run"), rank)
     assert len(set(found)) == 1
-    hang = reported(tmp_path / "run")
+    (hang,) = hangs(tmp_path / "run")
     assert (hang["kind"], hang["ranks"]) == ("missing", [rank])
     assert (
         f"it is in a call that does not return at {line_of('os.read(read, 1)')}" in hang["summary"]
     )
-    text = report_of(tmp_path / "run").read_text()
+    text = Path(tmp_path, "run", f"hang-{STEPS_BEFORE:08d}.txt").read_text()
     assert f"rank {1 - rank} waits in all_" in text
     assert "training thread, innermost frame last:" in text
     assert (tmp_path / "run" / "result.json").exists()
@@ -126,7 +123,7 @@ def test_a_rank_whose_native_code_holds_the_gil_is_waited_for_and_then_named(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     pool.run(2, slow_in_the_third_step, str(tmp_path / "run"), 1, with_the_gil_until_reported)
-    hang = reported(tmp_path / "run")
+    (hang,) = hangs(tmp_path / "run")
     assert (hang["kind"], hang["ranks"]) == ("missing", [1])
     assert (
         f"native code holds the GIL, called at {line_of('.read(read, ctypes')}" in hang["summary"]

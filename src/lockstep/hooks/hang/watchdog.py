@@ -147,7 +147,7 @@ class Watchdog:
     _compared: threading.Event = field(default_factory=threading.Event)
     _reported_since: float | None = None
     _known: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """What the processes of other ranks have written about themselves."""
+    """The identities that the processes of other ranks have written."""
     _stacks: StackWriter = field(default_factory=StackWriter)
     _thread: threading.Thread = field(init=False)
 
