@@ -192,7 +192,7 @@ def test_random_numbers_of_all_heads_are_those_of_one_process(name: str) -> None
     ],
 )
 def test_values_of_a_shard_are_refused(compute: Compute) -> None:
-    with pytest.raises(RecipeError, match="values of its heads or features alone"):
+    with pytest.raises(RecipeError, match="only the values of its heads or features"):
         watched(compute, torch.randn(BATCH, TOKENS, 4, requires_grad=True))
 
 
