@@ -123,7 +123,9 @@ def fingerprints(folder: str, cases: Sequence[tuple[str, str]]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def alone(
+    pool: WorkerPool, transformers_in_pool: None, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """What one process trains."""
     cases = [(ALONE, name) for name in RECIPES]
     (found,) = pool.run(1, fingerprints, str(tmp_path_factory.mktemp("alone")), cases)

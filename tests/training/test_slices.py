@@ -209,9 +209,12 @@ def train_each(run_dir: str, plans: Sequence[str]) -> list[list[Trained]]:
 
 
 @pytest.fixture(scope="module")
-def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def alone(
+    pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Any:
     """The models of the recipes, and what their trainings log."""
     pytest.importorskip("transformers")
+    request.getfixturevalue("transformers_in_pool")
     folder = tmp_path_factory.mktemp("alone")
     (found,) = pool.run(1, train_all, str(folder), ALONE)
     return found, [learned(folder / str(number)) for number in range(len(RECIPES))]

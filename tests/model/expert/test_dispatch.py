@@ -144,6 +144,7 @@ def gradients_of_families() -> dict[str, float]:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("transformers_in_pool")
 def test_families_of_transformers(pool: WorkerPool) -> None:
     for found in pool.run(2, gradients_of_families, timeout_seconds=100):
         assert len(found) == 2 * len(FAMILIES)

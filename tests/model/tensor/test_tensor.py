@@ -392,8 +392,11 @@ def both_llamas(ranks: int) -> list[list[tuple[str, Tensor]]]:
     return [llama_gradients(ranks, **changes) for changes in HUGGING_FACE]
 
 
-def test_a_hugging_face_model_brings_its_own_map(pool: WorkerPool) -> None:
+def test_a_hugging_face_model_brings_its_own_map(
+    pool: WorkerPool, request: pytest.FixtureRequest
+) -> None:
     pytest.importorskip("transformers")
+    request.getfixturevalue("transformers_in_pool")
     exact = both_llamas(1)
     for found in pool.run(2, both_llamas, 2):
         for (name, gradient), (other, truth) in zip(chain(*found), chain(*exact), strict=True):
