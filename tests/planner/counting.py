@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from planner.subjects import CHANGES, recipe
+from planner.subjects import CHANGES, adamw, recipe
 from torch import Tensor
 
 import lockstep as ls
@@ -112,7 +112,7 @@ class _OneStep(ls.Hook):
 def counted(plan: str, run_dir: str, changes: dict[str, Any]) -> Exchanges:
     """What this rank exchanges in a step."""
     counting = Counting()
-    given = recipe(steps=EACH_STEP + 1, **changes)
+    given = recipe(steps=EACH_STEP + 1, optimizer=adamw, **changes)
     with counting.leaving_out():
         ls.train(
             given,

@@ -57,6 +57,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 1e-3)
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Takes a fifth of a trace less than AdamW."""
+    return torch.optim.SGD(model.parameters(), 1e-3)
+
+
 def loss(scores: Tensor, batch: Any) -> ls.Sum:
     return ls.Sum(
         functional.cross_entropy(scores.flatten(0, 1), batch[1].flatten(), reduction="sum")
@@ -77,7 +82,7 @@ def recipe(**changes: Any) -> ls.Recipe:
         "inputs": lambda batch: batch[0],
         "loss": loss,
         "weight": lambda batch: batch[1].numel(),
-        "optimizer": adamw,
+        "optimizer": sgd,
         "clip_norm": 1.0,
         "global_batch": GLOBAL_BATCH,
         "microbatch": MICROBATCH,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from planner.subjects import recipe, traced
+from planner.subjects import adamw, recipe, traced
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -68,6 +68,7 @@ GIVEN = recipe(
     data=TensorDataset(words, words),
     global_batch=SAMPLES * MICROBATCHES,
     microbatch=SAMPLES,
+    optimizer=adamw,
     stages=None,
     tensor=None,
 )
