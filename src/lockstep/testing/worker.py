@@ -57,6 +57,8 @@ DUMP_SIGNAL = signal.SIGRTMIN + 7
 # The first byte of an answer is its kind.
 JOINED, RESULT, LEFT, FAILED = b"J", b"R", b"L", b"F"
 MASTER_ADDRESS = "127.0.0.1"
+RUNS_BEFORE_MOVE = 10
+"""The nursery moves into huge pages after so many runs: the move costs what these would save."""
 # Seconds by which the process group's timeout exceeds the pool's, so that a hanging run always ends
 # with its stacks.
 LONGER_SECONDS = 5.0
@@ -70,12 +72,15 @@ def nursery(control_descriptor: int, preload: Iterable[str]) -> None:
     for name in (*PRELOADED, *preload):
         importlib.import_module(name)
     _warm_up()
-    move_into_huge_pages()
     children: set[int] = set()
+    runs = 0
     try:
         control.send(b"ready")
         while packet := _next(control):
             _answer(control, children, *packet)
+            runs += not children
+            if runs == RUNS_BEFORE_MOVE and not children:
+                move_into_huge_pages()
     except BrokenPipeError:
         pass  # the parent has ended
     for child in children:
