@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import signal
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,12 +25,13 @@ from processes import command_line, keep_stacks_in, let_signals_end_what_tests_s
 from tiers import LONGEST
 
 from lockstep.base import garbage
+from lockstep.base.temporary_folder import locked_folder
 from lockstep.testing import leaks
 from lockstep.testing.pool import NURSERY, WorkerPool
 from lockstep.testing.worker import loopback_store
 
 PASSED = pytest.StashKey[bool]()
-FOLDER = pytest.StashKey[str]()
+FOLDER = pytest.StashKey[ExitStack]()
 WARM = pytest.StashKey[bool]()
 BEFORE = pytest.StashKey[leaks.Snapshot]()
 pools: list[WorkerPool] = []
@@ -53,13 +53,16 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is collected: a tenth of that time
     let_signals_end_what_tests_start()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-    config.stash[FOLDER] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="lockstep-tests-")
+    # of a session that is killed, the next one removes it
+    folder = config.stash[FOLDER] = ExitStack()
+    own = str(folder.enter_context(locked_folder("lockstep-tests-")))
+    os.environ["TMPDIR"] = own
     tempfile.tempdir = None
-    keep_stacks_in(Path(config.stash[FOLDER], "stacks"))
+    keep_stacks_in(Path(own, "stacks"))
     # Importing torch._dynamo, which the first optimizer does, makes this folder.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(config.stash[FOLDER], "torchinductor")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(own, "torchinductor")
     os.mkdir(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    os.environ["XDG_CACHE_HOME"] = os.path.join(config.stash[FOLDER], "cache")
+    os.environ["XDG_CACHE_HOME"] = os.path.join(own, "cache")
     # Threads that spin while they wait for each other take the cores from the other processes: on
     # two busy cores, 4 times as long.
     torch.set_num_threads(1)
@@ -69,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    shutil.rmtree(config.stash[FOLDER])
+    config.stash[FOLDER].close()
 
 
 def pytest_collection_finish() -> None:

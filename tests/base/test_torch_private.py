@@ -409,13 +409,14 @@ def test_rendezvous_polls_and_state(monkeypatch):
     assert slept == [0.01]
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    holder = dynamic_rendezvous._BackendRendezvousStateHolder(Backend(), settings=None)
+    backend = Backend()
+    holder = dynamic_rendezvous._BackendRendezvousStateHolder(backend, settings=None)
     holder._sanitize = lambda: None
     torch_private.refresh_rendezvous_state_after(holder, 0.25)
     for count in (1, 2):
         holder.sync()
         holder.sync()
-        assert Backend.asked == count
+        assert backend.asked == count
         now += 0.26
 
 
@@ -456,10 +457,12 @@ def test_a_rendezvous_without_records():
 
 class Backend:
     name = "test"
-    asked = 0
+
+    def __init__(self):
+        self.asked = 0
 
     def get_state(self):
-        Backend.asked += 1
+        self.asked += 1
 
 
 def test_resolve_process_group(group):
