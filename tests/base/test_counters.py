@@ -74,6 +74,18 @@ class Memory:
         self(output, batch)
 
 
+class Trainer:
+    """An object that cannot be called, with a loss among its methods."""
+
+    def __init__(self) -> None:
+        self.calls, self.samples = 0, 0
+
+    def loss(self, output: Any, batch: Any) -> int:
+        self.calls += 1
+        self.samples += len(batch)
+        return self.calls
+
+
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
@@ -83,7 +95,9 @@ class Memory:
         (of_a_closure(used=False), []),
         (Memory(), ["calls"]),
         (Memory().method, ["calls"]),
+        (Trainer().loss, ["calls"]),
         (functools.partial(Memory(), batch=[1]), ["calls"]),
+        ("".format, []),  # without Python code
         (lambda output, batch: len(batch), []),
     ],
 )

@@ -60,7 +60,8 @@ def numbers_of_functions(functions: Iterable[Callable[..., Any]]) -> Numbers:
             function = function.func
         function = inspect.unwrap(function)
         owner = getattr(function, "__self__", function)
-        codes = [getattr(function, "__func__", function), inspect.getattr_static(owner, "__call__")]
+        call = inspect.getattr_static(owner, "__call__", None)  # None: only its method is called
+        codes = [getattr(function, "__func__", function), call]
         codes = [each for each in codes if isinstance(each, FunctionType)]
         called = [each for code in codes for each in functions_called(type(owner), code)]
         if is_module := hasattr(owner, "named_modules"):
