@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -200,7 +201,8 @@ def test_a_script_at_which_nothing_can_be_seen_is_status_2(
     timeout = ["--timeout", "3"] if "sleep" in body else []
     ended = audit(folder, "--launcher", "python", *timeout, "train.py")
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert f"lockstep: LaunchError: {text}" in ended.stderr
+    said = re.sub(r"in \d+ s;", "in 3 s;", ended.stderr)  # as long as it took, on a busy machine
+    assert f"lockstep: LaunchError: {text}" in said
     assert ("`python train.py` work first. It ended with:\nTraceback" in ended.stderr) == (
         "boom" in body
     )
