@@ -63,13 +63,13 @@ PACED_BY: dict[Divided, str] = {
     " slowest",
     "layers": "each microbatch passes through all of its ranks, however fast they are",
 }
-"""The reason why the ranks of an axis cannot each compute at their own speed. The key is the last
-thing that the axis divides; `TOGETHER` is the reason for keys that are missing here."""
+"""Last thing that an axis divides -> the reason why its ranks cannot each compute at their own
+speed. For all other things, `TOGETHER` is the reason."""
 NOT_IN_SLICES = {
     "context": "chunks of a sequence are computed in threads, and layers in slices are not",
     "expert": "layers are not computed in slices beside experts yet",
 }
-"""Axis -> the reason why layers are not computed in slices beside it."""
+"""Axis -> the reason why `slices` is refused with it."""
 FIXED_IN_BITWISE = ("slices",)
 """Settings that a run in bitwise numerics must keep when it is resumed; see `changed_bits`."""
 MEASURED = ("threads", "workers", "prefetch")
@@ -174,8 +174,9 @@ class Plan:
     is the same up to rounding. Refused with BatchNorm, whose statistics would cover one part
     only."""
     slices: int = 1
-    """Number of slices in which layers of `Recipe.tensor` compute, under `numerics=bitwise`, on one
-    process too. Plans with the same `slices`, a multiple of `tensor`, have the same bits."""
+    """Under `numerics=bitwise`: the number of slices in which layers of `Recipe.tensor` compute,
+    even on one process. It is a multiple of `tensor`. Runs with the same `slices` give the model
+    the same bits."""
     logits: Logits = "whole"
     """`chunked`: the model's head (`Recipe.head`) computes no logits; `F.cross_entropy` of its
     output computes them, their loss and their gradient for some tokens at a time. Saves the memory

@@ -88,7 +88,7 @@ MOST_BYTES = 4 << 20
 MOST_DEPTH = 64
 """Largest depth of nested JSON values."""
 MOST_BITS = 62
-"""Bits of the largest count."""
+"""Maximum number of bits of an integer in a JSON file."""
 NUMBER = (int, float)
 _SAFE = (
     getattr(os, "O_NOFOLLOW", 0)
@@ -161,8 +161,8 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def finite(value: Any, not_finite: dict[str, str] | None = None, path: str = "") -> Any:
-    """Return JSON with None for NaN and infinity, whose texts are added to `not_finite` by their
-    paths."""
+    """Return `value` with None for each NaN and infinity. `not_finite` gets an entry for each: its
+    path -> its text."""
     if isinstance(value, Mapping):
         prefix = f"{path}." if path else ""
         return {key: finite(item, not_finite, f"{prefix}{key}") for key, item in value.items()}

@@ -200,7 +200,7 @@ class Images:
             for (name, size), ranks in sorted(seers.items())
             if len(ranks) == size
         }
-        """Image -> for each old rank, the ranks that see the old rank's part."""
+        """Image -> for each rank that wrote a part, the ranks that see it."""
 
     @property
     def names(self) -> list[CheckpointName]:
@@ -227,8 +227,8 @@ class ImageReader:
         seers: Sequence[Sequence[int]],
         world: World,
     ) -> None:
-        """`mine`: the parts that this rank sees, by old rank. `seers`: for each old rank, the ranks
-        that see its part."""
+        """`mine`: the parts that this rank sees, by the rank that wrote them. `seers`: for each
+        rank that wrote a part, the ranks that see it."""
         sources = {rank: by[0] for rank, by in enumerate(seers) if len(by) != world.size}
         texts = {rank: json.loads(part.text) for rank, part in mine.items()}
         if sources:

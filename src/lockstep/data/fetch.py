@@ -256,7 +256,8 @@ def _pieces(columns: list[Tensor], sizes: list[int]) -> list[list[Tensor]]:
 def _some_requests(
     requests: Iterator[SampleRequest], rows: int, fits: Callable[[int], bool]
 ) -> Iterator[SampleRequest]:
-    """Yield requests until they have `rows` rows together, or the next one would not be aligned."""
+    """Yield requests until they have `rows` rows together. End earlier after a request whose size
+    does not fit: the next one's rows would not be aligned in memory."""
     for request in islice(requests, GATHERED_REQUESTS):
         yield request
         rows -= len(request.samples)
@@ -265,7 +266,7 @@ def _some_requests(
 
 
 def _fetches_many(data: Any) -> bool:
-    """True if `data` has `__getitems__`; for torch's Subset, if its dataset has."""
+    """True if `data` has `__getitems__`. Torch's Subset always has it, so its dataset is asked."""
     if type(data) is Subset:
         return _fetches_many(data.dataset)
     return getattr(data, "__getitems__", None) is not None

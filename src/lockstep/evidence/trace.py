@@ -24,8 +24,8 @@ class MicrobatchTrace:
     samples: tuple[int | str, ...]
     """Indices of the samples. For a stream: descriptions of them."""
     batch: Mapping[str, str]
-    """Digests of the batch's parts, by their paths: `[0]`. Empty if a rank computed only a slice of
-    the microbatch."""
+    """Path of a part of the batch, such as `[0]` -> its digest. Empty if a rank computed only a
+    slice of the microbatch."""
     rng_before: str | None
     """Digest of the random generators' state before the forward."""
     rng_after: str | None
@@ -37,8 +37,8 @@ class MicrobatchTrace:
     """The ranks that computed the microbatch together, each some of its tokens. Empty if this rank
     computed it alone."""
     loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """For each layer of experts, the number of tokens of each expert from which the balance loss
-    computed f. Empty without a balance loss."""
+    """For each layer of experts: the number of tokens of each expert, as the balance loss counted
+    them. Empty without a balance loss."""
 
     @property
     def drew_random_numbers(self) -> bool:

@@ -130,7 +130,7 @@ class Tracer:
         paths; empty for a slice. `gradients`: the microbatch's terms of the summed gradients; None
         if no rank has full gradients. `together`: the ranks that compute the microbatch together,
         each some of its tokens. `loads`: for each layer of experts, the number of tokens of each
-        expert in the balance loss."""
+        expert, as the balance loss counted them."""
         row: dict[str, Any] = {} if gradients is None else {"gradients": self._summaries(gradients)}
         row |= {"together": list(together)} if together else {}
         row |= {"loads": dict(loads)} if loads else {}
@@ -179,8 +179,8 @@ class Tracer:
     def gradients(
         self, module: int, step: int, gradients: NamedTensors, *, gain: float = 1.0
     ) -> None:
-        """Record the reduced gradients before clipping. `gain`: factor on the sum over the
-        microbatches."""
+        """Record the reduced gradients before clipping. `gain`: the factor that turned the sum over
+        the microbatches into these gradients."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

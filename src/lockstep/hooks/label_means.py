@@ -1,4 +1,5 @@
-"""Watches a loss's calls of torch's cross entropy, and finds means that are not over samples."""
+"""Watches a loss's calls of torch's cross entropy. Finds means in which labels do not count equally
+(class weights, ignored labels): the sum of their weights may differ between samples."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class LabelMean:
 class LabelMeans(CollectivesRefused):  # type: ignore[no-untyped-call]
     """While entered, collects the means over labels in `found`, and refuses collectives.
 
-    A mean counts if its class weights differ, if it ignores labels, or if its `ignore_index` is not
-    negative (255 for pixels, the id of padding).
+    A mean is collected if its class weights differ, if it ignores labels, or if its `ignore_index`
+    is not negative (such as 255 for pixels, or the id of padding).
     """
 
     samples: int

@@ -133,8 +133,8 @@ def _compare_hooks(run: Run) -> None:
 
 
 def _digest(name: str, read: Callable[[], Any]) -> str:
-    """Hash everything that is not sharded; "" for a state that cannot be saved, because the save
-    reports it."""
+    """Return a hash of everything that is not sharded. Returns "" for a state that cannot be saved;
+    the save will report it."""
     tensors: dict[str, Tensor] = {}
     try:
         encoded = encode(read(), name, tensors)
@@ -224,16 +224,16 @@ class UnsavedState:
         if found:
             line = (
                 "warning: attributes of the model or an optimizer change, and no checkpoint holds"
-                f" them: {first_few(found)}; unless each"
-                " step sets them anew, a resumed run goes on with others; keep them in buffers, in"
-                " get_extra_state and set_extra_state, or in the optimizer's state"
+                f" them: {first_few(found)}; unless each step sets them anew, a resumed run goes on"
+                " with other values; keep them in buffers, in get_extra_state and set_extra_state,"
+                " or in the optimizer's state"
             )
             run.training.remark(Remark("attributes-not-saved", {"attributes": found}, line))
         if self._variables is not None and (names := self._variables.changed()):
             line = (
                 f"warning: the script changes {first_few(names)} in its loop, and no checkpoint"
-                " holds them: unless each step sets them anew, a resumed run goes on with others;"
-                " before session.steps, include each:"
+                " holds them: unless each step sets them anew, a resumed run goes on with other"
+                " values; before session.steps, include each:"
                 f" session.include({names[0]!r}, {names[0]}); a tensor has to be in an object with"
                 " state_dict and load_state_dict, such as a buffer of a module; what an optimizer"
                 " trains belongs into session.prepare"

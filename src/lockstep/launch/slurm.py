@@ -57,13 +57,14 @@ class BatchScript:
     time: str
     """The time limit in Slurm's format."""
     signal_seconds: int = 120
-    """Seconds before the limit when the run must save and end."""
+    """Number of seconds, before the time limit, in which the run must save and end."""
     path: str | None = None
     """The folder that contains `lockstep`, to be added to PATH. None: PATH is unchanged."""
     setup: Sequence[str] = ()
     """Shell lines to execute before the run."""
     command: Sequence[str] = ()
-    """The command of each node, instead of `lockstep run` with `run`, `script` and `arguments`."""
+    """The command that runs on each node. Empty: `lockstep run` with `run`, `script` and
+    `arguments`."""
     sbatch: Sequence[str] = ()
     """Further options of sbatch."""
 

@@ -266,8 +266,8 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """Describes a saved tensor: a view of the cast of a view of a gathered weight. `views`: the
-    views before the cast."""
+    """Describes how to make a saved tensor again: apply `views` to the gathered weight, cast the
+    result to `dtype`, and view it with `size`, `stride` and `offset`."""
 
     weight: Tensor
     views: tuple[View, ...]

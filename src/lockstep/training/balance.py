@@ -235,7 +235,8 @@ class ExpertBalance:
 
     def _counted(self, batch: Any, choices: Sequence[Choices]) -> tuple[int, Tensor | None]:
         """Return the number of samples, and a mask of this rank's tokens that count (None if all
-        do). Raises `RecipeError` if the routers have seen a different number of tokens."""
+        do). Raises `RecipeError` if the routers or experts were called with more or fewer tokens
+        than the batch has."""
         samples, tokens, counted = self._shape(batch)
         places = next((each.places for each in choices if each.places is not None), None)
         if places is not None:

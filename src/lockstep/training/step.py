@@ -554,8 +554,8 @@ class Step:
         return again
 
     def _seed_optimizer(self, number: int, *call: int) -> None:
-        """Seed the generators for what an optimizer draws in its step, or after a call of its
-        closure, which draws by this rank's microbatches."""
+        """Seed the generators for the numbers that an optimizer draws in its step. Called again
+        after each call of its closure, which seeds them for this rank's microbatches."""
         if self._modules[number].may_draw:
             context = self._training.context
             at = (context.seed, RandomStream.OPTIMIZER, self._run.step, number, *call)
@@ -660,8 +660,8 @@ class Step:
         return batch if change is None else change(current, batch)
 
     def _refuse_dummies(self) -> None:
-        """Raise `RecipeError`, on all ranks, if a rank computes a dummy in this step, or in another
-        step of its epoch."""
+        """Raise `RecipeError`, on all ranks, if a rank computes a dummy microbatch in this step, or
+        in another step of the same epoch."""
         assigned = self.source.layout.assignment
         counts = self.count, *sorted(self.source.batching.counts)
         count = next((count for count in counts if assigned.has_dummies(count)), None)

@@ -66,8 +66,8 @@ class Models:
         self._within = []
 
     def _search(self, parameters: Sequence[Tensor]) -> None:
-        """Find the outermost modules that hold the parameters, or parameters with gradients: the
-        optimizer's parameters may not belong to a model."""
+        """Find the outermost modules that have one of `parameters`, or any parameter with a
+        gradient. (An optimizer may hold parameters that belong to no model.)"""
         wanted = {id(each) for each in parameters}
         modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
         children = {id(child) for module in modules for child in module.children()}

@@ -31,16 +31,16 @@ DROPOUTS = (
 _CHECKPOINT_FILE = inspect.getfile(checkpoint)
 Parameters = Mapping[str, inspect.Parameter]
 MOST_STATISTICS = 8
-"""Number of BatchNorm calls, between two backwards or evaluation batches, whose statistics are
-recorded."""
+"""Maximum number of BatchNorm calls whose statistics are recorded, from one backward or evaluation
+batch to the next."""
 
 
 class Modes:
     def __init__(self, recorder: RecordWriter, loaders: Loaders, draws: Draws) -> None:
         self._recorder, self._loaders, self._draws = recorder, loaders, draws
         self._calls = {"train": 0, "eval": 0, "off": 0}
-        """Number of calls that the current backward has reached: in train mode; in eval mode; and,
-        of these, dropout after trained layers (`off`)."""
+        """Numbers of calls that the current backward has reached: `train` and `eval` count them by
+        mode. `off` counts only the calls of dropout in eval mode, after trained layers."""
         self._noted: set[Any] = set()
         self._statistics = 0
         self._place: Any = None

@@ -282,7 +282,7 @@ def _scalars_of(value: Any) -> Iterator[Any]:
 
 
 def _with_scalars(value: Any, scalars: Iterator[Any]) -> Any:
-    """Return a value of the same form with other numbers."""
+    """Return `value`, the result of a loss, with its numbers replaced by the next of `scalars`."""
     if isinstance(value, dict):
         return {name: _with_scalars(term, scalars) for name, term in value.items()}
     if isinstance(value, Loss):

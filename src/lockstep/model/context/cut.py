@@ -55,8 +55,8 @@ COMPARED_SAMPLES = 4
 half of the tokens is often not detected: each rank's best halves may together be the best half of
 all."""
 WINDOWS = 8
-"""Number of windows of a long sequence that are tried first to find the shift of a loss, before all
-windows."""
+"""Number of windows of a long sequence that are tried first, before all windows, to find out if a
+loss shifts its labels."""
 MOST_LOSSES = 16
 """Number of loss functions that are remembered: a loop may make a new one for each step."""
 MOST_LAYOUTS = 64
@@ -80,7 +80,7 @@ class _OfLosses(Generic[T]):
 
 
 class MicrobatchCut(NamedTuple):
-    """The cut of one microbatch."""
+    """The division of one microbatch among ranks."""
 
     samples: int
     layout: TokenLayout
@@ -103,7 +103,7 @@ class SequenceCut:
     ) -> None:
         """`world`: the axis. `sequence`: `Recipe.sequence`; None refuses random numbers.
         `forwards`: the stages' forwards, in a pipeline. `beside`: the other axes, except a
-        pipeline's, along which ranks exchange in the forward."""
+        pipeline's, along which ranks communicate in the forward."""
         self.dim = (Sequence() if sequence is None else sequence).dim
         """The dim of tokens."""
         self._model = model
@@ -261,10 +261,10 @@ class SequenceCut:
         return self._model.training in self._checked
 
     def check(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
-        """Check that the model and the loss can be cut. Every rank that exchanges in the forward
-        calls it, once in each mode, with the arguments of `run`. Generators and buffers are
-        unchanged afterwards. Raises `RecipeError`, `LossError`, `DataError` or `PlanError`, the
-        same on all ranks."""
+        """Check that the model and the loss can be cut. Every rank that communicates in the forward
+        calls it, once in training mode and once in evaluation mode, with the arguments of `run`.
+        Generators and buffers are unchanged afterwards. Raises `RecipeError`, `LossError`,
+        `DataError` or `PlanError`, the same on all ranks."""
         self._know_sequences(arguments, self._size_of(arguments)[1])
         self._know_dims(arguments)
         if self._is_cut:
@@ -281,8 +281,8 @@ class SequenceCut:
             check_counts(step, self.counts.known, self._tokens_tried, (self._world, summed))
 
     def _tokens_tried(self, arguments: Any) -> TriedTokens:
-        """Return the tokens of a microbatch in groups of short sequences. Each rank has some tokens
-        of a group, never more than of the microbatch."""
+        """Return the tokens of a microbatch in groups of short sequences. A group of several
+        sequences is no larger than a rank's part of the microbatch."""
         samples, tokens = self._size_of(arguments)
         known, layout = self._know_sequences(arguments, tokens), self._layout_of(tokens)
         rows = short_rows(tokens, layout.chunks, COMPARED_TOKENS_PER_CHUNK)
@@ -623,9 +623,9 @@ class SequenceCut:
     def _find_shift(
         self, loss: LossFunction, output: Any, layout: TokenLayout, batch: Any, cut: MicrobatchCut
     ) -> int:
-        """Find the shift of a loss and remember it. If the batch does not show it, both shifts are
-        right for this batch. `output`: the output for this rank's tokens of the layout. `cut`: the
-        batch's cut."""
+        """Return by how many tokens a loss shifts its labels, 0 or 1, and remember it. If the batch
+        does not show it, both are right for this batch. `output`: the output for this rank's tokens
+        of the layout. `cut`: the batch's cut."""
         samples, tokens = cut.samples, cut.layout.tokens
         known, most = self._know_labels(batch, tokens), self._most_of(tokens)
         most -= most > 2 and most % 2 == 0  # so that no two neighbours are adjacent on a rank
@@ -642,7 +642,7 @@ class SequenceCut:
         return 0
 
     def _most_of(self, tokens: int) -> int:
-        """Return the number of tokens of a sequence with which a loss is tried at a time."""
+        """Return the number of tokens of a sequence on which a loss is tried at a time."""
         return min(tokens, COMPARED_TOKENS_PER_CHUNK * self._sequence.chunks)
 
     def _zeros(self, output: Any, has: int, tokens: int) -> Any:

@@ -89,7 +89,7 @@ class ParameterLeaves:
 
     @property
     def are_apart(self) -> bool:
-        """True if there is one gradient for the rows of each rank."""
+        """True if each rank's rows have their own gradient, False if all rows have one together."""
         return self._place is not None
 
     @property

@@ -147,7 +147,8 @@ def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder)
 
 @contextmanager
 def _older_objects_frozen() -> Iterator[None]:
-    """Exclude older objects, such as torch's modules, from the search for the factory's tensors."""
+    """Exclude the objects that exist already, such as torch's modules, from the search for the
+    factory's tensors."""
     if is_frozen():  # objects that other code has frozen could not be told apart from ours
         yield
         return

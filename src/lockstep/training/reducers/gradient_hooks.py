@@ -151,8 +151,8 @@ class GradientHooks:
         self.is_accumulating = self._in_pipeline
 
     def check(self) -> None:
-        """Raise `RecipeError` if hooks have changed since the loop began: torch may have called new
-        hooks in a microbatch's backward, or on some ranks only."""
+        """Raise `RecipeError` if a hook was added or removed since the loop began. Torch may have
+        called a new hook in a microbatch's backward, and only some ranks may have it."""
         counts = gradient_hook_counts(self._parameters)
         if counts == self._counts and not self._hooks:
             return
