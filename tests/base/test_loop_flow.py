@@ -222,26 +222,42 @@ PENALTY = """
             (lengths - mean).square().mean().backward()
     """
 
+FEATURES = """
+    class Features:
+        def hook(self, name):
+            def keep(module, inputs, output):
+                self.outputs[name] = output
+                self.latest.append(output)
+                self.counts[name] += 1
+            return keep
+
+        def __call__(self, x):
+            self.latest.clear()
+            self.model(x)
+            return self.outputs, self.latest, self.counts
+    """
+
 
 @pytest.mark.parametrize(
     ("sources", "names", "expected"),
     [
-        ([POOL], {"query"}, {"images"}),
-        ([POOL], {"shown_mean"}, {"shown"}),
-        ([POOL], {"ratio"}, {"ratio"}),
-        ([POOL], {"factor", "last", "size"}, set()),
-        ([PENALTY], {"add"}, {"mean"}),
-        (["class Own(Pool):\n    def query(self, x):\n        return x", POOL], {"query"}, set()),
+        ([FEATURES], set(), {"outputs": True, "counts": False}),
+        ([POOL], {"query"}, {"images": False}),
+        ([POOL], {"shown_mean"}, {"shown": False}),
+        ([POOL], {"ratio"}, {"ratio": False}),
+        ([POOL], {"factor", "last", "size"}, {}),
+        ([PENALTY], {"add"}, {"mean": False}),
+        (["class Own(Pool):\n    def query(self, x):\n        return x", POOL], {"query"}, {}),
         (
             ["class Loss:\n    def __call__(self, x):\n        self.n += x\n        return self.n"],
             set(),
-            {"n"},
+            {"n": False},
         ),
-        (["lambda: 0", "class"], {"query"}, set()),
+        (["lambda: 0", "class"], {"query"}, {}),
     ],
 )
 def test_the_attributes_that_methods_keep_and_return_are_found(
-    sources: list[str], names: set[str], expected: set[str]
+    sources: list[str], names: set[str], expected: dict[str, bool]
 ) -> None:
     assert kept_by_methods(map(textwrap.dedent, sources), names) == expected
 

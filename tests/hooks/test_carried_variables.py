@@ -3,15 +3,20 @@ one."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import run_files
 import torch
 from torch import nn
 from training.subjects import each_of, rows, sgd
 
 import lockstep as ls
+from lockstep.base.loop_flow import kept_by_methods
+from lockstep.hooks.carried_variables import code_of
 from lockstep.testing.pool import WorkerPool
 
 
@@ -56,11 +61,12 @@ class GatheredPool(Pool):
 
 
 class Criterion:
-    """Keeps numbers for a log, a cache, and what each step sets."""
+    """Keeps numbers for a log, a cache, what each step sets, and the latest output by name."""
 
     def __init__(self) -> None:
         self.calls, self.last, self.losses, self.weight = 0, 0.0, list[float](), 0.0
         self.cache: dict[int, float] = {}
+        self.outputs: dict[str, torch.Tensor] = {}
 
     def set_step(self, index: int) -> None:
         self.weight = index / 8
@@ -70,7 +76,8 @@ class Criterion:
         self.calls, self.last = self.calls + 1, loss.item()
         self.losses.append(self.last)
         self.cache[index] = float(index)
-        return loss + self.cache[index]
+        self.outputs["last"] = output
+        return loss + self.cache[index] + self.outputs["last"].square().mean()
 
     def mean(self) -> float:
         return sum(self.losses) / len(self.losses)
@@ -227,3 +234,18 @@ def test_what_an_object_or_an_optimizer_of_ones_own_carries_is_named(
     assert several[0].startswith("LossError: the loss uses pool.images, which the loop carries")
     assert several[2].startswith("LossError: the loss uses scale, which the loop carries from one")
     assert [several[place] for place in (1, 3, 4, 5)] == [alone[place] for place in (1, 3, 4, 5)]
+
+
+def test_a_class_whose_file_is_being_edited_has_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "being_edited.py"
+    file.write_text("class Pool:\n    def add(self):\n        self.n += 1\n        return self.n\n")
+    spec = importlib.util.spec_from_file_location("being_edited", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "being_edited", module)
+    spec.loader.exec_module(module)
+    assert kept_by_methods(code_of(module.Pool), {"add"}) == {"n": False}
+    file.write_text("class Pool(:\n    def add(self\n")
+    assert kept_by_methods(code_of(module.Pool), {"add"}) == {}

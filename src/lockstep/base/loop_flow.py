@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Set
 
 _SINKS = ("backward", "compute")
 """Methods of a step that take the loss, or the function that computes it."""
-_FILLS = ("zero_", "fill_", "copy_")
-"""Methods of a tensor that replace all of its values."""
+_FILLS = ("zero_", "fill_", "copy_", "clear")
+"""Methods of a tensor or container that replace or remove all of its values."""
 _TEXTS = ("__init__", "__repr__", "__str__")
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
@@ -57,9 +57,10 @@ def used_by_loss(loop: ast.For) -> list[str]:
     return sorted(_flow_of(loop).used)
 
 
-def kept_by_methods(sources: Iterable[str], names: Set[str]) -> set[str]:
+def kept_by_methods(sources: Iterable[str], names: Set[str]) -> dict[str, bool]:
     """Return the attributes of an object that its methods compute from the attributes' earlier
-    values, or put values into, and that go into a method's return value or `backward`.
+    values, or put values into, and that go into a method's return value or `backward`. True for
+    those whose items the methods only set.
 
     `sources`: the code of its class and its base classes. `names`: the attributes and methods that
     are used."""
@@ -73,7 +74,9 @@ def kept_by_methods(sources: Iterable[str], names: Set[str]) -> set[str]:
         if (name := left.pop()) not in used:
             used.add(name)
             left += methods[name].used if name in methods else ()
-    return used & {name for flow in methods.values() for name in flow.kept}
+    kept = {name for flow in methods.values() for name in flow.kept}
+    filled = {name for flow in methods.values() for name in flow.filled}
+    return {name: name not in kept for name in used & (kept | filled)}
 
 
 def _methods_of(source: str) -> Iterator[tuple[str, _Flow]]:
@@ -87,7 +90,7 @@ def _methods_of(source: str) -> Iterator[tuple[str, _Flow]]:
             own = each.args.args[0].arg
             flow = _Flow(_bound_by(each) - {own}, own)
             flow.run(each.body)
-            for paths in (flow.used, flow.kept):
+            for paths in (flow.used, flow.kept, flow.filled):
                 attributes = {one.removeprefix(f"{own}.").partition(".")[0] for one in paths}
                 paths.clear()
                 paths |= attributes
@@ -120,6 +123,8 @@ class _Flow:
         """Variables that the body sets, or whose methods it calls for their effect."""
         self.kept: set[str] = set()
         """Variables whose new value contains their value at the beginning."""
+        self.filled: set[str] = set()
+        """Variables of which an item is set, `features[name] = value`."""
         self._origins: Origins = dict.fromkeys(given, _NONE)
         self._decides: frozenset[str] = _NONE  # origins of the conditions around a statement
 
@@ -173,6 +178,7 @@ class _Flow:
         if owner is not None and isinstance(called, ast.Attribute) and called.attr in _FILLS:
             self._set(called.value, _NONE.union(*map(self._of, call.args)))
         elif owner is not None and owner != self._own:
+            self.kept |= self._value(owner) & {owner}
             self._put(owner, self._of(call))
         else:
             self._of(call)
@@ -218,6 +224,8 @@ class _Flow:
                 if ast.unparse(target.slice) in (":", "..."):
                     self._set(target.value, origins)
                 else:
+                    self.filled.add(owner)
+                    self.kept |= origins & {owner}
                     self._put(owner, origins | self._of(target.slice))
         elif (path := _path(target)) is not None:
             self.changed.add(path)
@@ -234,7 +242,6 @@ class _Flow:
         self.changed.add(path)
         self.read |= self._value(path)
         self._origins[path] = self._value(path) | origins | self._decides
-        self.kept |= self._value(path) & {path}
 
     def _look_for_sinks(self, node: ast.AST) -> None:
         for each in ast.walk(node):

@@ -4,6 +4,7 @@ later one, in a variable or in an object: a running reward, a hidden state, a bu
 from __future__ import annotations
 
 import inspect
+import tokenize
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -67,7 +68,7 @@ class CarriedVariables(ControlHook):
         self._steps = 0
         self._carried: list[str] = []
         self._used: list[str] = []
-        self._kept: dict[str, set[str]] = {}
+        self._kept: dict[str, dict[str, bool]] = {}
         self._seen: dict[str, _Seen] = {}
         self._changes, self._writes = Counter[str](), Counter[str]()
         self._told: set[str] = set()
@@ -104,17 +105,20 @@ class CarriedVariables(ControlHook):
                 is_compared = isinstance(value, _NUMBERS) or _is_scalar(value)
                 yield name, seen._replace(is_compared=is_compared)
             if is_users(type(value).__module__) and not isinstance(value, Optimizer | Tensor):
-                for each in self._kept_by(name, type(value)):
+                for each, only_items in self._kept_by(name, type(value)).items():
                     item = _value_of(attributes(value), each, saved)
+                    if only_items and _is_by_name(item):
+                        continue  # as attributes that are set, such as the outputs of layers
                     if (seen := _seen_in(item, _OF_OBJECTS)) is not None:
                         yield f"{name}.{each}", seen
 
-    def _kept_by(self, name: str, kind: type) -> set[str]:
-        """Return the attributes of an object that its methods carry into the loss."""
+    def _kept_by(self, name: str, kind: type) -> dict[str, bool]:
+        """Return the attributes of an object that its methods carry into the loss, as
+        `kept_by_methods`."""
         if name not in self._kept:
             paths = [each.removeprefix(f"{name}.") for each in self._used if each != name]
             self._kept[name] = kept_by_methods(
-                _code_of(kind), {each.partition(".")[0] for each in paths}
+                code_of(kind), {each.partition(".")[0] for each in paths}
             )
         return self._kept[name]
 
@@ -200,6 +204,10 @@ def _can_be_read(value: Any) -> bool:
     return to_local(value) is value and value.layout is torch.strided and not value.is_meta
 
 
+def _is_by_name(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
+
+
 def _is_same(before: Any, now: Any) -> bool:
     if isinstance(before, weakref.ref) and isinstance(now, weakref.ref):
         return before() is now()
@@ -230,8 +238,10 @@ def _digest(value: Any) -> str:
     return repr(digest_parts(Reader(most_bytes=1 << 20).parts(value))[0])
 
 
-def _code_of(kind: type) -> Iterator[str]:
+def code_of(kind: type) -> Iterator[str]:
+    """Yield the code of a class and its base classes, if it is the user's."""
     for each in kind.__mro__:
         if is_users(each.__module__):
-            with suppress(OSError, TypeError):  # its source is not known
+            # its source is not known, or was edited since and is not whole
+            with suppress(OSError, TypeError, SyntaxError, tokenize.TokenError):
                 yield inspect.getsource(each)
