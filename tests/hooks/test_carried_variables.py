@@ -242,7 +242,8 @@ def test_a_class_whose_file_is_being_edited_has_no_code(
     file = tmp_path / "being_edited.py"
     file.write_text("class Pool:\n    def add(self):\n        self.n += 1\n        return self.n\n")
     spec = importlib.util.spec_from_file_location("being_edited", file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "being_edited", module)
     spec.loader.exec_module(module)
