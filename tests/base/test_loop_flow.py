@@ -265,3 +265,19 @@ def test_the_attributes_that_methods_keep_and_return_are_found(
 def test_what_the_loss_uses_need_not_be_changed_by_the_loop() -> None:
     body = "scale = 1\nstep.backward(pool.query(model(x)) * scale)\nlog(history)"
     assert used_by_loss(loop(body)) == ["model", "pool", "pool.query", "x"]
+
+
+def test_a_method_that_was_called_before_hides_no_other_that_the_loss_uses() -> None:
+    body = "statistics.update(x)\nstep.backward(statistics.scaled(y))"
+    used = ["statistics", "statistics.scaled", "statistics.update", "x", "y"]
+    assert used_by_loss(loop(body)) == used
+
+
+@pytest.mark.parametrize("method", ["clear", "reset"])
+def test_what_is_emptied_carries_nothing(method: str) -> None:
+    body = f"episodes.{method}()\nepisodes.add(x)\nstep.backward(episodes.mean())"
+    assert carried_into_loss(loop(body)) == []
+    assert used_by_loss(loop(body)) == ["x"]
+    later = f"if x:\n    episodes.{method}()\nepisodes.add(x)\nstep.backward(episodes.mean())"
+    assert carried_into_loss(loop(later)) == ["episodes"]
+    assert "episodes" not in set_anew(loop(body))

@@ -9,8 +9,11 @@ from collections.abc import Iterable, Iterator, Set
 
 _SINKS = ("backward", "compute")
 """Methods of a step that take the loss, or the function that computes it."""
-_FILLS = ("zero_", "fill_", "copy_", "clear")
-"""Methods of a tensor or container that replace or remove all of its values."""
+_FILLS = ("zero_", "fill_", "copy_")
+"""Methods of a tensor that replace all of its values."""
+_EMPTIES = ("clear", "reset")
+"""Methods of a container, or of an object such as a buffer of episodes, that remove what it has
+collected."""
 _TEXTS = ("__init__", "__repr__", "__str__")
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
@@ -177,6 +180,9 @@ class _Flow:
         owner = _path(called.value) if isinstance(called, ast.Attribute) else None
         if owner is not None and isinstance(called, ast.Attribute) and called.attr in _FILLS:
             self._set(called.value, _NONE.union(*map(self._of, call.args)))
+        elif owner is not None and isinstance(called, ast.Attribute) and called.attr in _EMPTIES:
+            self._of(called)  # a model keeps its parameters
+            self._set(called.value, _NONE)
         elif owner is not None and owner != self._own:
             self.kept |= self._value(owner) & {owner}
             self._put(owner, self._of(call))
@@ -266,8 +272,9 @@ class _Flow:
     def _value(self, path: str) -> frozenset[str]:
         parts = path.split(".")
         for length in range(len(parts), 0, -1):
-            if (known := self._origins.get(".".join(parts[:length]))) is not None:
-                return known
+            if (known := self._origins.get(owner := ".".join(parts[:length]))) is not None:
+                # in `statistics.update(x); statistics.mean`, the object is still the one before
+                return known | self._at_first(path) if owner in known else known
         return self._at_first(path)
 
     def _at_first(self, path: str) -> frozenset[str]:
