@@ -24,6 +24,7 @@ from lockstep.training.optim.element_wise import (
     mixes_tensors,
     needing_whole_tensors,
 )
+from lockstep.training.optim.operands import lay_out
 from lockstep.training.training import Training
 
 
@@ -408,3 +409,13 @@ def test_each_number_of_dims_is_tried() -> None:
     assert is_element_wise(
         NormalizesStacks([*matrix(), stack], lr=0.1), lambda each: each.dim() < 3
     )
+
+
+def test_state_without_strides_is_left_as_it_lies() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter])
+    sparse = torch.eye(2).to_sparse()
+    state = optimizer.state[parameter] = {"sparse": sparse, "basis": torch.ones(2, 3).T}
+    lay_out([parameter], [optimizer])
+    assert state["sparse"] is sparse
+    assert state["basis"].is_contiguous()

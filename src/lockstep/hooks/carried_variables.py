@@ -98,6 +98,8 @@ class CarriedVariables(ControlHook):
         saved |= {id(each.model) for each in run.training.modules}
         trained_here = {id(each) for one in run.training.modules for each in one.model.parameters()}
         for name in self._used:
+            if name in self._told:  # a long buffer takes a while to read
+                continue
             value = _value_of(variables, name, saved)
             if trained := [each for each in _trained(value) if id(each) not in trained_here]:
                 yield name, _Seen(_OF_TRAINED, trained, [version(each) for each in trained])
@@ -106,6 +108,8 @@ class CarriedVariables(ControlHook):
                 yield name, seen._replace(is_compared=is_compared)
             if is_users(type(value).__module__) and not isinstance(value, Optimizer | Tensor):
                 for each, only_items in self._kept_by(name, type(value)).items():
+                    if f"{name}.{each}" in self._told:
+                        continue
                     item = _value_of(attributes(value), each, saved)
                     if only_items and _is_by_name(item):
                         continue  # as attributes that are set, such as the outputs of layers

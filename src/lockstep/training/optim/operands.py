@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Size, Tensor, nn
 from torch.optim import Optimizer
 
@@ -44,5 +45,5 @@ def _lay_out_state(held: dict[Any, Any] | list[Any], shape: Size | None) -> None
     for name, each in held.items() if isinstance(held, dict) else enumerate(held):
         if isinstance(each, dict | list):
             _lay_out_state(each, None)
-        elif isinstance(each, Tensor) and to_local(each) is each:
+        elif isinstance(each, Tensor) and to_local(each) is each and each.layout is torch.strided:
             held[name] = laid_out(each) if each.shape == shape else aligned(each)
