@@ -419,3 +419,13 @@ def test_state_without_strides_is_left_as_it_lies() -> None:
     lay_out([parameter], [optimizer])
     assert state["sparse"] is sparse
     assert state["basis"].is_contiguous()
+
+
+def test_states_in_one_storage_stay_in_it() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter])
+    history = torch.zeros(2, 3)
+    state = optimizer.state[parameter] = {"history": history, "last": [history[1]]}
+    lay_out([parameter], [optimizer])
+    history[1] = 5.0
+    assert state["last"][0].tolist() == [5.0, 5.0, 5.0]

@@ -4,13 +4,15 @@ strides."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Size, Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.base.torch_private import storage_address
 from lockstep.comm.mesh import to_local
 from lockstep.model.tensor.elementwise import aligned, is_aligned
 
@@ -30,9 +32,10 @@ def lay_out(parameters: Iterable[nn.Parameter], optimizers: Sequence[Optimizer])
         if parameter.grad is not None:
             parameter.grad = laid_out(parameter.grad)
     for optimizer in optimizers:
+        storages = Counter(map(_storage, _tensors(list(optimizer.state.values()))))
         for owner, state in optimizer.state.items():
             if isinstance(state, dict):
-                _lay_out_state(state, getattr(owner, "shape", None))
+                _lay_out_state(state, getattr(owner, "shape", None), storages)
 
 
 def laid_out(tensor: Tensor) -> Tensor:
@@ -40,10 +43,31 @@ def laid_out(tensor: Tensor) -> Tensor:
     return tensor if is_aligned(to_local(tensor)) else tensor.clone()
 
 
-def _lay_out_state(held: dict[Any, Any] | list[Any], shape: Size | None) -> None:
-    """`shape`: of tensors that have a parameter's strides."""
+def _lay_out_state(
+    held: dict[Any, Any] | list[Any], shape: Size | None, storages: Counter[int]
+) -> None:
+    """Replace each tensor that lies in another way; not one of two tensors in one storage, because
+    a copy would no longer change with the other one. `shape`: of tensors that have a parameter's
+    strides."""
     for name, each in held.items() if isinstance(held, dict) else enumerate(held):
         if isinstance(each, dict | list):
-            _lay_out_state(each, None)
-        elif isinstance(each, Tensor) and to_local(each) is each and each.layout is torch.strided:
+            _lay_out_state(each, None, storages)
+        elif _is_dense(each) and storages[_storage(each)] == 1:
             held[name] = laid_out(each) if each.shape == shape else aligned(each)
+
+
+def _tensors(held: Any) -> Iterator[Tensor]:
+    """Yield the dense tensors in a state."""
+    if isinstance(held, dict | list):
+        for each in held.values() if isinstance(held, dict) else held:
+            yield from _tensors(each)
+    elif _is_dense(held):
+        yield held
+
+
+def _is_dense(held: Any) -> TypeGuard[Tensor]:
+    return isinstance(held, Tensor) and to_local(held) is held and held.layout is torch.strided
+
+
+def _storage(tensor: Tensor) -> int:
+    return storage_address(tensor.untyped_storage())
