@@ -1,13 +1,12 @@
-"""The `tensor` axis: the weights of layers are DTensors, sharded over the ranks that compute each
-microbatch together.
+"""The `tensor` axis (tensor parallelism): the weights of layers are DTensors, sharded over the
+ranks that compute each microbatch together.
 
-With slices (`sliced.py`), the layers compute the same bits on any number of ranks. A single rank
-then has plain weights, and the same hooks.
+With slices, each sharded layer is computed in a fixed number of pieces, and its output has the same
+bits on any number of ranks (`sliced.py`). A single rank then has plain weights, and the same hooks.
 
 A `colwise` layer computes a shard of its outputs on each rank. The `rowwise` layer after it takes
-this shard as input and sums over the ranks. Between the two, user code runs on smaller tensors
-(`sharded_features.py`); elsewhere, ranks have equal tensors.
-"""
+this shard as input and sums over the ranks. Between the two, user code runs on the shard
+(`sharded_features.py`); elsewhere, all ranks of the axis have equal activations."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ SHAPES = re.compile(
     r" divisible|broadcast|"
     r"should contain \d+ elements"
 )
-"""Error messages of torch and Python about unexpected sizes."""
+"""Matches error messages of torch and Python about unexpected tensor sizes."""
 
 
 def tensor_parallel(
@@ -73,8 +72,9 @@ def tensor_parallel(
     FSDP2 shards the model. `styles`: result of `tensor_styles`. `materialize`: called with a layer
     just before it is sharded; all ranks must compute the same values, because none are sent. Other
     parameters without values stay on the meta device. Shared parameters stay shared. `experts`:
-    modules of experts, each of which is called with all tokens on every rank. `slices`: the slices
-    in which layers compute; with slices on one rank, `mesh` is None."""
+    modules of experts, each of which is called with all tokens on every rank. `slices`: the pieces
+    in which each layer is computed, for equal bits on any number of ranks; None without. `mesh`:
+    None for slices on a single rank."""
     shared = shared_names(model)
     unsharded_now: set[str] = set()
     sliced = None if slices is None else SlicedModel(model, list(styles), slices)
@@ -117,9 +117,10 @@ def tensor_parallel(
 
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
-    """All-reduce gradients that are partial sums, such as the gradient of a norm's weight under
-    `sequence`. Every rank of the axis calls it once, after a step's last backward, with zeros for
-    gradients that only other ranks have."""
+    """All-reduce the gradients that are partial sums, such as the gradient of a norm's weight with
+    the style `sequence`. Every rank of the `tensor` axis calls it once, after a step's last
+    backward. A rank without the gradient of a parameter that other ranks have gives it zeros
+    before."""
     for parameter in parameters:
         gradient = parameter.grad
         if (
@@ -133,8 +134,8 @@ def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
 def _gather_tokens(
     name: str, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Gather a module of experts' arguments that are sharded over the sequence. Raises
-    `RecipeError` for arguments that are sharded over the features."""
+    """Return the arguments of the module of experts `name`, with those gathered that are sharded
+    over the sequence. Raises `RecipeError` for arguments that are sharded over the features."""
     for each in (*arguments, *keywords.values()):
         if is_sharded(each):
             raise RecipeError(
@@ -157,7 +158,8 @@ class _ShardedLayer:
         slices: Slices | None,
         features: ShardedFeatures,
     ) -> None:
-        """`unsharded_now`: names of the layers that currently run with full inputs and weights."""
+        """`unsharded_now`: names of the layers that currently run with full inputs and weights,
+        because their output is compared with that of sharded layers."""
         self._slices = slices
         self._features = features
         self._name = name
@@ -174,12 +176,14 @@ class _ShardedLayer:
         place_parameters(module, mesh, placement_of)
 
     def check_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Check the layer's input on one rank, as is done on several."""
+        """Make, for slices on one rank, the checks of the layer's input that `place_input` makes on
+        several ranks."""
         if not is_passing_through(module):
             self._placement(module, self._first(inputs), 1)
 
     def mark_output(self, module: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Mark the layer's output on one rank, as is done on several."""
+        """Return the layer's output on one rank with the marks that `place_output` sets on several
+        ranks, and with the same bits."""
         if is_passing_through(module):
             return output
         assert self._slices is not None, "one rank has no hooks without slices"
@@ -224,7 +228,8 @@ class _ShardedLayer:
         return inputs[0]
 
     def _placement(self, module: nn.Module, given: Tensor, size: int) -> Placement:
-        """Return the placement of an input that is no DTensor."""
+        """Return the placement that the input has by the layer's style; it is no DTensor. Raises
+        `RecipeError` if the input's size or mark does not fit the style."""
         if self._slices is not None and self._style.exposes_shards:
             self._check_is_seen(given)
         wants_shard = self._style.input_layout == "sharded" and not self._style.slices_input
@@ -251,7 +256,8 @@ class _ShardedLayer:
         return Replicate()
 
     def _check_is_seen(self, given: Tensor) -> None:
-        """Raise `RecipeError` if lockstep has not seen the computation of the layer's input."""
+        """Raise `RecipeError` if the layer's input was computed by functions that lockstep could
+        not intercept."""
         if not self._features.is_entered:
             raise unseen(f"{self._name}, called outside of the forward of its module")
         with without_torch_function_modes():
@@ -283,7 +289,8 @@ class _ShardedLayer:
 
 
 class OtherForward:
-    """Replaces the forward of a module. Copies of the module share this object."""
+    """An object whose `run` is called in place of a module's forward. Copies of the module share
+    it."""
 
     def __deepcopy__(self, _: Any) -> Self:
         return self
@@ -291,13 +298,14 @@ class OtherForward:
     def run(
         self, module: nn.Module, forward: Callable[..., Any], /, *arguments: Any, **keywords: Any
     ) -> Any:
-        """Compute the output. `forward`: the module's own forward."""
+        """Return the output of `module` for these arguments. `forward`: the module's own
+        forward."""
         raise NotImplementedError
 
 
 class _SlicedLayer(OtherForward):
-    """The forward of a sharded layer, computed in slices. (An embedding has no sums, and so no
-    slices.)"""
+    """The forward of a sharded layer, computed in slices, with the same bits on any number of
+    ranks. (An embedding has no sums, and keeps its own forward.)"""
 
     def __init__(self, name: str, style: str, unsharded_now: set[str], slices: Slices) -> None:
         self._name = name
@@ -322,7 +330,7 @@ class _SlicedLayer(OtherForward):
 
 
 def _local_part(tensor: Any) -> Any:
-    """Return this rank's part of a tensor, with a gradient."""
+    """Return this rank's shard of a DTensor, with a gradient; return anything else unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -362,8 +370,8 @@ class _TensorParallelForward(OtherForward):
 
 
 def _replace_forward(module: Any, by: OtherForward) -> None:
-    """Replace the forward in a new class of the module, so that a copy of the module runs its own
-    forward."""
+    """Replace a module's forward by `by.run`. The module gets a new class with this forward, so
+    that a copy of the module calls it with the copy."""
     # a module's attribute `forward` has priority over its class's method
     if "forward" in vars(module):
         run = functools.partial(by.run, module, module.forward)

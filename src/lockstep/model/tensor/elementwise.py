@@ -1,8 +1,8 @@
-"""Elementwise functions whose bits do not depend on an element's position in the tensor.
+"""Calls of elementwise functions whose result has bits that do not depend on an element's position
+in the tensor.
 
-A CPU's kernel computes most elements in vectors, and the last ones by another function, which
-rounds differently. The last elements of a shard are not the last ones of the full tensor.
-"""
+A CPU's kernel computes most elements of a tensor in SIMD vectors, and the last few by a scalar
+function, which rounds differently. A shard has other last elements than the full tensor."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lockstep.model.tensor.operators import tensors_of
 VECTOR_ELEMENTS = 64
 """Largest number of elements that a CPU's kernel computes at once (in bf16 with AVX-512)."""
 ALIGNMENT = 64
-"""Number of bytes of a vector."""
+"""Number of bytes of a SIMD vector (AVX-512)."""
 
 
 def elementwise(func: Any, args: Any, kwargs: Any, *, in_place: bool = False) -> Tensor:
-    """Call an elementwise function so that bits do not depend on an element's position, in the
-    backward too. `in_place`: it writes its first tensor."""
+    """Call an elementwise function so that the bits of its result do not depend on an element's
+    position in the tensor, nor do those of its gradient. `in_place`: it writes its first tensor."""
     tensors = tensors_of(args, kwargs)
     shape: torch.Size = torch.broadcast_shapes(*(each.shape for each in tensors))  # type: ignore[no-untyped-call]
     rest = -shape.numel() % VECTOR_ELEMENTS
@@ -52,13 +52,14 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """True if the tensor begins where a vector may."""
+    """True if the tensor begins at a multiple of a SIMD vector's size in its storage."""
     return tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0
 
 
 def aligned_gradient(item: Any) -> Any:
-    """Make the gradient of a tensor aligned, before the backward of the tensor's function gets
-    it."""
+    """Register a hook that makes the gradient of a tensor contiguous and aligned, before the
+    backward of the function that returned the tensor. Returns the item; does nothing for anything
+    else."""
     if isinstance(item, Tensor) and item.requires_grad:
         item.register_hook(aligned)  # type: ignore[no-untyped-call]
     return item

@@ -1,16 +1,17 @@
-"""Checks, at the first forward, that modules with sharded layers inside compute the same as with
-full layers.
+"""Checks, at the first forward, that modules with layers that are sharded over the `tensor` axis
+return the same as with full layers.
 
 Code on a shard of the features can be wrong without an error: `query.view(batch, length, heads,
 -1)` makes heads of half the depth, and `qkv.chunk(3, -1)` gives a rank no value at all. So at a
 module's first forward in training mode, and at its first in evaluation mode, it is computed twice
 more, without gradients: with sharded and with full layers, and with the same random numbers. With
-slices (whose tensors have another memory layout) and on an accelerator, dropout would draw
-different masks, so both forwards are in evaluation mode. BatchNorm and other modules that update
-their buffers always are. The module's inputs and outputs must be unsharded. Of several equal
-modules, only the first is checked. During the check, a rank holds the full weights of these layers,
-such as one attention or one MLP. Both forwards leave out arguments other than tensors and plain
-values (a second forward would append to a cache of keys)."""
+slices (layers computed in pieces, for equal bits on any number of ranks, whose tensors have another
+memory layout) and on an accelerator, dropout would draw different masks, so both forwards are in
+evaluation mode. BatchNorm and other modules that update their buffers are always in it. The
+module's inputs and outputs must be unsharded. Of several equal modules, only the first is checked.
+During the check, a rank holds the full weights of these layers, such as one attention or one MLP.
+Both forwards leave out arguments other than tensors and plain values (a second forward would append
+to a cache of keys)."""
 
 from __future__ import annotations
 
@@ -39,16 +40,17 @@ from lockstep.model.tensor.sharded_logits import gather_full
 from lockstep.model.trial import trial
 
 ROUNDINGS = 8.0
-"""Tolerance of the relative error, in units of the square root of the dtype's eps (3e-4 in
-float32)."""
+"""Largest allowed relative error (in the norm) between a module's outputs with sharded and with
+full layers, in units of the square root of the dtype's eps (3e-4 in float32)."""
 MAX_GATHERED_ELEMENTS = 2**26
 """A module is not checked if its sharded layers have more elements than this, and more than half of
 all sharded layers' elements."""
 
 
 class FirstForwardCheck:
-    """Compares the outputs of sharded and full layers, once for each of `layers`: the layers whose
-    shards the user's code sees. Every rank of the tensor axis makes one."""
+    """Compares the outputs of a module with sharded and with full layers, once for each of
+    `layers`: the layers with a sharded input or output, which the user's code computes with. Every
+    rank of the `tensor` axis makes one."""
 
     def __init__(
         self,
@@ -60,8 +62,9 @@ class FirstForwardCheck:
         draws_alike: bool,
     ) -> None:
         """`on_sequence`: further layers, whose output is a shard of the sequence. `unsharded_now`:
-        filled with the layers that currently run with full weights. `draws_alike`: False if sharded
-        layers may draw different random numbers than full ones, as with slices."""
+        a set that holds the names of the layers that currently run with full weights, while they
+        do. `draws_alike`: False if sharded layers may draw different random numbers than full ones,
+        as with slices."""
         self._modules = {name: model.get_submodule(name) for name in layers}
         self._on_sequence = {name: model.get_submodule(name) for name in on_sequence}
         self._unchecked = {training: set(layers) for training in (True, False)}
@@ -79,8 +82,9 @@ class FirstForwardCheck:
         keywords: Any,
     ) -> None:
         """Compute the module `name` with sharded and with full layers. Raises `RecipeError` if the
-        outputs differ. Does nothing if the layers inside were checked before, or if inputs or
-        outputs are sharded."""
+        two outputs differ by more than rounding. Does nothing if all layers inside the module were
+        checked before, or if its inputs or outputs are sharded. `forward`: the module's own
+        forward."""
         unchecked = self._unchecked[module.training]
         if self._comparing or not unchecked:
             return

@@ -1,5 +1,6 @@
-"""Follows the sharded dim of plain tensors from function to function, without slices. Each distinct
-call is analysed once."""
+"""Finds which dim of a function's result holds the shard of the features or heads, for each torch
+function of sharded tensors (in models that are not computed in slices). Each distinct call is
+analysed once."""
 
 from __future__ import annotations
 
@@ -24,25 +25,26 @@ from lockstep.model.tensor.marks import (
 from lockstep.model.tensor.sharded_dims import check_drawn, shards_of
 
 MOST = 10_000
-"""Largest number of calls that are remembered: code may call a function with new sizes in each
+"""Largest number of analysed calls that are kept: code may call a function with new sizes in each
 step."""
 
 
 CREATES = frozenset(
     {Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_tensor, Tensor.new_zeros}
 )
-"""Functions that use only the dtype and device of a tensor."""
+"""Methods that make a new tensor, and use only the dtype and device of the old one."""
 
 
 class Following:
-    """The marks of the results of one model's calls."""
+    """The `Shard` marks (sharded dims) of the results of each distinct call that one model
+    makes."""
 
     def __init__(self) -> None:
         self._known: dict[Any, _Followed] = {}
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function and mark its results. Raises `RecipeError` if it draws random numbers in
-        the shape of a shard."""
+        """Call a function of sharded tensors, and mark its results with their sharded dim. Raises
+        `RecipeError` if the function draws random numbers in the shape of a shard."""
         key = func, _pattern(args), _pattern(kwargs)
         known = self._known.get(key)
         if known is not None:
@@ -60,10 +62,10 @@ class Following:
 
 
 class _Followed(NamedTuple):
-    """The result of analysing a call."""
+    """The facts about one distinct call of a torch function with sharded tensors."""
 
     shards: list[Shard]
-    """The marks of its results."""
+    """The mark of each tensor that the call returns, with its sharded dim."""
     writes: bool
     """True if the call writes a shard into its first argument, which was not sharded."""
 
@@ -112,7 +114,8 @@ def _mark_written(target: Tensor, shard: Shard) -> None:
 
 
 def _pattern(item: Any) -> Any:
-    """Return the facts on which the sharded dim of a call's results depends."""
+    """Return a hashable description of an argument, equal for calls whose results have the same
+    sharded dim."""
     if isinstance(item, Tensor):
         mark = mark_of(item)
         return item.shape, mark, mark and item.stride()

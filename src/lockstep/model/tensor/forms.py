@@ -1,7 +1,8 @@
-"""Chooses the form in which each function of a sharded tensor is called, so that its result has the
-same bits as with the full tensor: as it is, row by row, or padded. Each distinct call is tried
-once, forward and backward, to see its ATen operators (`operators.py`). A function without such a
-form is refused."""
+"""Chooses the form in which each torch function of a sharded tensor is called, so that each element
+of its result has the same bits as with the full tensor: unchanged, with contiguous rows, or with
+padded tensors. Each distinct call is first tried on copies of its tensors, forward and backward, to
+record its ATen operators (`operators.py`). A function for which no form gives the same bits is
+refused."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def by_rows(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function with contiguous tensors and a contiguous gradient."""
+    """Call a function with contiguous tensors, and give its backward a contiguous gradient, so that
+    a sum over the last dims adds each row in the same order in a shard as in the full tensor."""
 
     def prepared(item: Any) -> Any:
         return aligned(item) if isinstance(item, Tensor) else item
@@ -59,14 +61,16 @@ def by_rows(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def expanded(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Expand a tensor. Its gradient is summed in rows."""
+    """Expand a tensor. In the backward, the gradient's elements that belong to one element of the
+    tensor are made contiguous, and summed as one row."""
     given: Tensor = args[0] if args else kwargs["input"]
     out: Tensor = _Expand.apply(given, func(*args, **kwargs).shape)  # type: ignore[no-untyped-call]
     return out
 
 
 def repeated(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Repeat each element along a dim a fixed number of times, with the gradient of `expanded`."""
+    """Call `repeat_interleave` with a fixed number of repeats along a dim. The gradient is summed
+    as in `expanded`."""
     named = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
     given, times, dim = named.pop("input"), named.pop("repeats"), named.pop("dim")
     if named or not isinstance(times, int) or not isinstance(dim, int):
@@ -97,7 +101,7 @@ class _Expand(torch.autograd.Function):
 
 @dataclass(slots=True)
 class Seen:
-    """The operators of a call that was tried."""
+    """The ATen operators of one call of a torch function, which was made to record them."""
 
     operators: list[tuple[Kind, str, bool]] = field(default_factory=list)
     """Each operator's kind and name, and True for an operator of the backward."""
@@ -106,7 +110,8 @@ class Seen:
     draws: bool = False
     """True if an operator may draw random numbers."""
     returns: str | None = None
-    """The type of a result that is neither a tensor nor a plain value."""
+    """The name of the type of a result that is neither a tensor nor a plain value such as a number;
+    None if there is none."""
     outs: list[Tensor] = field(default_factory=list)
     """The tensors in the result."""
 
@@ -114,7 +119,8 @@ class Seen:
         return {kind for kind, _, is_backward in self.operators if backward or not is_backward}
 
     def kinds_in_order(self) -> set[Kind]:
-        """Return the kinds; operators of `IN_ORDER` count as a known kind."""
+        """Return the kinds of the operators. Those of `IN_ORDER` (not of equal bits, but they keep
+        the order of heads and features) count as "by rows" here."""
         return {
             "by rows" if name.split(".")[1].rstrip("_") in IN_ORDER else kind
             for kind, name, _ in self.operators
@@ -122,14 +128,15 @@ class Seen:
 
 
 class Forms:
-    """The forms of the calls that one model makes."""
+    """The form chosen for each distinct call of a torch function that one model makes with sharded
+    tensors."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Form, list[Shard]]] = {}
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function in its form, and mark its results. Raises `RecipeError` if the function
-        has no form."""
+        """Call a function in the form that gives a shard the same bits as the full tensor, and mark
+        its results as sharded. Raises `RecipeError` if there is no such form."""
         if func in PRINTS:
             return func(*args, **kwargs)
         key = (func, _state(), _pattern((args, kwargs), {}))
@@ -143,7 +150,8 @@ class Forms:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Call functions outside of all modes; activation checkpointing does not record them."""
+    """A context in which functions are called outside of all torch function and dispatch modes, and
+    in which activation checkpointing does not record them."""
     with (
         disable_current_modes(),
         without_torch_function_modes(),
@@ -153,7 +161,8 @@ def apart() -> Iterator[None]:
 
 
 def _form_of(func: Any, args: Any, kwargs: Any) -> tuple[Form, list[Shard]]:
-    """Return the form of a call, and the mark of each of its results."""
+    """Return the form in which a function is to be called with these arguments, and the `Shard`
+    mark of each tensor that it returns. Raises `RecipeError` if there is none."""
     name = getattr(func, "__name__", str(func))
     grows = any(each.requires_grad for each in tensors_of(args, kwargs)) and (
         expanded if func in EXPANDS else repeated if func in REPEATS else None
@@ -196,8 +205,8 @@ def _broadcast(shapes: list[torch.Size]) -> torch.Size | None:
 
 
 def _operators_of(form: Form, func: Any, args: Any, kwargs: Any) -> Seen | None:
-    """Call the function in a form on copies of its tensors. Return its operators; None if it
-    fails."""
+    """Call the function in a form on copies of its tensors, forward and backward. Return the
+    operators that ran; None if it fails."""
     seen = Seen()
     # `lockstep plan` uses tensors without values
     fakes = (each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor))
@@ -234,7 +243,8 @@ def _operators_of(form: Form, func: Any, args: Any, kwargs: Any) -> Seen | None:
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Records the operators that are called."""
+    """A dispatch mode that records the ATen operators that are called, and whether one writes a
+    tensor with a storage in `storages`."""
 
     def __init__(self, seen: Seen, storages: set[int], *, backward: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -261,14 +271,15 @@ class OperatorRecorder(TorchDispatchMode):
 
 
 def _state() -> tuple[Any, ...]:
-    """Return the modes on which a call's result depends."""
+    """Return the global state on which a call's operators depend: gradient mode, and autocast's
+    dtypes."""
     return torch.is_grad_enabled(), *accelerator.autocast_dtypes()
 
 
 def _pattern(item: Any, sizes: dict[int, int]) -> Any:
-    """Return a value that is equal for calls that run the same operators: a call's arguments, with
-    each size replaced by the index of its first occurrence. `sizes`: the indices of earlier
-    sizes."""
+    """Return a hashable description of a call's arguments, equal for calls that run the same
+    operators. Each size of a tensor is replaced by the index of its first occurrence. `sizes`: size
+    -> index, of the sizes that occurred before; new ones are added."""
     if isinstance(item, Tensor):
         shape = tuple(
             size if size < 2 else sizes.setdefault(size, len(sizes)) for size in item.shape

@@ -1,5 +1,6 @@
-"""Marks of plain tensors in a model with sharded layers. A mark says that the tensor is a shard of
-the features or heads, or that it holds random numbers whose shape may be a shard's."""
+"""Marks on plain tensors, in a model with layers that are sharded over the `tensor` axis. A mark
+(an attribute of the tensor) says that the tensor is this rank's shard of the features or heads, or
+that it holds random numbers, which may have been drawn in the shape of a shard."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from lockstep.base.torch_private import tree_leaves
 
 MARK = "_lockstep_mark"
 ONE = -1
-"""Stands for the dim of a shard of one head or feature, if that dim is not known."""
+"""The value of `Shard.dim` for a shard with a single head or feature, if its dim is not known."""
 
 
 class Shard(NamedTuple):
-    """The mark of a shard."""
+    """The mark of a tensor that is this rank's shard of the features or heads."""
 
     dim: int | None = None
     """The dim of the features or heads; None if it is not known."""
@@ -32,18 +33,20 @@ DRAWN = "drawn"
 
 
 def mark_of(tensor: Any) -> Any:
-    """Return a tensor's mark: a `Shard`, `DRAWN`, or None."""
+    """Return a tensor's mark: a `Shard` (this rank's shard of the features or heads), `DRAWN`
+    (random numbers, or computed from them), or None."""
     return getattr(tensor, MARK, None)
 
 
 def set_mark(tensor: Tensor, mark: Any) -> Tensor:
-    """Give a tensor a mark."""
+    """Set a tensor's mark (see `mark_of`), and return the tensor."""
     setattr(tensor, MARK, mark)
     return tensor
 
 
 def mark_sharded(tensor: Tensor, dim: int | None = None) -> Tensor:
-    """Mark a tensor as sharded. `dim`: the dim of the features or heads, if it is known."""
+    """Mark a tensor as this rank's shard of the features or heads, and return it. `dim`: their dim;
+    None if it is not known."""
     return set_mark(tensor, Shard(dim))
 
 
@@ -52,13 +55,16 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def sharded_dim(tensor: Any) -> int | None:
-    """Return the sharded dim; None if it is not known, or no dim is sharded."""
+    """Return the dim of a tensor along which it is this rank's shard; None if the dim is not known,
+    or the tensor is not sharded."""
     mark = mark_of(tensor)
     return mark.dim if isinstance(mark, Shard) else None
 
 
 def marked(out: Any, shards: Sequence[Shard] = ()) -> Any:
-    """Mark the tensors that a function has returned. `shards`: the mark of each, if known."""
+    """Mark the tensors in `out`, the result of a function, as sharded, and return `out`. `shards`:
+    the mark of each; if their number differs from that of the tensors, the sharded dims are
+    unknown."""
     tensors = (
         [out]
         if isinstance(out, Tensor)
@@ -70,8 +76,8 @@ def marked(out: Any, shards: Sequence[Shard] = ()) -> Any:
 
 
 def full_like(shard: Tensor, ranks: int) -> tuple[list[int], list[int]]:
-    """Return the shape of the full tensor, and its dims in one process's memory order. The sharded
-    dim must be known."""
+    """Return the shape of the full tensor of which `shard` is a shard, and its dims in the order in
+    which one process has them in memory, outermost first. The sharded dim must be known."""
     mark = mark_of(shard)
     shape = list(shard.shape)
     shape[mark.dim] *= 2
@@ -82,7 +88,8 @@ def full_like(shard: Tensor, ranks: int) -> tuple[list[int], list[int]]:
 
 @lru_cache(1000)
 def order_in_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
-    """Return the dims in the order in which torch lays out a tensor made by `empty_like`."""
+    """Return the dims, outermost first, in the order in which `empty_like` of a tensor of this
+    shape and strides has them in memory."""
     dense = torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
     return sorted(range(len(shape)), key=lambda dim: dense[dim], reverse=True)
 

@@ -1,6 +1,7 @@
-"""The ATen operators whose result has the same bits in a shard as in the full tensor.
+"""The ATen operators that compute each element of a shard with the same bits as in the full tensor
+(`tensor` axis, shards of the features or heads).
 
-Any operator that is not in the list is refused."""
+With slices, where bits must not depend on the number of ranks, any other operator is refused."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ Kind = Literal[
 ]
 """The kinds of operators. `keeps` and `moves`: copies elements to the same position, or to others.
 `exact`: rounds each element once. `by place`: an elementwise function that a CPU rounds differently
-at the end of a tensor. `by rows`: computes each row of a contiguous tensor by itself. The other
-kinds are refused."""
+at the end of a tensor. `by rows`: computes each row of a contiguous tensor by itself. `adds
+tokens`: a sum over dims before the last. `product`: a matrix product or convolution. These two, and
+`unknown`, are refused."""
 EXACT: frozenset[Kind] = frozenset({"keeps", "moves", "exact"})
 
 
@@ -80,11 +82,12 @@ IN_ORDER = _set(
     " max_pool2d_with_indices mean min native_batch_norm native_group_norm prelu prod sort std topk"
     " var var_mean"
 )
-"""Other operators that keep the order of heads and features."""
+"""Operators that may round differently in a shard, but keep the order of heads and features, so
+that the sharded dim of their result can be found."""
 
 
 def kind_of_operator(operator: Any, args: Any, kwargs: Any, out: Any) -> Kind:
-    """Return the kind of a call of an operator. `out`: its result."""
+    """Return the kind of an operator, when it is called with these arguments and returns `out`."""
     name, _, overload = operator.name().partition("::")[2].partition(".")
     name = name.rstrip("_")
     tensors = list(tensors_of(args, kwargs))

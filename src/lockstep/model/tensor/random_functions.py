@@ -1,4 +1,4 @@
-"""The functions that draw random numbers."""
+"""The torch functions that draw random numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F, init
 
 DROPOUT = frozenset({F.dropout, torch.dropout, torch.dropout_})
-"""Functions that only drop (and scale) elements."""
+"""Dropout functions that drop each element independently (and scale the others)."""
 _IF_TRAINING: dict[Any, tuple[int, bool]] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), (2, True)),
     **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), (2, False)),

@@ -1,9 +1,10 @@
-"""Finds the dim of the heads or features in the result of a function of sharded tensors.
+"""Finds the sharded dim (that of the heads or features) in the result of a torch function whose
+arguments are shards.
 
 The function is called on the meta device with twice as many heads or features: the dim of the
-result that becomes twice as large is the sharded one. A function that moves elements is also called
-with labels instead of the elements: each label is the element's index along the sharded dim, and in
-the result, labels ascend along the sharded dim."""
+result that becomes twice as large is the sharded one. A function that only moves elements is called
+with labels in place of the elements: each label is the element's index along the sharded dim of the
+argument. The dim of the result along which labels ascend is the sharded one."""
 
 from __future__ import annotations
 
@@ -34,15 +35,15 @@ FAILS = (
     *(RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AssertionError),
     AttributeError,
 )
-"""The errors of functions whose code expects other sizes."""
+"""The types of error that a function may raise if its arguments have twice the expected size."""
 
 
 def shards_of(
     func: Any, args: Any, kwargs: Any, kinds: set[Kind], outs: Sequence[Tensor]
 ) -> list[Shard]:
-    """Return the mark of each tensor that a function has returned. `kinds`: the kinds of the
-    function's operators (`operators.py`). `outs`: the returned tensors, or tensors of their
-    shapes."""
+    """Return the `Shard` mark of each tensor that a function has returned, with its sharded dim if
+    it can be found. `kinds`: the kinds of the function's operators (`operators.py`). `outs`: the
+    returned tensors, or tensors of their shapes."""
     given = [each for each in tensors_of(args, kwargs) if is_sharded(each)]
     dims = [sharded_dim(each) for each in given]
     if not outs or None in dims or "unknown" in kinds:
@@ -69,9 +70,9 @@ def shards_of(
 
 
 def twice_as_many(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
-    """Call a function on the meta device with twice as many heads or features, and return its
-    result; None if it fails. Attention is computed on its own device, because the device decides
-    its result's memory layout."""
+    """Call a function on the meta device with sharded tensors of twice as many heads or features,
+    and return the tensors of its result; None if it fails. Attention is computed on the device of
+    its arguments, because its result's memory layout depends on the device."""
 
     def twice(item: Any) -> Any:
         if not isinstance(item, Tensor):
@@ -90,8 +91,9 @@ def twice_as_many(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
 
 
 def check_drawn(func: Any, args: Any, kwargs: Any, shards: Sequence[Shard]) -> None:
-    """Raise `RecipeError` if the function has random arguments that must grow with the number of
-    features or heads: they may be drawn in a shard's shape. `shards`: the marks of its results."""
+    """Raise `RecipeError` if an argument of the function holds random numbers, and the function
+    fails if only its sharded arguments have twice as many features or heads: the numbers may have
+    been drawn in a shard's shape. `shards`: the marks of its results."""
     drawn = [each for each in tensors_of(args, kwargs) if mark_of(each) is DRAWN]
     if not drawn:
         return
@@ -107,7 +109,8 @@ def check_drawn(func: Any, args: Any, kwargs: Any, shards: Sequence[Shard]) -> N
 
 
 def _larger_dim(out: Tensor, twice: Tensor) -> int | None:
-    """Return the only dim that differs, if it is twice as large; else None."""
+    """Return the only dim in which the two shapes differ, if it is twice as large in `twice`; else
+    None."""
     if out.dim() != twice.dim():
         return None
     pairs = enumerate(zip(out.shape, twice.shape, strict=True))
@@ -127,8 +130,8 @@ def _tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
 def _dims_of_moved(
     func: Any, args: Any, kwargs: Any, given: list[Tensor], count: int
 ) -> list[int | None]:
-    """Return the sharded dim of each of the `count` tensors that a function returns. The function
-    only moves elements."""
+    """Return the sharded dim of each of the `count` tensors that a function returns, None if it is
+    not found. The function only moves elements. `given`: its sharded arguments."""
     dims = [sharded_dim(each) for each in given]
     found = None
     if ONE not in dims:
@@ -147,8 +150,9 @@ def _dims_of_moved(
 def _dims_of_computed(
     args: Any, kwargs: Any, given: list[Tensor], shapes: list[torch.Size]
 ) -> list[int | None]:
-    """Return the sharded dim of each result of a function that works by elements, by rows, or by
-    pairs of matrices."""
+    """Return the sharded dim of each result of a function that computes by elements, by rows, or
+    with pairs of matrices; None if it is not found. `given`: its sharded arguments. `shapes`: the
+    shapes of its results."""
     tensors = tensors_of(args, kwargs)
     count = max(each.dim() for each in tensors)
     try:

@@ -1,28 +1,30 @@
-"""Handles plain tensors that hold a shard of the features (or heads), between the layer that
-returns them and the layer that takes them.
+"""Handles plain tensors of the `tensor` axis that hold this rank's shard of the features (or
+heads): activations between a `colwise` layer, which returns them, and a `rowwise` layer, which
+takes them.
 
-User code between these layers is written for full tensors; `ShardedFeatures` intercepts each torch
-function that it calls:
+User code between these two layers is written for full tensors. `ShardedFeatures` intercepts each
+torch function that this code calls:
 
-- The result of a function of a sharded tensor is sharded. If the model returns one, that is an
-  error.
-- If an unsharded tensor meets a sharded one (the weight of a norm over each head, a learned scale),
-  each rank computes a part of its gradient, which is all-reduced: parameters without a style have
-  equal gradients on all ranks.
+- The result of a function of a sharded tensor is sharded. A model that returns a sharded tensor
+  gets an error.
+- If an unsharded tensor is combined with a sharded one (the weight of a norm over each head, a
+  learned scale), each rank computes a part of the unsharded tensor's gradient, and the parts are
+  all-reduced. So parameters of layers without a style have equal gradients on all ranks.
 - `any` and `all` of a sharded tensor are computed for the full tensor.
 - The sharded dim is followed from function to function (`following.py`).
-- Dropout of a sharded tensor draws the full mask, as one process does, and takes this rank's shard
-  (law 2). Other random functions are called with the full tensor. Only in a GPU's attention
-  kernels, each rank has its own seed.
-- Other random numbers that meet a sharded tensor must not have its shape: they may be drawn in the
-  shape of a shard, and each rank would then draw the same numbers for its shard.
-- With slices (`sliced.py`), on any number of ranks, each function is called so that an element has
-  the same bits in a shard as in the full tensor (`forms.py`), or refused: an unsharded tensor with
-  a gradient that meets a sharded one, random numbers other than dropout, a sharded weight used
-  without its layer, code that computes where lockstep does not see it, and every operator that is
-  not known.
+- Dropout of a sharded tensor draws the full mask, as one process does, and takes this rank's shard,
+  so that the step does not depend on the number of ranks. Other random functions are called with
+  the full tensor. Only in a GPU's attention kernels, each rank has its own seed.
+- Other random numbers that are combined with a sharded tensor must not have its shape. The user's
+  code may have drawn them in the shape of a shard, and each rank would then have the same numbers
+  for its shard.
+- With slices (each sharded layer is computed in a fixed number of pieces, for equal bits on any
+  number of ranks: `sliced.py`), each function is called so that an element has the same bits in a
+  shard as in the full tensor (`forms.py`). Refused are: an unsharded tensor with a gradient that is
+  combined with a sharded one, random numbers other than dropout, a sharded weight used without its
+  layer, code whose torch functions lockstep cannot intercept, and every unknown operator.
 - A DTensor (sharded along the sequence, or a sharded weight used without its layer, as by a tied
-  output layer) may meet plain tensors, which are unsharded."""
+  output layer) may be combined with plain tensors that are unsharded."""
 
 from __future__ import annotations
 
@@ -82,12 +84,13 @@ from lockstep.model.tensor.sliced import Slices, of_heads
 
 SEEDS = 2**32
 VALUES = READS | ARRAYS | {Tensor.register_hook}
-"""Functions that give a tensor's values to code that lockstep cannot follow."""
+"""Functions that give a tensor's values to code that lockstep cannot intercept: Python, numpy, and
+gradient hooks."""
 ANSWERS = {
     **dict.fromkeys((torch.any, Tensor.any), dist.ReduceOp.MAX),
     **dict.fromkeys((torch.all, Tensor.all), dist.ReduceOp.MIN),
 }
-"""Function over all elements -> the reduction over the ranks' results."""
+"""Function that reduces all elements to a bool -> the all-reduce of the ranks' bools."""
 OWN_FUNCTIONS = ("lockstep.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
 """Prefixes of the modules whose autograd.Functions may return a sharded tensor."""
 OWN_HOOKS = (*OWN_FUNCTIONS, "torch.autograd.graph", "torch.utils.module_tracker")
@@ -112,7 +115,7 @@ class _AllReduceGradient(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class SlicedModel:
-    """A model whose layers compute in slices."""
+    """A model whose sharded layers are computed in slices (`sliced.py`)."""
 
     model: nn.Module
     layers: Sequence[str]
@@ -121,10 +124,12 @@ class SlicedModel:
 
 
 class ShardedFeatures(TorchFunctionMode):
-    """The mode around the forward of each module with sharded layers inside. It may be nested."""
+    """The torch function mode that is active in the forward of each module with sharded layers
+    inside. It calls functions of sharded tensors as the module docstring says. It may be nested."""
 
     def __init__(self, mesh: DeviceMesh | None, sliced: SlicedModel | None = None) -> None:
-        """`mesh`: None for one rank. `sliced`: None without slices."""
+        """`mesh`: the ranks of the `tensor` axis; None if there is only one. `sliced`: the model,
+        if its layers are computed in slices; else None."""
         super().__init__()
         self._mesh = mesh
         self._sliced = sliced
@@ -234,7 +239,8 @@ class ShardedFeatures(TorchFunctionMode):
         return self._of_heads(func, func, input, other)
 
     def _of_heads(self, func: Any, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """Compute a function of all heads, slice by slice. `func`: torch's function."""
+        """Call `compute` separately on each slice of the tensors' heads, and concatenate the
+        results. `func`: the torch function that the user has called, for errors."""
         assert self._sliced is not None
         # a shard of one head without a known dim takes the dim of the other tensors
         dims = {sharded_dim(each) for each in tensors} - {ONE}
@@ -268,7 +274,8 @@ class ShardedFeatures(TorchFunctionMode):
         return self._of_heads(func, compute, query, key, value)
 
     def _layer_of(self, tensor: Tensor) -> str | None:
-        """Return the name of the sharded layer that has this parameter."""
+        """Return the name of the sharded layer that has this parameter; None if none has it, and
+        without slices."""
         for name, layer in self._layers.items():
             if any(tensor is each for each in own_parameters(layer).values()):
                 return name
@@ -317,7 +324,8 @@ class ShardedFeatures(TorchFunctionMode):
         return DTensor.from_local(item, self._mesh, (Replicate(),), run_check=False)
 
     def _drop(self, func: Any, args: Any, kwargs: Any) -> Callable[[], Tensor] | None:
-        """Return the computation if `func` is a dropout that drops something; else None."""
+        """Return a function that computes the result of the call, if `func` is dropout, or
+        attention with dropout, and its probability is not 0; else None."""
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func not in DROPOUT:
@@ -331,8 +339,9 @@ class ShardedFeatures(TorchFunctionMode):
         return lambda: tensor * self._mask(tensor, p)
 
     def _mask(self, tensor: Tensor, p: float) -> Tensor:
-        """Draw the mask of the full tensor, with one process's memory layout, and return this
-        tensor's part."""
+        """Draw a dropout mask for the full tensor, in the memory layout that the full tensor has in
+        one process, and return the part of the mask for this rank's shard, `tensor`. `p`: the
+        probability of dropping an element."""
         if isinstance(tensor, DTensor):
             shape, order = tensor.shape, order_in_memory(tensor.shape, tensor.stride())
             return distribute_tensor(
@@ -360,7 +369,8 @@ class ShardedFeatures(TorchFunctionMode):
         return dim
 
     def _drawn_in_full(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a random function with the full tensor, and return this rank's part."""
+        """Call a random function with full tensors in place of sharded ones, and return this rank's
+        shard of the result."""
         name = func.__name__
         if self._sliced is not None:
             raise RecipeError(
@@ -390,7 +400,8 @@ class ShardedFeatures(TorchFunctionMode):
         return first.copy_(out) if writes(func, args, kwargs) else out
 
     def _full(self, item: Any) -> Any:
-        """Gather a sharded tensor, with one process's memory layout."""
+        """Gather a sharded tensor from all ranks, in the memory layout that the full tensor has in
+        one process. Returns anything else unchanged."""
         if not is_sharded(item):
             return item
         assert self._mesh is not None, "one rank has slices, and refuses it"
@@ -417,8 +428,9 @@ class ShardedFeatures(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Callable[[], Tensor] | None:
-        """Return a function that computes attention with dropout on a CPU, step by step, with the
-        dropout mask of all heads. Returns None for other calls."""
+        """Return a function that computes attention with dropout; None if there is no dropout. On a
+        CPU, it uses matmul and softmax, and this rank's part of the dropout mask of all heads. On a
+        GPU, it calls torch's attention with a seed for each rank."""
         if not dropout_p:
             return None
         if query.device.type != "cpu" or not is_sharded(query):
@@ -468,8 +480,8 @@ class ShardedFeatures(TorchFunctionMode):
         return attend
 
     def _drawn_apart(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call attention on a GPU with this rank's seed. The default generators advance by the same
-        amount on all ranks."""
+        """Call attention with dropout on a GPU, with a seed that differs between the ranks. The
+        default generators advance by the same amount on all ranks."""
         device = tensors_of(args, kwargs)[0].device
         if self._sliced is not None:
             raise RecipeError(
@@ -485,7 +497,8 @@ class ShardedFeatures(TorchFunctionMode):
 
 
 def _drawn_mask(shape: Sequence[int], order: Sequence[int], like: Tensor, p: float) -> Tensor:
-    """Draw a dropout mask. `order`: its dims in memory order."""
+    """Draw a dropout mask of this shape, with the dtype and device of `like`. `order`: the mask's
+    dims in memory order, outermost first."""
     ones = torch.ones([shape[dim] for dim in order], dtype=like.dtype, device=like.device)
     return F.dropout(ones, p).permute(_inverse(order))
 
@@ -495,8 +508,8 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def _drawn_in_full_sequence(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a random function with full tensors instead of tensors that are sharded over the
-    sequence, and return this rank's part."""
+    """Call a random function with full tensors in place of DTensors that are sharded over the
+    sequence, and return this rank's shard of the result as a DTensor."""
     first = next(each for each in tensors_of(args, kwargs) if isinstance(each, DTensor))
 
     def own(out: Any) -> Any:
@@ -513,8 +526,9 @@ def _drawn_in_full_sequence(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mark_drawn(out: Any, args: Any, kwargs: Any) -> None:
-    """Mark random numbers, and results that are computed from them. (Not if they meet a tensor of
-    the same shape that requires a gradient and was not drawn: then the shape is not a shard's.)"""
+    """Mark `out`, the result of a call with these arguments, as random numbers or as computed from
+    them. (Not if an argument of the same shape requires a gradient and is not marked so: then this
+    shape is not that of a shard.)"""
     shapes = [
         each.shape
         for each in tensors_of(args, kwargs)
@@ -536,7 +550,8 @@ def _of_values(func: Any) -> RecipeError:
 
 
 def check_backward(tensor: Tensor) -> None:
-    """Raise `RecipeError` if a sharded tensor was returned by a user's autograd.Function."""
+    """Raise `RecipeError` if a sharded tensor was returned by a user's autograd.Function, whose
+    backward lockstep cannot intercept."""
     node: Any = tensor.grad_fn
     if isinstance(node, BackwardCFunction) and is_sharded(tensor):
         function = function_of(node)
@@ -545,15 +560,16 @@ def check_backward(tensor: Tensor) -> None:
 
 
 def _is_own_hook(args: Any) -> bool:
-    """True if a gradient hook is FSDP2's, or torch's own that counts uses of modules."""
+    """True if the arguments of `Tensor.register_hook` have a hook of lockstep, FSDP2, DTensor,
+    torch.autograd.graph or torch.utils.module_tracker."""
     hook = args[1] if len(args) > 1 else None
     return str(getattr(hook, "__module__", "")).startswith(OWN_HOOKS)
 
 
 def check_gradients(given: Tensor, layer: str) -> None:
     """Raise `RecipeError` if a sharded tensor was computed from an unsharded parameter by a
-    function that lockstep has not seen: the parameter's gradient would be incomplete on each rank.
-    `layer`: the layer whose input the tensor is."""
+    function that lockstep has not intercepted: the parameter's gradient would be incomplete on each
+    rank. `layer`: the layer whose input the tensor is."""
     todo, known = [given.grad_fn], set()
     while todo:
         node: Any = todo.pop()
@@ -593,7 +609,8 @@ def unseen(what: str) -> RecipeError:
 
 
 def _check_uses_no_weight(out: Any, layer: str, func: Any) -> None:
-    """Raise `RecipeError` if `out` was computed with a weight of a sharded layer."""
+    """Raise `RecipeError` if `out` requires a gradient and is no parameter: then `func` has
+    computed it with the weight of the sharded layer `layer`, without calling that layer."""
     if not any(
         each.requires_grad and not isinstance(each, nn.Parameter)
         for each in tree_leaves(out)

@@ -1,7 +1,7 @@
-"""Logits whose classes are sharded over the tensor axis: the output of the style `loss`. Their
-cross-entropy is computed on shards, and communicates three numbers per token. Other operations
-gather the logits. With slices (`sliced.py`), one process computes the cross-entropy in the same
-order."""
+"""Logits whose classes are sharded over the `tensor` axis: the output of a layer with the style
+`loss`. Their cross-entropy is computed on shards, and communicates three numbers per token. Other
+operations gather the logits. With slices (a fixed number of pieces in which each layer is computed,
+`sliced.py`), one process adds the terms of the cross-entropy in the same order as several."""
 
 from __future__ import annotations
 
@@ -60,11 +60,12 @@ WRITES = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|
 
 
 class ShardedLogits(DTensor):
-    """Logits sharded along one dim, the classes, over one mesh axis. Code outside of this package
-    sees all classes."""
+    """Logits sharded along one dim, the classes, over one mesh axis. Functions other than the
+    cross-entropy and changes of shape get the gathered logits of all classes."""
 
     slices: Slices | None
-    """The slices in which the cross-entropy is computed."""
+    """The pieces of the classes over which the cross-entropy is summed one by one, for equal bits
+    on any number of ranks; None if it is computed at once."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,7 +96,8 @@ def as_sharded_logits(item: Any, slices: Slices | None = None) -> Any:
 
 
 class SlicedLogits(Tensor):
-    """Logits on one process, whose cross-entropy is computed in slices of their classes."""
+    """Logits on one process, whose cross-entropy is computed in slices of their classes, with the
+    same bits as that of `ShardedLogits`."""
 
     slices: Slices
 
@@ -140,8 +142,8 @@ def gather_full(item: Any) -> Any:
 
 
 def local_shard(tensor: DTensor) -> Tensor:
-    """This rank's shard, with a gradient. (`to_local`'s view loses FSDP2's hooks if it is changed
-    in place.)"""
+    """Return this rank's shard of a DTensor, with a gradient. (The view that `to_local` returns
+    loses FSDP2's hooks if it is changed in place.)"""
     return _LocalShard.apply(tensor)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -205,7 +207,7 @@ def _cross_entropy(
 
 
 class _Alone:
-    """Stands for a mesh of this process only."""
+    """An object with the methods of a one-dimensional DeviceMesh, for this process alone."""
 
     def size(self) -> int:
         return 1
@@ -215,8 +217,9 @@ class _Alone:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy. Inputs: logits (..., this rank's classes), targets (...), a mask (...) of
-    targets that count. Output: losses (...), 0 where the mask is False."""
+    """The cross-entropy of logits whose classes are sharded. Inputs: logits (..., this rank's
+    classes), targets (...) among all classes, a mask (...), False for targets that are ignored, the
+    mesh, and the slices or None. Output: losses (...), 0 where the mask is False."""
 
     @staticmethod
     def forward(

@@ -1,10 +1,9 @@
-"""Computes the products of a sharded layer in slices of its features, with the same bits on any
-number of ranks that divides the number of slices.
+"""Computes the matrix products of a sharded layer in a fixed number of slices of its features, with
+the same bits on any number of ranks that divides the number of slices.
 
-Each slice has one product in the forward and two in the backward, of contiguous and aligned
-tensors. So a library gets the same calls on one rank and on eight. Sums over features add the
-slices' products in a binary tree, of which each rank has a subtree.
-"""
+Each slice has one matrix product in the forward and two in the backward, of contiguous and aligned
+tensors. So the BLAS library gets the same calls on one rank and on eight. A sum over features adds
+the slices' products in a binary tree, of which each rank has a subtree."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ from lockstep.model.tensor.elementwise import aligned, aligned_gradient
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """The slices of a plan."""
+    """The number of equal pieces in which each sharded layer is computed, and the ranks that share
+    them."""
 
     count: int
     """The number of slices over all ranks: a power of two."""
@@ -38,12 +38,13 @@ class Slices:
         return self.count // self.ranks.size
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum over all slices. `parts`: the tensor of each of this rank's slices. Every
-        rank calls it."""
+        """Return the sum over all slices of all ranks, added in a binary tree. `parts`: one tensor
+        for each of this rank's slices. Every rank calls it."""
         return self.sum_over_ranks(tree_sum(parts))
 
     def sum_over_ranks(self, node: Tensor) -> Tensor:
-        """Return the sum over all ranks. `node`: this rank's tensor. Every rank calls it."""
+        """Return the sum of all ranks' tensors, added in a binary tree. `node`: this rank's tensor.
+        Every rank calls it."""
         if self.ranks.size == 1:
             return node
         each_one = [range(rank, rank + 1) for rank in range(self.ranks.size)]
@@ -56,8 +57,9 @@ class Slices:
 def linear(
     given: Tensor, weight: Tensor, bias: Tensor | None, slices: Slices, *, over: str
 ) -> Tensor:
-    """Return `F.linear(given, weight, bias)` in slices of the layer's outputs or inputs (`over`).
-    Every rank calls it with its shards of the tensors."""
+    """Return `F.linear(given, weight, bias)`, computed in slices of the layer's outputs or inputs:
+    `over` is "outputs" or "inputs", the features along which the weight is sharded. Every rank
+    calls it with its shards of the tensors."""
     given, weight = _cast(given), _cast(weight)
     bias = None if bias is None else _cast(bias)
     product: Any = _OverOutputs if over == "outputs" else _OverInputs
@@ -85,8 +87,8 @@ def _cast(tensor: Tensor) -> Tensor:
 
 
 class _OverOutputs(torch.autograd.Function):
-    """A layer whose slices have different outputs. The gradient of the input is a sum over the
-    slices."""
+    """A linear layer in slices that each compute some of its outputs from all inputs. The gradient
+    of the input is a sum over the slices."""
 
     @staticmethod
     def forward(
@@ -123,8 +125,8 @@ class _OverOutputs(torch.autograd.Function):
 
 
 class _OverInputs(torch.autograd.Function):
-    """A layer whose slices have different inputs. The output is a sum over the slices, plus the
-    bias."""
+    """A linear layer in slices that each have some of its inputs. The output is the sum of the
+    slices' products, plus the bias."""
 
     @staticmethod
     def forward(
@@ -171,13 +173,13 @@ def _columns(matrix: Tensor, count: int) -> list[Tensor]:
 
 
 def _cut(tensor: Tensor, dim: int, pieces: int) -> list[Tensor]:
-    """Return a tensor's pieces along a dim, each contiguous and aligned."""
+    """Return equal pieces of a tensor along a dim, each contiguous and aligned."""
     cut: Tensor = tensor.unflatten(dim, (pieces, -1))  # type: ignore[no-untyped-call]
     return [aligned(each) for each in cut.movedim(dim, 0).contiguous()]
 
 
 def _wide(left: Tensor, right: Tensor) -> Tensor:
-    """Return the product of two matrices, in float32 if their dtype is shorter."""
+    """Return the product of two matrices; that of bfloat16 or float16 matrices in float32."""
     if left.dtype not in (torch.bfloat16, torch.float16):
         return left @ right
     if left.is_cpu:

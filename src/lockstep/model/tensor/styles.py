@@ -1,5 +1,6 @@
-"""The styles of the `tensor` axis: maps patterns of module names to the sharding of each module,
-including layers that peft has wrapped in LoRA adapters. No communication."""
+"""The styles of the `tensor` axis (tensor parallelism): maps patterns of module names to the way in
+which each module is sharded, including layers that peft has wrapped in LoRA adapters. No
+communication."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from lockstep.model.blocks import matching_names
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The sharding of one layer. A *sharded* tensor is this rank's shard of the features (or of the
+    """The way in which a layer's weight, input and output are sharded over the ranks of the
+    `tensor` axis. A *sharded* input or output is this rank's shard of the features (or of the
     heads)."""
 
     kinds: tuple[str, ...]
@@ -77,13 +79,13 @@ SAME_SHARDS: Mapping[str, Mapping[int | None, str]] = {
     "embedding": {0: "embedding", 1: "colwise_gathered"},
     "linear": {0: "vocabulary", 1: "rowwise_split"},
 }
-"""Kind of a layer without a style -> the dim along which its shared weight is sharded -> the style
-to give it."""
+"""Kind of a layer without a style of its own, which shares its weight with a sharded layer -> the
+dim along which that weight is sharded -> the style to give the layer."""
 HEADS = re.compile(r"(n|num|number_of)?_?((attention|key_value|kv|q|query)_)?n?heads?")
 FUSED = re.compile(
     r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gate_up(_proj)?)$", re.IGNORECASE
 )
-"""Names of layers whose weight stacks several matrices."""
+"""Names of layers whose weight stacks several matrices, such as query, key and value."""
 
 
 def tensor_styles(
@@ -96,9 +98,11 @@ def tensor_styles(
 ) -> dict[str, str]:
     """Return the style of each sharded module, by its name, in the order of the model's modules.
     Raises `RecipeError`. `given`: `Recipe.tensor`; if several patterns match, the last one is used.
-    None: the model's `tensor_plan`, or the plan of a Hugging Face model, in both cases without
-    `experts`. A layer that shares its weight (tied embeddings) gets the matching style. `slices`:
-    as in `Plan`. `experts`: modules of experts, which stay whole."""
+    None: the model's `tensor_plan`, or the tensor-parallel plan of a Hugging Face model without its
+    patterns of experts. A layer without a style that shares its weight with a sharded layer (tied
+    embeddings) gets the matching style. `size`: the number of ranks of the axis. `slices`: the
+    number of pieces in which each layer is computed, for equal bits on any number of ranks; 1
+    without. `experts`: names of the modules of experts, which are not sharded on this axis."""
     source, patterns = _source(model, given, experts)
     matched = _styles_of(model, source, patterns)
     if not source:
@@ -128,8 +132,8 @@ def tensor_styles(
 
 
 def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
-    """Raise `RecipeError` if the code between two sharded layers is not inside one part of a
-    pipeline."""
+    """Raise `RecipeError` if a layer with a sharded input or output is by itself one of the modules
+    `stages`, between which a pipeline may be cut: its neighbor could then be in another stage."""
     for name, style in styles.items():
         if name in stages and STYLES[style].exposes_shards:
             raise RecipeError(
@@ -192,7 +196,8 @@ def _without_experts(
 
 
 def _expert_of(name: str, experts: Collection[str]) -> str | None:
-    """Return the module of experts that is `name` or contains it."""
+    """Return the module of `experts` that is the module `name` or contains it; None if there is
+    none."""
     return next((each for each in experts if f"{name}.".startswith(f"{each}.")), None)
 
 
@@ -229,8 +234,8 @@ def _styles_of(model: nn.Module, source: str, patterns: Mapping[str, str]) -> di
 
 
 def _add_layers_with_shared_weights(model: nn.Module, chosen: dict[str, str]) -> None:
-    """Add styles for layers that share a weight with a mapped layer, so that both shard the weight
-    in the same way."""
+    """Add to `chosen` the styles of layers that share a weight with a layer in it, so that both
+    shard the weight in the same way. Raises `RecipeError` if this is not possible."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter in own_parameters(module).values():
@@ -309,7 +314,7 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
 
 
 def _check_slices(model: nn.Module, name: str, style: str, slices: int) -> None:
-    """Raise `RecipeError` if the layer cannot compute in slices."""
+    """Raise `RecipeError` if the layer cannot be computed in `slices` pieces of equal size."""
     if "sequence" in style:
         raise RecipeError(
             f"slices={slices} with the style {style!r} of {name!r}; it sums the gradients of a"
@@ -334,8 +339,8 @@ def _check_slices(model: nn.Module, name: str, style: str, slices: int) -> None:
 
 
 def _check_heads(name: str, module: nn.Module, chosen: Mapping[str, str], size: int) -> None:
-    """Raise `RecipeError` if the size of the axis does not divide an attention's number of heads.
-    Each rank must have whole heads."""
+    """Raise `RecipeError` if `module` is an attention with `colwise` layers, and the number of
+    ranks, `size`, does not divide its number of heads. Each rank must have whole heads."""
     children = [
         child
         for own, child in module.named_children()
@@ -391,7 +396,8 @@ def sizes_of(module: Any) -> tuple[int, int]:
 
 
 def shard_dim(module: nn.Module, parameter: str, style: str) -> int | None:
-    """Return the dim along which a style shards a parameter; None if it does not."""
+    """Return the dim along which a style shards a layer's parameter ("weight" or "bias"); None if
+    it does not shard it."""
     shards = STYLES[style].shards
     if shards == "nothing" or (parameter == "bias" and shards == "inputs"):
         return None
@@ -407,12 +413,13 @@ _ADAPTER_STYLES = {
     "rowwise": ("rowwise", ""),
     "rowwise_split": ("", ""),
 }
-"""Style of a layer -> styles of its adapter's two matrices (features -> rank, and rank ->
-features). "": unsharded."""
+"""Style of a layer -> styles of the two matrices of its LoRA adapter: A (features to LoRA rank) and
+B (LoRA rank to features). "": unsharded."""
 
 
 def without_adapters(model: Any) -> tuple[str, Any]:
-    """Return (name, module) of the model that peft has wrapped; ("", `model`) if there is none."""
+    """Return (name, module) of the model that peft has wrapped in `model`; ("", `model`) if peft
+    has wrapped none."""
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return "", model
     inner = model.get_base_model()
@@ -420,8 +427,8 @@ def without_adapters(model: Any) -> tuple[str, Any]:
 
 
 def styles_with_adapters(model: nn.Module, chosen: Mapping[str, str]) -> dict[str, str]:
-    """Return the styles, with each adapter wrapper's style replaced by styles of its layer and of
-    its adapters."""
+    """Return the styles with each layer that peft has wrapped replaced by its base layer and its
+    LoRA matrices, each with its own style. `chosen`: module name -> style."""
     styles: dict[str, str] = {}
     for name, style in chosen.items():
         module: Any = model.get_submodule(name)
