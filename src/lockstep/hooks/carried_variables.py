@@ -29,8 +29,8 @@ from lockstep.training.run import Run
 from lockstep.training.set_up import Remark
 
 TOLD_AFTER = (3, 15)
-"""Number of steps after which findings are reported: some values change only in each fourth
-step."""
+"""Numbers of steps after which findings are reported. The second report finds values that change
+only every fourth step."""
 _SAVE = "keep it in an object with state_dict and load_state_dict that session.include saves"
 _OF_VARIABLES = f"compute it by session.mean or session.gather, and {_SAVE}"
 _OF_OBJECTS = (
@@ -47,16 +47,18 @@ _NUMBERS = (bool, int, float, np.number, np.bool_)
 
 
 class _Seen(NamedTuple):
-    """A value that the loss uses, at the beginning of a step."""
+    """A value that the script's loop uses in its loss, as it is at the beginning of a step."""
 
     remedy: str
     mark: Any
-    """The number, a digest of a container, or a weak reference to a tensor: to keep the tensor
-    would keep the graph of its step."""
+    """Compared with the mark at the next step, to see if the variable has another value: the number
+    itself, a digest of a container, or a weak reference to a tensor, because the tensor itself
+    would keep its autograd graph alive."""
     writes: Sequence[int] = ()
-    """Numbers of writes into its tensors."""
+    """The version counters of its tensors, which torch increments at each in-place change."""
     is_compared: bool = True
-    """False if ranks may have different values, such as states of their environments."""
+    """True if all ranks should have the same value. False if they may differ, as the states of each
+    rank's own environments do."""
 
 
 class CarriedVariables(ControlHook):
@@ -117,8 +119,8 @@ class CarriedVariables(ControlHook):
                         yield f"{name}.{each}", seen
 
     def _kept_by(self, name: str, kind: type) -> dict[str, bool]:
-        """Return the attributes of an object that its methods carry into the loss, as
-        `kept_by_methods`."""
+        """Return the attributes that the methods of the variable `name`, of class `kind`, keep from
+        one step and use in the loss of a later one, as `kept_by_methods` returns them."""
         if name not in self._kept:
             paths = [each.removeprefix(f"{name}.") for each in self._used if each != name]
             self._kept[name] = kept_by_methods(
@@ -127,7 +129,7 @@ class CarriedVariables(ControlHook):
         return self._kept[name]
 
     def _tell(self, run: Run) -> None:
-        """Every rank calls it."""
+        """Report the variables that have changed on any rank. Every rank calls it."""
         mine = {
             name: _for_all(seen)
             for name, seen in self._seen.items()
@@ -164,8 +166,8 @@ class CarriedVariables(ControlHook):
 
 
 def _value_of(variables: Mapping[str, Any], path: str, saved: Set[int]) -> Any:
-    """Return the value of a variable or attribute; None for an optimizer, for a value that
-    checkpoints save, and for a part of these."""
+    """Return the value of a variable or attribute; None for an optimizer, for an object that
+    checkpoints save (`saved`: their ids), and for an attribute of either."""
     name, *names = path.split(".")
     value = variables.get(name)
     for each in names:
@@ -176,7 +178,7 @@ def _value_of(variables: Mapping[str, Any], path: str, saved: Set[int]) -> Any:
 
 
 def _trained(value: Any) -> list[Tensor]:
-    """Return the trained parameters in a network or tensor."""
+    """Return the leaf tensors of a network, or the leaf tensor itself, that require gradients."""
     tensors = value.parameters() if isinstance(value, nn.Module) else [value]
     return [
         each
@@ -187,7 +189,7 @@ def _trained(value: Any) -> list[Tensor]:
 
 def _seen_in(value: Any, remedy: str) -> _Seen | None:
     """Return the `_Seen` of a number, tensor or container; None for other objects, and for a
-    container of models or of parts of tensors."""
+    container with a model, an optimizer, or a tensor whose values cannot be read on this rank."""
     if isinstance(value, _NUMBERS):
         return _Seen(remedy, float(value))
     if not isinstance(value, (Tensor, *_CONTAINERS)) or not all(
@@ -202,7 +204,8 @@ def _seen_in(value: Any, remedy: str) -> _Seen | None:
 
 
 def _can_be_read(value: Any) -> bool:
-    """True unless it is a model, an optimizer, or a tensor whose values are split or not there."""
+    """False for a model, an optimizer, and a tensor that is sharded, sparse, or on the meta
+    device."""
     if not isinstance(value, Tensor):
         return not isinstance(value, nn.Module | Optimizer)
     return to_local(value) is value and value.layout is torch.strided and not value.is_meta
@@ -215,15 +218,18 @@ def _is_by_name(value: Any) -> bool:
 def _is_same(before: Any, now: Any) -> bool:
     if isinstance(before, weakref.ref) and isinstance(now, weakref.ref):
         return before() is now()
-    if isinstance(before, dict) and isinstance(now, dict):  # a dict that only grows is a cache
+    # equal if it has only new keys: such a dict is a cache
+    if isinstance(before, dict) and isinstance(now, dict):
         return all(now.get(name) == digest for name, digest in before.items())
-    if isinstance(before, list):  # a list of trained tensors, which are written in place
+    # trained tensors: an optimizer changes them in place, which `writes` shows
+    if isinstance(before, list):
         return True
     return type(before) is type(now) and repr(before) == repr(now)  # NaN is NaN
 
 
 def _for_all(seen: _Seen) -> float | str | None:
-    """Return a value to compare between ranks; None if ranks may differ."""
+    """Return the number, or a checksum of the value, to be compared between ranks; None if ranks
+    may have different values."""
     if not seen.is_compared:
         return None
     value = seen.mark() if isinstance(seen.mark, weakref.ref) else seen.mark
@@ -246,6 +252,6 @@ def code_of(kind: type) -> Iterator[str]:
     """Yield the code of a class and its base classes, if it is the user's."""
     for each in kind.__mro__:
         if is_users(each.__module__):
-            # its source is not known, or was edited since and is not whole
+            # the source file is missing, or was edited since the class was defined
             with suppress(OSError, TypeError, SyntaxError, tokenize.TokenError):
                 yield inspect.getsource(each)

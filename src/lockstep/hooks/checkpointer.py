@@ -1,4 +1,5 @@
-"""The checkpointer of a run: it begins saves, waits for their end, and loads checkpoints."""
+"""The checkpointer of a run: it begins asynchronous saves, waits for their end, and loads
+checkpoints."""
 
 from __future__ import annotations
 
@@ -37,32 +38,33 @@ from lockstep.training.run import Run
 from lockstep.training.state import State, StateReader, damage_in, restore, state_of
 from lockstep.training.training import LoopState, Training
 
-WAIT_SECONDS = 0.5  # between two exchanges of a save's state by the ranks that wait for it
-LAST_SECONDS = 10.0  # after an error, the longest wait for the save under way
+WAIT_SECONDS = 0.5  # ranks that wait for a save ask each other this often if it has ended
+LAST_SECONDS = 10.0  # after an error, the longest wait for a save in progress
 
 
 @dataclass(slots=True)
 class Scores:
-    """The value of `Saving.best` for each checkpoint. The same on all ranks."""
+    """The value of the metric that `Saving.best` names, for each checkpoint. The same on all
+    ranks."""
 
     saving: Saving
     by_name: dict[CheckpointName, float] = field(default_factory=dict)
 
     def now(self, run: Run) -> float | None:
-        """Return the value measured after the latest step; None if none was. Raises `RecipeError`
-        if no evaluation has the metric."""
+        """Return the metric's value measured after the latest step; None if none was measured.
+        Raises `RecipeError` if no evaluation has the metric."""
         metric = self.saving.best
         if metric is None or not run.metrics:
             return None
         return run.training.metric(metric, f"Saving(best={metric!r})")
 
     def improves(self, value: float) -> bool:
-        """True if `value` is better than every checkpoint's."""
+        """True if `value` is better than the metric's value of every checkpoint."""
         name = self.best_checkpoint()
         return self.saving.improves(value, None if name is None else self.by_name[name])
 
     def best_checkpoint(self) -> CheckpointName | None:
-        """Return the earliest checkpoint with the best value."""
+        """Return the earliest checkpoint with the best value of the metric."""
         return self.saving.best_of(self.by_name)
 
     def best(self, run: Run, folder: Storage) -> Best | None:
@@ -85,8 +87,9 @@ class Scores:
         )
 
     def note(self, name: CheckpointName, run: Run) -> dict[str, Any] | None:
-        """Record the latest step's value for its checkpoint. Returns the values that the checkpoint
-        stores."""
+        """Record the metric's value after the latest step for that step's checkpoint `name`.
+        Returns what the checkpoint stores: the metric, its mode and its value. None if nothing was
+        measured."""
         value = self.now(run)
         if value is None:
             return None
@@ -94,7 +97,7 @@ class Scores:
         return {"metric": self.saving.best, "mode": self.saving.mode, "value": value}
 
     def read(self, folder: Storage, names: Sequence[CheckpointName], world: World) -> None:
-        """Read the values of existing checkpoints. Every rank calls it."""
+        """Read the metric's values of existing checkpoints. Every rank calls it."""
         if self.saving.best is None:
             return
         rows = []
@@ -108,21 +111,21 @@ class Scores:
 
 @dataclass(slots=True)
 class Checkpointer:
-    """Begins saves, waits for their end, and loads the newest checkpoint. Its state is the same on
-    all ranks."""
+    """Begins asynchronous saves, waits for their end, and loads the newest checkpoint. Its state is
+    the same on all ranks."""
 
     run: Run
     folder: Storage
     saving: Saving
     compare: Callable[[], None]  # Compares the replicas before a save. Raises `DivergenceError`.
     _saver: Saver = field(init=False)
-    # seconds from one save to the next; None if steps are counted
+    # seconds from one save to the next; None if saves depend on the number of steps only
     _interval: float | None = field(init=False)
-    _every: int | None = field(init=False)  # steps from one save to the next
+    _every: int | None = field(init=False)  # steps from one save to the next; None if not requested
     _each_epoch: bool = field(init=False)
     _since: float = field(init=False)  # when the last save began
     scores: Scores = field(init=False)
-    _began_at: int = 0  # steps done at the start
+    _began_at: int = 0  # steps done before this process's first step
     # steps since the start at the next check that the state can be saved
     _next_check: int = 0
     _is_due: bool = False  # True if a save is due but waits for the previous save
@@ -130,7 +133,7 @@ class Checkpointer:
     _is_open: bool = False  # true until the ranks have agreed on the result of the last save
     _error: str | None = None  # why the last save failed, if this rank knows it
     _failures: int = 0  # failed saves in a row
-    _has_told: bool = False  # True once the event says that copies from the device are slow
+    _has_told: bool = False  # True once the event about slow copies from the device is recorded
     _stopped_seconds: float = 0.0  # time in which training waited for the last save to begin
 
     def __post_init__(self) -> None:
@@ -150,7 +153,8 @@ class Checkpointer:
 
     @property
     def attempt(self) -> str:
-        """Eight hexadecimal digits for this start of the run, in the names of its checkpoints."""
+        """Eight hexadecimal digits that differ for each start of the run; the names of its
+        checkpoints contain them."""
         attempt: str = self.run.context.recorder.attempt
         return attempt
 
@@ -247,9 +251,10 @@ class Checkpointer:
         self, step: int, ended: EndedStep | None = None, *, on_host: bool = True
     ) -> str | None:
         """Save this rank's state after `step` without the other ranks. Returns the checkpoint's
-        name; None if it is saved already. `ended`: the host's values of that step, if the host is
-        ahead of the device. `on_host`: True if the tensors on the CPU belong to that step too.
-        Raises `OSError`, `CheckpointError`, `StateChangedError`."""
+        name; None if it is saved already. `ended`: the values that the host held after that step,
+        if the host has begun later steps that the device has not done. `on_host`: True if the
+        tensors on the CPU are in the state after `step` too. Raises `OSError`, `CheckpointError`,
+        `StateChangedError`."""
         if step <= self._saved and not self._is_open:
             return None
         if step == self._saved:
@@ -288,8 +293,9 @@ class Checkpointer:
     @contextmanager
     def _state(self, ended: EndedStep | None = None) -> Iterator[State]:
         """Yield the state to save; it is valid inside the context. `ended`: see `rescue`. Raises
-        `CheckpointError`. Raises `RecipeError` if the parts of the model or of an optimizer have
-        changed since they were prepared: no run could be resumed from that state."""
+        `CheckpointError`. Raises `RecipeError` if the modules and parameters of the model, or those
+        of an optimizer, are no longer the ones that were prepared: no run could be resumed from
+        that state."""
         with ExitStack() as stack:
             for module in self.training.modules:
                 module.snapshot.check_parts()
@@ -367,8 +373,8 @@ class Checkpointer:
         return None
 
     def _record_rescue(self, name: CheckpointName) -> None:
-        """Record the event `rescued`, unless the failed run recorded it (if its rank 0 saved the
-        checkpoint)."""
+        """Record the event `rescued` for the loaded checkpoint `name`, which was saved after an
+        error, unless the failed run has recorded it (it has if its rank 0 saved the checkpoint)."""
         with suppress(RunDirectoryError):
             rows = read_rows(
                 self.run.context.run_dir, EVENTS, lambda row: row.get("event") == "rescued", {}
@@ -378,9 +384,9 @@ class Checkpointer:
         self.run.event("rescued", name.step, checkpoint=str(name))
 
     def restore_from_memory(self, reader: StateReader, *, allow_change: frozenset[str]) -> int:
-        """Load the state that other processes hold. Every rank calls it. Returns the steps done in
-        the newest checkpoint, 0 if there is none. Raises `CheckpointError` if the state was trained
-        by another recipe."""
+        """Load the state that the processes of this run hold in memory (recovery in place). Every
+        rank calls it. Returns the number of steps in the newest checkpoint, 0 if there is none.
+        Raises `CheckpointError` if the state was trained by another recipe."""
         saved = reader.manifest.values
         edited = self._edited_code(saved["code"])
         if changes := self._changes(saved["recipe"] or {}, edited, allow_change):
@@ -404,7 +410,7 @@ class Checkpointer:
         return [CheckpointName(*pair) for pair in pairs]
 
     def close(self) -> None:
-        """Abandon the save in progress."""
+        """Abandon a save in progress."""
         self._saver.close()
 
     def _changes(
@@ -413,8 +419,9 @@ class Checkpointer:
         edited: Sequence[str],
         allow_change: frozenset[str],
     ) -> list[str]:
-        """Return the changes of the recipe that are not allowed. `edited`: descriptions of edited
-        fields, each beginning with the field's name."""
+        """Return the differences between the checkpoint's recipe (`saved`) and the current one,
+        except in the fields that `allow_change` names. `edited`: descriptions of further
+        differences, each beginning with a field's name."""
         fields = self.run.context.recorder.summary["recipe"] or {}
         changed = [] if saved is None else differences(saved, fields, allow_change=allow_change)
         return changed + [
@@ -422,8 +429,8 @@ class Checkpointer:
         ]
 
     def _edited(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the optimizer settings and recipe functions that have changed, compared on rank 0.
-        Every rank calls it."""
+        """Return the optimizer settings and recipe functions that differ from the checkpoint's, as
+        compared on rank 0. Every rank calls it."""
         pairs = zip(saved["optimizers"], self.training.modules, strict=False)
         edited = [
             line for theirs, module in pairs for line in settings.described(theirs, module.settings)
@@ -436,7 +443,8 @@ class Checkpointer:
         return lines
 
     def _edited_code(self, saved: Mapping[str, str] | None) -> list[str]:
-        """Return the names of the recipe's functions that have changed."""
+        """Return a line for each function of the recipe whose code, or a value that it uses, has
+        changed since the checkpoint. `saved`: function's name -> digest of its code then."""
         now = self.training.code or {}
         edited = [name for name, digest in (saved or {}).items() if now.get(name, digest) != digest]
         return [f"{name}: its code has changed, or a value that it uses" for name in edited]
@@ -467,7 +475,8 @@ class Checkpointer:
     def _save(self, step: int) -> None:
         self.compare()
         began = time.monotonic()
-        self.run.context.recorder.flush()  # a run that resumes here does not repeat their steps
+        # a run that resumes from this checkpoint does not repeat the recorded steps
+        self.run.context.recorder.flush()
         self._saver.begin()
         score = self.scores.note(CheckpointName(step, self.attempt), self.run)
         keep = {
@@ -498,7 +507,8 @@ class Checkpointer:
         }
 
     def _poll(self, timeout_seconds: float = 0.0) -> None:
-        """Record the result of the save in progress if this rank has it."""
+        """Record the result of the save in progress if it ends on this rank within
+        `timeout_seconds`."""
         if (ended := self._saver.poll(timeout_seconds)) is None:
             return
         self._error = ended.error
@@ -534,7 +544,8 @@ class Checkpointer:
         everyone = self.world.gather_values([self._saver.is_under_way, self._error])
         error = next((error for _, error in everyone if error is not None), None)
         under_way = [is_under_way for is_under_way, _ in everyone]
-        if error is not None and under_way[0]:  # rank 0 would wait for the failed rank's part
+        # rank 0 would wait for the part of the checkpoint that the failed rank cannot write
+        if error is not None and under_way[0]:
             under_way[0] = False
             if self.world.rank == 0:
                 self._saver.abandon()

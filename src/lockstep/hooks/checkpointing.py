@@ -36,13 +36,15 @@ from lockstep.training.recovery import Recovery
 from lockstep.training.run import Run
 
 DEVICE_SECONDS = (5.0, 60.0)
-"""The shortest and the longest time to wait for the device after an error."""
+"""The shortest and the longest time that the host waits, after an error, for the device to finish
+queued steps."""
 _TRIES = 3
-"""Number of attempts: the device may go on while its state is copied."""
+"""Number of attempts to copy the state from the device, which may run queued steps meanwhile."""
 
 
 def device_seconds(phases: Phases) -> float:
-    """Return the time to wait for the device, which may be two steps behind."""
+    """Return the time that the host waits, after an error, for the device, which may be two steps
+    behind."""
     step = sum(phases.usual(name) or 0.0 for name in STEP_PHASES)
     return min(max(2 * step, DEVICE_SECONDS[0]), DEVICE_SECONDS[1])
 
@@ -75,9 +77,10 @@ class Checkpointing(ControlHook):
     _checkpointer: Checkpointer | None = None
 
     def resume(self, run: Run, recovery: Recovery | None, data: Any) -> None:
-        """Load the state that other processes hold in a recovery in place, else the newest
-        checkpoint. Every rank calls it once, before the first step. `data`: the data of the loop.
-        Raises `CheckpointError`."""
+        """In a recovery in place, load the state that the run's processes hold in memory; otherwise
+        load the newest checkpoint. Every rank calls it once, before the first step. `data`: the
+        dataset or loader of the training loop, whose position is restored too. Raises
+        `CheckpointError`."""
         self._load(run, recovery)
         if recovery is not None:
             recovery.announce(run, data)
@@ -128,14 +131,15 @@ class Checkpointing(ControlHook):
             )
 
     def _continue_data(self, run: Run, reader: CheckpointReader) -> None:
-        """Let the loop continue at the checkpoint's position in the data."""
+        """Make the training loop continue at the position in the dataset that the checkpoint
+        holds."""
         changed: dict[str, Any] = {"data": {}} if "data" in self.allow_change else {}
         manifest = reader.manifest
         run.training.loop.resumed = {**manifest.values, "step": manifest.step, **changed}
 
     def begin_before(self, run: Run, step: int) -> None:
-        """Load the newest checkpoint with fewer than `step` steps, in place of `resume`, and save
-        nothing. Every rank calls it. Raises `CheckpointError`."""
+        """Load the newest checkpoint with fewer than `step` steps, and save nothing from now on.
+        Called instead of `resume`. Every rank calls it. Raises `CheckpointError`."""
         for module in run.training.modules:
             module.left_out = LeftOut(module.model, module.held)
         checkpointer = Checkpointer(run, self.folder, self.saving, compare=lambda: None)
@@ -182,8 +186,8 @@ class Checkpointing(ControlHook):
             self._checkpointer.wait()
 
     def delete_after(self, step: int) -> tuple[list[str], str | None]:
-        """Delete the checkpoints with more steps than `step`. Every rank calls it. Returns their
-        names, and the reason if they could not be deleted."""
+        """Delete the checkpoints of later steps than `step`. Every rank calls it. Returns the names
+        of the deleted checkpoints, and the reason if one could not be deleted, else None."""
         return ([], None) if self._checkpointer is None else self._checkpointer.delete_after(step)
 
     def best(self) -> Best | None:
@@ -194,15 +198,16 @@ class Checkpointing(ControlHook):
 
     def on_error(self, run: Run, error: BaseException) -> None:
         for module in run.training.modules:
-            with suppress(RuntimeError):  # an error of a collective in flight, whose peer is lost
+            # raised by a collective in flight with a rank that has ended
+            with suppress(RuntimeError):
                 # after a failed forward the model holds gathered parameters
                 reset_after_error(module.model)
         if not self.rescue(run, error) and self._checkpointer is not None:
             self._checkpointer.await_last()
 
     def rescue(self, run: Run, error: BaseException) -> bool:
-        """Save this rank's state without the other ranks, if it belongs to a complete step. Returns
-        True if saved."""
+        """After `error`, save this rank's state without the other ranks, if it is the state after a
+        complete step. Returns True if it was saved."""
         training = run.training
         source, progress = training.source, training.progress
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
@@ -213,7 +218,8 @@ class Checkpointing(ControlHook):
         if self._checkpointer is None or source is None or not is_whole:
             return False
         if source.positions is not None and run.context.mesh.replicas.size > 1:
-            return False  # only the other replicas know the positions of the shards that they read
+            # each replica's position in its shards of the dataset is known to that replica only
+            return False
         try:
             with defer_kill():
                 if on_device and progress is not None:
@@ -231,8 +237,8 @@ class Checkpointing(ControlHook):
         return True
 
     def _rescue_from_device(self, run: Run, progress: DeviceProgress) -> tuple[int, str | None]:
-        """Save the newest step whose state is certainly on the device. Returns that step and the
-        checkpoint's name. Raises `CheckpointError`."""
+        """Save the state after the newest step that the device has certainly completed. Returns
+        that step and the checkpoint's name. Raises `CheckpointError`."""
         assert self._checkpointer is not None
         if is_aborted() or accelerator_groups_failed():
             raise CheckpointError(

@@ -15,20 +15,24 @@ from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""Bytes of an element -> the dtype in which its bits are summed."""
+"""Size of a gradient's elements in bytes -> the integer dtype as which their bits are read and
+summed."""
 PIECE_ELEMENTS = 2**16
 """Number of elements summed at once on a CPU, where torch first copies them as 64-bit numbers: this
 copy fits the cache."""
 Part = tuple[int, Tensor]
-"""(factor, sum of the bits of the elements with this factor). The sum is an int64 scalar."""
+"""(factor, sum): the sum of the bits of gradients, an int64 scalar tensor, and the factor by which
+the checksum multiplies it."""
 
 
 class GradientChecksum(ControlHook):
-    """Sums the bits of the gradients of all models, before clipping. Every rank runs it."""
+    """Writes a checksum of the gradients of all models, before clipping: the sum of the bits of
+    their elements. Every rank runs it."""
 
     def __init__(self) -> None:
         self._parts: list[Part] | None = None
-        """Parts of this step's checksum. None if every model skipped the step."""
+        """The parts of this step's checksum. None if no model has computed gradients in this
+        step."""
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
         if not run.is_logging_step:
@@ -59,8 +63,8 @@ class GradientChecksum(ControlHook):
 
 
 def parts_of(gradients: Iterable[tuple[str, Tensor]], device: torch.device) -> list[Part]:
-    """Return the sum of the bits of each gradient's elements, on `device`, with a factor from its
-    name.
+    """Return one part for each named gradient: a factor that depends on the name, and the sum of
+    the bits of its elements on this rank, on `device`.
 
     The order of the elements does not matter: the sums of a tensor's shards add up to its sum.
     """
@@ -75,8 +79,8 @@ def parts_of(gradients: Iterable[tuple[str, Tensor]], device: torch.device) -> l
 
 
 def checksum_of(parts: Sequence[Part]) -> int:
-    """Return the sum, modulo 2**64, of all sums times their factors. The host waits once for the
-    device."""
+    """Return the checksum: the total of factor × sum over all parts, modulo 2**64. Waits for the
+    device once."""
     if all(each.is_cpu for _, each in parts):
         return sum([factor * int(each) for factor, each in parts]) % 2**64
     sums: list[int] = torch.stack([each for _, each in parts]).tolist()
@@ -85,6 +89,7 @@ def checksum_of(parts: Sequence[Part]) -> int:
 
 @functools.cache
 def _factor(name: str) -> int:
-    """Return an odd number of 63 bits that depends on the name."""
+    """Return the factor of a gradient: an odd number of 63 bits that depends on the parameter's
+    name."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1 | 1

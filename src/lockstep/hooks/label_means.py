@@ -1,5 +1,6 @@
-"""Watches a loss's calls of torch's cross entropy. Finds means in which labels do not count equally
-(class weights, ignored labels): the sum of their weights may differ between samples."""
+"""Watches a loss's calls of torch's cross entropy, and finds means in which labels do not count
+equally (class weights, ignored labels). The mean over a batch may then differ from the mean of the
+means of its microbatches, because the sum of the labels' weights differs between samples."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ _MEAN = 1  # torch's number for reduction="mean"
 
 @dataclass(frozen=True)
 class LabelMean:
-    """A mean over labels that do not all count as 1."""
+    """A call of cross entropy that computes a mean over labels, in which not all labels have the
+    weight 1."""
 
     over: str
-    """The labels, or their weights, as text."""
+    """Text for error messages that says which labels the mean is over, or that it has class
+    weights."""
     weight: float
     """The mean weight of a label in this call."""
     may_differ: bool = True
@@ -30,10 +33,12 @@ class LabelMean:
 
 @dataclass(eq=False)
 class LabelMeans(CollectivesRefused):  # type: ignore[no-untyped-call]
-    """While entered, collects the means over labels in `found`, and refuses collectives.
+    """A mode that collects, in `found`, the means over labels that cross entropy computes, and
+    raises `CollectiveCalled` if a collective is called.
 
-    A mean is collected if its class weights differ, if it ignores labels, or if its `ignore_index`
-    is not negative (such as 255 for pixels, or the id of padding).
+    A mean is collected if its class weights are not all equal, if it ignores labels, or if its
+    `ignore_index` is not negative (such as 255 for pixels, or the id of padding), so that it could
+    ignore labels.
     """
 
     samples: int
@@ -52,7 +57,8 @@ class LabelMeans(CollectivesRefused):  # type: ignore[no-untyped-call]
         return result
 
     def _note(self, labels: Tensor, weights: Tensor | None, ignored: int, total: float) -> None:
-        """`total`: the sum of the labels' weights."""
+        """Collect one mean, unless all labels count as 1. `ignored`: its `ignore_index`. `total`:
+        the sum of the labels' weights."""
         is_ignored = labels == ignored
         if weights is not None and bool((weights != weights[0]).any()):
             self.found.append(LabelMean("class weights", total / labels.numel()))

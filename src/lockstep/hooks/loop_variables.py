@@ -1,5 +1,5 @@
-"""Finds networks and tensors in variables of a script's own loop that change, but that no
-checkpoint holds."""
+"""Finds networks and tensors that a script's own training loop keeps in variables and changes in
+place, but that no checkpoint holds."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from lockstep.base.loop_flow import loop_at, set_anew
 from lockstep.base.torch_private import version
 
 _OWN_REFERENCES = 3
-"""References to a frame's dict of variables: the frame's, a variable's and an argument's."""
+"""The `sys.getrefcount` of a frame's dict of variables that only lockstep uses: the references of
+the frame, of a local variable, and of the call's argument."""
 
 
 class LoopVariables:
-    """Weak references to the networks and tensors in the variables of the script's function when
-    its loop begins."""
+    """The networks and tensors that the script's function holds in variables when its training loop
+    begins, by weak references, with their version counters."""
 
     def __init__(self, saved: Collection[int]) -> None:
         """`saved`: ids of the tensors that checkpoints hold."""
@@ -43,7 +44,8 @@ class LoopVariables:
         }
 
     def changed(self) -> list[str]:
-        """Return the names of variables that were changed in place."""
+        """Return the names of variables whose tensors were changed in place since the loop
+        began."""
         names = []
         for name, marks in self._before.items():
             now = [(tensor(), writes) for tensor, writes in marks]
@@ -53,8 +55,8 @@ class LoopVariables:
 
 
 def frame_of_script() -> FrameType:
-    """Return the innermost frame of the user's code: not lockstep's, Python's library's or an
-    installed package's."""
+    """Return the innermost frame of the user's code on this thread's stack: code that belongs
+    neither to lockstep, nor to Python's library, nor to an installed package."""
     frame = sys._getframe()
     while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -62,8 +64,8 @@ def frame_of_script() -> FrameType:
 
 
 def loop_of(frame: FrameType) -> ast.For | None:
-    """Return the `for` statement whose head the frame executes; None if the source cannot be
-    read."""
+    """Return the `for` statement whose iterator the frame is advancing; None if the source cannot
+    be read."""
     code, first = frame.f_code, 1
     lines = linecache.getlines(code.co_filename, frame.f_globals)
     if not code.co_name.startswith("<"):  # a function; parsing the whole file takes longer
@@ -81,7 +83,7 @@ def local_variables(frame: FrameType) -> dict[str, Any]:
     """Return a copy of a function's or module's own variables."""
     variables = frame.f_locals
     by_name = dict(variables)
-    # before Python 3.13, a function's frame would keep this dict, and so all that is in it
+    # before Python 3.13, a function's frame keeps this dict, and so keeps all its values alive
     is_copy = type(variables) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED
     if is_copy and sys.getrefcount(variables) == _OWN_REFERENCES:  # not the script's `locals()`
         variables.clear()

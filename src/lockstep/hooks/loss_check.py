@@ -55,30 +55,34 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
 """Largest relative difference between the loss of a microbatch and the loss of its two halves, by
 precision."""
 SAME = 1e-6
-"""Largest relative difference between two losses of the same microbatch, unless they must be equal
-bit by bit."""
+"""Largest relative difference between two losses of the same microbatch. With numerics=bitwise they
+must be equal."""
 
-Sums = dict[str, tuple[float, float]]  # (total, weight) of each term of the loss
+# term of the loss -> (total, weight): the sum over samples, and its divisor
+Sums = dict[str, tuple[float, float]]
 
 
 class Findings(NamedTuple):
-    """A rank's findings as text; None for a check that found nothing."""
+    """The results of one rank's checks of the loss, as text for a warning; None for a check that
+    found nothing."""
 
     kept: str | None = None
-    """Text if the loss of one microbatch changes from call to call."""
+    """Text if the loss of the same microbatch changes from call to call."""
     counts: str | None = None
-    """Text if each forward changes a number."""
+    """Text if each forward changes a Python number, such as a counter, in the model or the recipe's
+    functions."""
     cut: str | None = None
-    """Text if the loss of a microbatch differs from the loss of its halves."""
+    """Text if the loss of a microbatch differs from the mean loss of its two halves."""
     unchecked: str | None = None
-    """Text if the loss could not be compared with the loss of its halves."""
+    """The reason why the loss of a microbatch could not be compared with the loss of its halves."""
     talks: str | None = None
     """Name of the collective that the loss calls."""
 
 
 class Tried(NamedTuple):
-    """The loss of a piece of a microbatch, checksums of the model's output, and the means over
-    labels if a term of the loss is weighted by samples."""
+    """The result of one trial: the loss of a microbatch or of a half of it, checksums of the
+    model's output, and the means over labels, if a term of the loss is weighted by its number of
+    samples."""
 
     sums: Sums
     output: list[int]
@@ -86,13 +90,13 @@ class Tried(NamedTuple):
 
 
 class Talks(str):
-    """The collective that the loss called."""
+    """The result of a trial in which the loss called a collective: the collective's name."""
 
     __slots__ = ()
 
 
 class Failed(str):
-    """The error of a trial, as text."""
+    """The result of a trial that raised an error: the error as text."""
 
     error: Exception
 
@@ -105,7 +109,8 @@ class Failed(str):
 
 
 Outcome = Tried | str
-"""The loss of a piece of a microbatch, or the error as text."""
+"""The result of a trial: the loss of a microbatch or of a half of it, or as text the reason why
+there is none."""
 NOTHING = Findings()
 IS_RANDOM = Findings(unchecked="it draws random numbers, without dropout too")
 
@@ -115,11 +120,12 @@ class LossCheck(ControlHook):
     """Tries the loss on the first microbatch: twice in training mode, twice in evaluation mode, and
     in evaluation mode on its halves. Restores model and loss.
 
-    In a forward with collectives (shard, tensor, pipeline), a failure on a half would leave ranks
-    waiting; a compiled forward would compile each new shape. In these cases, the loss is tried on
-    halves of the first output, and all ranks try their first microbatch twice, unless the forward
-    is compiled or a pipeline stage has collectives. It is tried on halves of the first output, too,
-    if the forward draws random numbers in evaluation mode (a variational autoencoder).
+    In a forward with collectives (sharding, tensor or pipeline parallelism), a failure on a half
+    would leave other ranks waiting; a compiled forward would compile each new shape. In these
+    cases, only the loss function is tried on halves: the halves of the model's first output. All
+    ranks also try the whole first microbatch twice, unless the forward is compiled or a pipeline
+    stage has collectives. The halves of the first output are used, too, if the forward draws random
+    numbers in evaluation mode (a variational autoencoder).
     """
 
     _is_done: bool = False
@@ -133,7 +139,8 @@ class LossCheck(ControlHook):
             return
         self._is_done = True
         if run.context.recovered_from is not None and run.step > 0:
-            return  # the script has passed this check before, and other ranks wait for the recovery
+            # the script has passed this check before the recovery, for which other ranks wait
+            return
         with restored([*attributes_of(run.model), *_kept_by(run.recipe)]):
             if not _takes_outputs(run):
                 item = run.training.current.peek()
@@ -158,14 +165,15 @@ class LossCheck(ControlHook):
             )
 
     def watched(self, run: Run, recipe: Recipe) -> Callable[[Any, Any], Any] | Gathered:
-        """Return the recipe's objective; in the first step, a function that also tries it on halves
-        of the output."""
+        """Return the recipe's loss function; in the first step, a function that also tries it on
+        halves of the model's output."""
         if self._is_watching and recipe.loss is not None:
             return partial(self._watch, run, recipe.loss)
         return recipe.objective
 
     def _watch(self, run: Run, loss: Callable[[Any, Any], Any], output: Any, batch: Any) -> Any:
-        if self._is_tried or not torch.is_grad_enabled():  # not the step's own call
+        # a repeated call, or one without gradients
+        if self._is_tried or not torch.is_grad_enabled():
             return loss(output, batch)
         self._is_tried = True
         assert run.recipe is not None, "a recipe's loss is watched"
@@ -173,7 +181,8 @@ class LossCheck(ControlHook):
             torch.no_grad(),
             accelerator.preserved_generators(run.context.device),
             restored(_kept_by(run.recipe)),
-            without_torch_function_modes(),  # these calls are not the step's
+            # modes that watch the training step do not see these calls
+            without_torch_function_modes(),
         ):
             if self._item is not None:
                 item = replace(self._item, batch=[output, batch])
@@ -187,7 +196,8 @@ class LossCheck(ControlHook):
 
 
 def _kept_by(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """Yield the attributes of the recipe's functions, which may keep values."""
+    """Yield the dicts of attributes of the recipe's functions, which may be objects that keep
+    values between calls."""
     for function in (recipe.loss, recipe.inputs, recipe.weight):
         yield from attributes_of(getattr(function, "__self__", function))
 
@@ -211,8 +221,9 @@ def _is_compiled(run: Run) -> bool:
 
 
 def _tell(run: Run, found: Findings) -> bool:
-    """Report the ranks' findings. Returns True if there are any. Every rank calls it. Raises
-    `LossError` with bitwise numerics."""
+    """Report the findings of all ranks as a warning or event. Returns True if the loss keeps a
+    value or depends on the microbatches. Every rank calls it. Raises `LossError` with bitwise
+    numerics."""
     everyone = run.context.world.gather_values(found)
     kept, counts, cut, unchecked, talks = (
         next((each for each in reasons if each), None) for reasons in zip(*everyone, strict=True)
@@ -247,7 +258,8 @@ def _tell(run: Run, found: Findings) -> bool:
 
 
 def tell_kept(run: Run, kept: str) -> None:
-    """Report a kept value. Every rank calls it. Raises `LossError` with bitwise numerics."""
+    """Report that the loss or the model keeps a value from one microbatch to the next. `kept`: the
+    evidence as text. Every rank calls it. Raises `LossError` with bitwise numerics."""
     tell_state(
         run,
         f"{kept}; the loss or the model keeps a value that it changes (a hidden state, a running"
@@ -260,15 +272,16 @@ def tell_kept(run: Run, kept: str) -> None:
 
 
 def tell_state(run: Run, text: str) -> None:
-    """Report state that each rank changes by its own microbatches. Every rank calls it. Raises
-    `LossError` with bitwise numerics."""
+    """Warn about state that each rank changes by its own microbatches, so that ranks differ.
+    `text`: the warning. Every rank calls it. Raises `LossError` with bitwise numerics."""
     if run.context.plan.numerics == "bitwise":
         raise LossError(f"{text}; or drop numerics=bitwise")
     run.training.remark(Remark("loss-keeps-state", {"reason": text}, f"warning: {text}"))
 
 
 def _tried_alone(run: Run, recipe: Recipe, item: Microbatch) -> Findings:
-    """Try a microbatch that no other rank waits for."""
+    """Check the loss on a microbatch whose forward has no collectives, so that no other rank waits
+    for it."""
     twice, numbers = [], [_numbers(run, recipe)]
     for _ in range(2):
         twice.append(_computed(run, recipe, _piece(item, (0, None), 0), training=True))
@@ -281,9 +294,9 @@ def _tried_alone(run: Run, recipe: Recipe, item: Microbatch) -> Findings:
 
 
 def _tried_twice(run: Run, recipe: Recipe) -> Findings:
-    """Try this rank's first microbatch twice in each mode. Every rank calls it. Nothing is tried
-    unless all first microbatches have the same size: if the forward failed for one size, the other
-    ranks would wait in its collectives."""
+    """Compute the loss of this rank's first microbatch twice in training mode and twice in
+    evaluation mode. Every rank calls it. Nothing is tried unless all first microbatches have the
+    same size: if the forward failed for one size, the other ranks would wait in its collectives."""
     item = run.training.current.peek()
     sizes = set(run.context.world.gather_values(None if item is None else item.size))
     what = "whether it keeps state"
@@ -311,11 +324,12 @@ def _tried_twice(run: Run, recipe: Recipe) -> Findings:
 
 
 def _any_failed(run: Run, outcome: Outcome) -> bool:
-    """Return True if the trial of any rank failed. Every rank calls it. If other ranks wait in an
-    exchange of the forward that failed on this rank, raises the forward's error."""
+    """Return True if the trial of any rank failed. Every rank calls it. If other ranks still wait
+    in a collective of the forward that failed here, raises the error of that forward."""
     run.training.modules[0].agreement.end_trial()
     try:
-        # first the ranks that exchange shards, because their shared memory compares the calls
+        # first the ranks that exchange shards: if one of them still waits in its forward, this
+        # raises an error
         failed = run.context.mesh.shards().any(isinstance(outcome, str))
         failed = run.context.world.any(failed)
     except Exception:
@@ -332,14 +346,16 @@ def _numbers(run: Run, recipe: Recipe) -> Numbers:
 
 
 def _counters(run: Run, before: Numbers, between: Numbers, after: Numbers) -> str | None:
-    """Describe the numbers that both trials have changed and that the loss may use."""
+    """Describe the Python numbers that both of two trials have changed and that the loss may use;
+    None if there are none. `before`, `between`, `after`: the numbers before, between and after the
+    trials."""
     changed = set(changed_each_time(before, between, after))
     of_model = numbers_of_model(run.model).keys() & changed
     return counters_text(sorted((changed - of_model) | {*carried(run.model, of_model)}))
 
 
 def counters_text(names: Sequence[str]) -> str | None:
-    """Describe the numbers that each forward changes; None if there are none."""
+    """Describe the Python numbers, given by name, that each forward changes; None without names."""
     if not names:
         return None
     return (
@@ -350,9 +366,9 @@ def counters_text(names: Sequence[str]) -> str | None:
 
 
 def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run) -> Findings:
-    """Try a microbatch twice, then with other random numbers, then its halves, and again after the
-    first half: only a call with other samples changes a running proportion, such as a prior of
-    classes."""
+    """Call `compute` on a microbatch twice, then with other random numbers, then on its halves, and
+    on the whole again after the first half. The last call finds values that change only with other
+    samples, such as a running proportion of classes. Returns the findings."""
     whole: list[Outcome] = [compute(_piece(item, (0, None), 0)) for _ in range(2)]
     if (kept := _kept(run, whole)) is not None:
         return Findings(kept=kept)
@@ -391,10 +407,11 @@ def _unseen_mean(
     *,
     found: Findings,
 ) -> str | None:
-    """Describe a mean over labels that the losses of the halves do not reveal, because the halves
-    have labels of one class, have no ignored labels, or draw random numbers. None without such a
-    mean."""
-    if len(first) < len(whole):  # a mean for each sample by itself
+    """Describe a mean over labels that depends on the split into microbatches although the losses
+    of these halves agree: because both have labels of one class, have no ignored labels, or draw
+    random numbers. None if there is no such mean. `whole`, `first`, `second`: the means in the loss
+    of the microbatch and of its halves."""
+    if len(first) < len(whole):  # the loss computes a mean for each sample by itself
         return None
     alike = [mean.weight for mean in first] == [mean.weight for mean in second]
     if not alike and found != IS_RANDOM:
@@ -403,15 +420,15 @@ def _unseen_mean(
 
 
 def _common_rows(batch: Any) -> int:
-    """Return the number of rows that all tensors have; 0 if they differ, or if there are no
-    tensors."""
+    """Return the size of the first dimension of the batch's tensors; 0 if it differs between them,
+    or if there are no tensors."""
     rows = {len(tensor) if tensor.dim() else 0 for tensor in tensors_in(batch)}
     return rows.pop() if len(rows) == 1 else 0
 
 
 def _piece(item: Microbatch, rows: tuple[int, int | None], index: int) -> Microbatch:
-    """Copy rows of a microbatch, because the loss may change them. `index`: the index for its
-    random numbers."""
+    """Return a copy of the microbatch's samples from `rows[0]` to `rows[1]`; a copy, because the
+    loss may change it. `index`: the microbatch index from which its random numbers are derived."""
     start, stop = rows
     is_whole = rows == (0, None)
     batch = map_tensors(
@@ -421,7 +438,8 @@ def _piece(item: Microbatch, rows: tuple[int, int | None], index: int) -> Microb
 
 
 def _of_output(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> Outcome:
-    """Try the loss on a part of an output and of its batch."""
+    """Compute the loss of `piece`, whose batch is [output, batch]: rows of the model's output, and
+    the same rows of the microbatch."""
     weight = None if run.recipe is None else run.recipe.weight
     output, batch = piece.batch
     stream = key(run.context.seed, RandomStream.EVALUATION, run.step, piece.index)
@@ -445,7 +463,8 @@ def _measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -
 
 
 def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = False) -> Outcome:
-    """Compute a piece without gradients, in evaluation mode unless `training`."""
+    """Compute the forward and the loss of `piece` without gradients, in evaluation mode unless
+    `training`."""
 
     def score(item: Microbatch, batch: Any, output: Any, loss: Any) -> Tried:
         weights = None if recipe.weight is None else weights_of(recipe.weight(item.batch))
@@ -490,15 +509,15 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
         reset_after_error(run.model)
         return Talks(error) if isinstance(error, CollectiveCalled) else Failed.of(error)
     if versions != [version(parameter) for parameter in parameters]:
-        # the step reports this too, and names the parameter
+        # the training step finds this too, and its error names the parameter
         return "it changes a parameter"
     return scored[0][1] if scored else Tried({}, [])
 
 
 @contextmanager
 def _buffers_restored(run: Run) -> Iterator[None]:
-    """Restore buffers on leaving: if the forward changes them, the step reports it, or
-    `self_updating_buffers` allows it."""
+    """On leaving, restore the model's buffers. A forward that changes buffers is not reported here:
+    the training step reports it, unless `Recipe.self_updating_buffers` allows it."""
     with restored([own_buffers(module) for module in run.model.modules()]):
         yield
     for statistics in run.training.modules[0].statistics:
@@ -506,13 +525,14 @@ def _buffers_restored(run: Run) -> Iterator[None]:
 
 
 def _watching(run: Run, samples: int) -> AbstractContextManager[LabelMeans | None]:
-    """Watch a loss for collectives and means over labels, except for tensors that are split over
-    ranks."""
+    """A context that watches a loss for collectives and for means over labels. It does nothing if
+    the plan splits features over ranks (tensor parallelism)."""
     return nullcontext() if run.context.plan.divides("features") else LabelMeans(samples)
 
 
 def _of_samples(loss: Any, watched: LabelMeans | None) -> Sequence[LabelMean]:
-    """Return the means over labels if a term of the loss is weighted by samples; else none."""
+    """Return the means over labels that the loss has computed, if a term of the loss is a plain
+    tensor, which is weighted by its number of samples; otherwise none."""
     terms = loss.values() if isinstance(loss, Mapping) else [loss]
     by_samples = any(isinstance(term, Tensor) for term in terms)
     return watched.found if watched is not None and by_samples else ()
@@ -523,7 +543,8 @@ def _talks(tried: Sequence[Outcome]) -> str | None:
 
 
 def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
-    """Describe how two trials differ; None if they are equal, or failed in the same way."""
+    """Describe the difference between the first and the last trial of the same microbatch; None if
+    they are equal, or if the first failed."""
     whole, again = tried[0], tried[-1]
     if isinstance(whole, str):
         return None
@@ -552,8 +573,8 @@ def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
 def _cut_differs(
     whole: Sums, otherwise: Sums, first: Sums, second: Sums, *, tolerance: float
 ) -> Findings:
-    """Compare the loss of a microbatch with the loss of its halves. `otherwise`: the result for the
-    whole microbatch with other random numbers."""
+    """Compare the loss of a microbatch (`whole`) with the mean loss of its halves (`first`,
+    `second`). `otherwise`: the loss of the whole microbatch with other random numbers."""
     for name, (total, weight) in whole.items():
         if otherwise[name] != (total, weight):
             return IS_RANDOM
@@ -569,8 +590,8 @@ def _cut_differs(
 
 @contextmanager
 def restored(dicts: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """On leaving, restore the values of each dict: the same objects, with their former contents if
-    they are tensors or containers."""
+    """On leaving, give each dict the items that it had on entering: the same objects, with their
+    former contents if they are tensors or containers."""
     kept = [_Attributes(attributes) for attributes in dicts]
     try:
         yield
@@ -626,7 +647,7 @@ def _put_back(value: Any, content: Any) -> None:
 
 
 STEPS, MICROBATCHES = 2, 4
-"""Number of steps to watch, and of microbatches per rank."""
+"""Number of steps, and of microbatches of each rank, in which `CarriedState` watches the models."""
 
 _ABOUT = frozenset(
     {
@@ -644,20 +665,20 @@ _ABOUT = frozenset(
         "__len__",
     }
 )
-"""Attributes and methods that do not reveal a tensor's values."""
+"""Attributes and methods of a tensor that do not depend on its values."""
 _SAVED = MODULE_ATTRIBUTES | RECURRENT_CACHES
 
-# attribute -> its tensors, with the number of writes to each
+# name of a module's attribute -> its tensors, each with its version counter
 Marks = dict[str, list[tuple[Tensor, int]]]
 
 
 class CarriedState(ControlHook):
-    """Watches the models' attributes in the first forwards of a script's own loop, or of a recipe
-    with a batch loss.
+    """Finds attributes by which a model carries values from one microbatch to the next. It watches
+    the first forwards of a script's own loop, or of a recipe with a batch loss.
 
-    An attribute carries state if a forward reads a tensor that an earlier microbatch's forward
-    stored there, and stores another tensor. A cache does not count, because it is not replaced;
-    neither does an attribute that each forward sets before reading it.
+    An attribute carries state if a forward reads a tensor that the forward of an earlier microbatch
+    stored there, and replaces it. A cache does not count, because it is not replaced; neither does
+    an attribute that each forward sets before reading it.
     """
 
     def __init__(self) -> None:
@@ -715,15 +736,18 @@ class CarriedState(ControlHook):
 
 
 class _Watch:
-    """Watches one model. `microbatches`: the number that this rank has begun."""
+    """Watches the attributes of one model during its forwards. `held`: ids of its parameters and
+    buffers, which are not watched. `microbatches`: returns the number of microbatches that this
+    rank has begun."""
 
     def __init__(
         self, model: nn.Module, held: Iterable[int], microbatches: Callable[[], int]
     ) -> None:
         self.found: set[str] = set()
         self._changed_twice: set[str] = set()
-        """Numbers that the forwards of two microbatches have changed."""
-        self._changed: set[str] = set()  # in this microbatch
+        """Names of the model's Python numbers that the forwards of two microbatches have
+        changed."""
+        self._changed: set[str] = set()  # names of the numbers changed in this microbatch
         self._changed_before: set[str] = set()
         self._numbers = numbers_of_model(model)
         self._model, self._held, self._microbatches = model, held, microbatches
@@ -737,7 +761,7 @@ class _Watch:
         ]
 
     def counted(self) -> list[str]:
-        """Return the numbers that forwards change and may use."""
+        """Return the names of the model's Python numbers that its forwards change and may use."""
         return carried(self._model, self._changed_twice) if self._changed_twice else []
 
     def close(self) -> None:
@@ -810,8 +834,8 @@ def _are_same(before: list[tuple[Tensor, int]], now: list[tuple[Tensor, int]]) -
 
 
 class _Uses(TorchFunctionMode):
-    """Collects the names of tensors whose values are used. `left`: id -> name of the tensors to
-    look for."""
+    """A mode that collects, in `names`, the names of tensors whose values torch functions read.
+    `left`: id -> name of the tensors to look for."""
 
     def __init__(self, left: Mapping[int, str]) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""The hook that keeps images of the state in memory for recovery in place."""
+"""The hook that keeps images (copies) of the training state in memory, from which recovery in place
+restores a lost process's state."""
 
 from __future__ import annotations
 
@@ -13,18 +14,18 @@ from lockstep.training.run import Run
 from lockstep.training.state import KnownTensors, state_of
 
 MOST_TIME = 0.01
-"""Largest share of the run time that images may take, if each process has state that no other
-process has."""
+"""Largest share of the run time that writing images may take, if each process has state that no
+other process has."""
 MOST_TIME_WITH_REPLICAS = 0.002
-"""Largest share if every process has the whole state: images are then needed only if all processes
-are lost."""
+"""Largest share of the run time that writing images may take, if every process has the whole state:
+images are then needed only if all processes are lost."""
 
 
 @dataclass(eq=False)
 class MemoryImages(ControlHook):
-    """Copies this rank's part of the state into memory that outlives the process, as often as a
-    small share of the run time allows. A copy costs twice its duration, because it evicts the
-    processor's caches."""
+    """Copies this rank's part of the training state into memory that outlives the process (an
+    image), as often as a small share of the run time allows. A copy costs twice its duration,
+    because it evicts the processor's caches."""
 
     recovery: Recovery | None
     """The recovery of the run. None if the run cannot recover in place: it then writes no
@@ -32,14 +33,15 @@ class MemoryImages(ControlHook):
     _writer: ImageWriter | None = None
     _known: KnownTensors = field(default_factory=KnownTensors)
     _count: int = 0  # images written
-    _written: int = -1  # number of steps done at the last image
-    _next: int = 0  # number of steps done at the next image
+    _written: int = -1  # number of steps done when the last image was written; -1: none was
+    _next: int = 0  # number of steps after which the next image is due
     _since: float = 0.0  # time at which the last image was complete
     # seconds of processor and network time for the last image, without waits for slower ranks
     _cost: float = 0.0
 
     def before_steps(self, run: Run) -> None:
-        # after a recovery, its images are kept, and other ranks wait for the first step
+        # after a recovery, the images that restored the state are kept, and other ranks wait for
+        # the first step
         recovers = run.context.recovered_from is not None
         if (
             self.recovery is not None

@@ -1,4 +1,5 @@
-"""The hook that writes metrics.jsonl, and the check that a metric in use is measured."""
+"""The hooks that write metrics.jsonl and run evaluations, and the check that a metric that a
+setting names is measured."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ _OVERFLOWS_TO_REPORT = 8
 
 
 class Metrics(ControlHook):
-    """Reads the results of steps at logging steps, and writes metrics.jsonl. Some reads are
-    collectives, so every rank runs it."""
+    """At logging steps, reads the losses and gradient norms of the steps since the last one, and
+    writes metrics.jsonl. Some reads are collectives, so every rank has this hook."""
 
     def __init__(self) -> None:
         self.throughput = Throughput()
@@ -67,7 +68,8 @@ class Metrics(ControlHook):
                 )
 
     def _read(self, run: Run) -> None:
-        """Check the results of all steps since the last call. Raises `LossError`."""
+        """Check the losses and gradient norms of all steps since the last call. Raises `LossError`
+        if one is not finite."""
         results, self._unread = self._unread, []
         for result in results:
             result.check()
@@ -89,7 +91,7 @@ class Metrics(ControlHook):
                 )
 
     def _write(self, run: Run) -> None:
-        """Write the latest step's line. Every rank calls it."""
+        """Write the latest step's line of metrics.jsonl. Every rank calls it."""
         result, speed = run.training.latest, self.throughput.restart()
         module = run.training.modules[0]
         # each rank of the axis `context` counts only its share of a sample's FLOPs
@@ -112,7 +114,7 @@ class Metrics(ControlHook):
 
 def check_metric(run: Run, name: str, of: str) -> None:
     """Raise `RecipeError` if no evaluation measures the metric and no user hook may add it. `of`:
-    the setting that needs the metric, for errors."""
+    text for the error: the setting that names the metric."""
     evaluations = {} if run.recipe is None else run.recipe.evaluations
     measured = [
         f"{prefix}{metric}"
@@ -134,8 +136,8 @@ def _may_add(hook: Hook) -> bool:
 
 @dataclass(eq=False)
 class EvaluationHook(ControlHook):
-    """Measures each evaluation when it is due. `evaluations`: prefix of the metrics ->
-    evaluation."""
+    """Runs each evaluation of the recipe when it is due. `evaluations`: prefix of the names of its
+    metrics -> evaluation."""
 
     evaluations: Mapping[str, Evaluation]
     metrics: Metrics
@@ -144,8 +146,8 @@ class EvaluationHook(ControlHook):
     _is_measuring: bool = False
 
     def prepare(self, run: Run, recipe: Recipe) -> None:
-        """Build the evaluators of the first model. Raises `RecipeError` if an evaluation needs the
-        moving average and the run has none."""
+        """Build the evaluators, which evaluate the first model of the run. Raises `RecipeError` if
+        an evaluation needs the moving average and the run has none."""
         self._average = next(
             (hook for hook in run.training.hooks.all if isinstance(hook, ExponentialMovingAverage)),
             None,
@@ -185,8 +187,8 @@ class EvaluationHook(ControlHook):
             run.training.agree_to_stop()
 
     def measure(self, run: Run, prefixes: Iterable[str] | None = None) -> None:
-        """Measure the evaluations that were not yet measured after this step. Every rank calls it.
-        `prefixes`: which evaluations; None: all."""
+        """Run the evaluations that have not yet run after this step. Every rank calls it.
+        `prefixes`: the keys of the evaluations to run; None: all."""
         chosen = self.evaluations if prefixes is None else prefixes
         due = [prefix for prefix in chosen if run.metrics_at.get(f"{prefix}loss") != run.step]
         if not self._evaluators or not due or self._is_measuring:

@@ -29,7 +29,8 @@ class ExponentialMovingAverage(Hook):
                 f"decay={decay}; it must be the factor of the old average, from 0 to below 1"
             )
         self.decay = decay
-        self._averages: dict[str, Tensor] = {}  # by name, sharded like the parameters
+        # parameter's name -> its average, sharded like the parameter
+        self._averages: dict[str, Tensor] = {}
 
     def on_start(self, run: Run) -> None:
         self._averages = {
@@ -54,7 +55,7 @@ class ExponentialMovingAverage(Hook):
 
     @contextmanager
     def applied(self, run: Run) -> Iterator[None]:
-        """Put the averaged weights into the model while the context is entered."""
+        """A context in which the model's parameters have their averaged values."""
         parts = _local_parameters(run)
         own = [part.clone() for part in parts]
         torch._foreach_copy_(parts, self._local_averages())

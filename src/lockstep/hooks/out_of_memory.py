@@ -30,18 +30,21 @@ from lockstep.training.run import Run
 
 FILE = "out-of-memory.json"  # in the run directory
 FALLBACKS = ("checkpointing", "offload", "microbatch_splits")
-"""Changed fields of the plan, in order. Only the last changes the bits."""
+"""The fields of the plan that fallbacks change, in the order in which they are tried. Only the last
+one changes the results of the computation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakenFallbacks:
-    """The fallbacks taken, as fields of `Plan`, and the failures that led to them."""
+    """The changes of the plan that a run has made because memory ran out, as fields of `Plan`, and
+    the failures that led to them."""
 
     checkpointing: str = "none"
     offload: bool = False
     microbatch_splits: int = 0
     failures: list[dict[str, Any]] = field(default_factory=list)
-    """One dict for each failure: `step` (steps done), `rank`, `error` and `then` (the change)."""
+    """One dict for each failure: `step` (steps done), `rank`, `error`, and `then` (the change of
+    the plan, as text)."""
 
     @classmethod
     def parse(cls, text: str, path: Path) -> TakenFallbacks:
@@ -65,8 +68,8 @@ class TakenFallbacks:
         write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def apply_to(self, plan: Plan, device: str) -> Plan:
-        """Return `plan` with the fallbacks that it does not have yet and that this type of `device`
-        allows."""
+        """Return `plan` with the recorded changes, except those that it has already and those that
+        the device type `device` does not allow."""
         for name in FALLBACKS:
             taken = getattr(self, name)
             if _strength(name, taken) > _strength(name, getattr(plan, name)):
@@ -74,7 +77,8 @@ class TakenFallbacks:
         return plan
 
     def with_plan(self, plan: Plan, failure: dict[str, Any]) -> TakenFallbacks:
-        """Return these fallbacks and the fallbacks of `plan`, which was chosen after `failure`."""
+        """Return a new record: these fallbacks and failures, `failure`, and the fallbacks in
+        `plan`, which was chosen after it."""
         strongest = {
             name: max(
                 getattr(self, name), getattr(plan, name), key=lambda value: _strength(name, value)
@@ -93,11 +97,12 @@ def next_plan(
     unsplittable: str | None,
     offloadable: bool = True,
 ) -> Plan | str:
-    """Return the next plan, or the reason why there is none. `device`: the type of the device.
+    """Return the plan that needs less memory than `plan`, by one more fallback; or the reason why
+    there is none. `device`: the device's type.
 
     `largest`: number of samples in the largest microbatch; None: no step had begun. `unsplittable`:
-    the reason why microbatches cannot be split. `offloadable`: False if an optimizer does not allow
-    offload.
+    the reason why microbatches cannot be split; None if they can. `offloadable`: False if an
+    optimizer does not allow offload.
     """
     if setting == "stop":
         return "--out-of-memory stop allows no change of the plan"
@@ -134,7 +139,8 @@ def next_plan(
 
 
 def changes(before: Plan, after: Plan) -> str:
-    """Return the fallbacks that `after` has and `before` has not, as the text of a plan."""
+    """Return the fallbacks that the plan `after` has and `before` has not, as the text of a plan,
+    such as "checkpointing=full,offload=yes"."""
     values = {name: getattr(after, name) for name in FALLBACKS}
     return ",".join(
         f"{name}={'yes' if value is True else value}"
@@ -144,8 +150,8 @@ def changes(before: Plan, after: Plan) -> str:
 
 
 def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> str:
-    """Return the note for the error. `found`: the result of `next_plan`. `step`: steps done and
-    saved; None: not saved."""
+    """Return advice to add to an out-of-memory error. `found`: the result of `next_plan`. `step`:
+    steps done and saved; None: not saved."""
     if isinstance(found, str):
         tried = changes(Plan(), plan)
         return f"lockstep: memory ran out{f' with {tried}' if tried else ''}; {found}"
@@ -159,7 +165,8 @@ def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> 
 
 
 def failure_since(known: TakenFallbacks, folder: Path) -> dict[str, Any] | None:
-    """Return the failure that a rank wrote after `known` was read; None if none did."""
+    """Return the last failure in the run directory if a rank has written it after `known` was read
+    from there; otherwise None."""
     try:
         found = TakenFallbacks.parse((folder / FILE).read_text(encoding="utf-8"), folder / FILE)
     except (OSError, UnicodeDecodeError, RunDirectoryError):
@@ -168,7 +175,8 @@ def failure_since(known: TakenFallbacks, folder: Path) -> dict[str, Any] | None:
 
 
 def fallback_since(known: TakenFallbacks, folder: Path) -> str | None:
-    """Name the fallback that a rank wrote after `known` was read; None if none did."""
+    """Return, as text, the fallback in the run directory that a rank has written after `known` was
+    read from there; None if none did."""
     if (last := failure_since(known, folder)) is None:
         return None
     return (
@@ -178,7 +186,8 @@ def fallback_since(known: TakenFallbacks, folder: Path) -> str | None:
 
 
 def read_fallbacks(world: World, folder: Path, *, resumes: bool) -> TakenFallbacks:
-    """Return the fallbacks of a resumed run. Every rank calls it. Raises `RunDirectoryError`."""
+    """Return the fallbacks recorded in the run directory `folder`; none unless the run `resumes`.
+    Every rank calls it. Raises `RunDirectoryError`."""
     text = None
     if world.rank == 0 and resumes:
         try:
@@ -192,7 +201,8 @@ def read_fallbacks(world: World, folder: Path, *, resumes: bool) -> TakenFallbac
 
 
 def _changed(plan: Plan, name: str, value: Any, device: str) -> Plan | None:
-    """Return the plan with one field changed; None if that changes nothing or is not allowed."""
+    """Return the plan with the field `name` set to `value`; None if that changes nothing or is not
+    allowed."""
     if getattr(plan, name) == value or (name == "offload" and device == "cpu"):
         return None
     try:
@@ -219,7 +229,8 @@ def _strength(name: str, value: Any) -> int:
 
 @dataclass(eq=False)
 class OutOfMemory(ControlHook):
-    """Writes the next plan after a failure, and asks for a restart."""
+    """After an out-of-memory error, writes a plan that needs less memory, and asks the launcher for
+    a restart."""
 
     given: Plan  # the requested plan
     taken: TakenFallbacks  # the fallbacks taken after earlier failures
@@ -228,11 +239,12 @@ class OutOfMemory(ControlHook):
     _largest: int | None = None  # Samples of the largest microbatch. None before the first loop.
     _unsplittable: str | None = None  # the reason why no microbatch can be split
     _next: Plan | str | None = None
-    """The next plan, or the reason why there is none; None: the error is not an out-of-memory
+    """The plan for the restart, or the reason why there is none; None if there was no out-of-memory
     error."""
 
     def report_change(self, run: Run) -> None:
-        """Record how the plan differs from the requested one."""
+        """Record the event that says which fallbacks the plan has and the requested plan has
+        not."""
         given = self.given
         plan = self.taken.apply_to(given, run.context.device.type)
         if plan == given:
@@ -249,8 +261,8 @@ class OutOfMemory(ControlHook):
         run.context.recorder.message(f"continues with {change}: {reason}")
 
     def begin_loop(self, run: Run, models: Sequence[nn.Module], data: Any, *, largest: int) -> None:
-        """Raise `RecipeError` if the plan splits unsplittable microbatches. Every rank calls it.
-        `largest`: number of samples in the largest microbatch."""
+        """Raise `RecipeError` if the plan splits microbatches but the data or a model does not
+        allow it. Every rank calls it. `largest`: number of samples in the largest microbatch."""
         mine = [name for name, _ in training_batchnorms(models)]
         layers = [name for theirs in run.context.mesh.stages.gather_values(mine) for name in theirs]
         if layers:
@@ -301,7 +313,8 @@ class OutOfMemory(ControlHook):
             request_restart(why)
 
     def _write(self, run: Run, plan: Plan, error: BaseException) -> Plan | str:
-        """Write the next plan. Returns the plan, or the reason why writing failed."""
+        """Write `plan` for the restarted processes. Returns the plan, or the reason why writing
+        failed."""
         failure = {
             "step": run.step,
             "rank": run.context.world.rank,
@@ -315,7 +328,8 @@ class OutOfMemory(ControlHook):
         return plan
 
     def advise(self, run: Run, error: BaseException, *, saved: bool) -> None:
-        """Add advice to the error. `saved`: True if the last step was saved after the error."""
+        """Add advice to an out-of-memory error. `saved`: True if the last step was saved after the
+        error."""
         if self._next is not None:
             plan, folder = run.context.plan, run.context.run_dir
             step = run.step if saved else None

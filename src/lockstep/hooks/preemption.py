@@ -1,4 +1,4 @@
-"""The hook that ends a run at a signal, or at a given time."""
+"""The hook that saves and ends a run after a signal, or at a given time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from lockstep.training.run import Run
 
 @dataclass(eq=False)
 class Preemption(ControlHook):
-    """Asks all ranks to save and end; then raises `Preempted`, or `Interrupted` after Ctrl-C."""
+    """After a signal or at the time `stop_at`, makes all ranks save and end; then raises
+    `Preempted`, or `Interrupted` after Ctrl-C."""
 
     termination: Termination
     stop_at: float | None  # the time at which the run ends, in seconds since 1970

@@ -1,5 +1,5 @@
-"""The hook that compares the gradients of microbatches that several ranks computed, to find a rank
-that computes wrong results."""
+"""The hook that compares the gradients of microbatches that a second replica has computed again, to
+find a rank that computes wrong results."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from lockstep.training.set_up import Remark
 
 
 class RecomputationAudit(ControlHook):
-    """Compares recomputed gradients. If they differ, it deletes the checkpoints that may be wrong
-    and ends the run; with recovery in place, it ends only the wrong rank."""
+    """Compares the gradient of each recomputed microbatch with the original one. If they differ, it
+    deletes the checkpoints since the last agreement, which may be wrong, and ends the run. If
+    recovery in place can replace the wrong rank, it ends only that rank."""
 
     def __init__(self, checkpointing: Checkpointing, recovery: Recovery | None) -> None:
         self._checkpointing, self._recovery = checkpointing, recovery
@@ -77,8 +78,8 @@ class RecomputationAudit(ControlHook):
         self._end(run, disagreement, hosts, places)
 
     def _replicas_in(self, run: Run) -> Sequence[Sequence[Sequence[int]]]:
-        """Return the ranks that compute a microbatch together, for each data rank and each stage of
-        a pipeline. Every rank calls it."""
+        """Return, for each data-parallel replica and each pipeline stage, the global ranks that
+        compute the stage's part of a microbatch together. Every rank calls it."""
         if self._replicas is None:
             data, stages = run.context.mesh.data, run.context.mesh.stages
             everyone = run.context.world.gather_values([data.rank, stages.rank])
@@ -94,7 +95,9 @@ class RecomputationAudit(ControlHook):
     def _end(
         self, run: Run, disagreement: Disagreement, hosts: Sequence[str], places: Sequence[str]
     ) -> None:
-        """`hosts`, `places`: each rank's host, and its place in words."""
+        """Delete the checkpoints that may be wrong, record the event, and raise
+        `WrongResultError`. `hosts`: the host of each rank. `places`: text for each rank with its
+        host and its rank on each axis."""
         agreed = run.training.loop.agreed or 0
         deleted, not_deleted = self._checkpointing.delete_after(agreed)
         ranks = disagreement.ranks
@@ -117,13 +120,15 @@ class RecomputationAudit(ControlHook):
         if self._recovery is not None and recovers:
             self._recovery.distrust()
             if run.rank not in ranks:
-                # the launcher lets these processes wait for new ranks
+                # the launcher makes these processes wait for new ranks
                 raise error from ConnectionAbortedError("a rank leaves the run")
         raise error
 
 
 def _join_results(reported: Sequence[Sequence[Sequence[Any]]]) -> list[Computed]:
-    """Join the results of several ranks, in each role, as if a single rank had computed them."""
+    """Join the results of the ranks that compute a microbatch together, as if a single rank had
+    computed them. `reported`: for each rank, its results as the first, second and third one to
+    compute a microbatch."""
     return [
         Computed(
             sorted(chain(*(exchanged for exchanged, _ in several))),
@@ -134,8 +139,8 @@ def _join_results(reported: Sequence[Sequence[Sequence[Any]]]) -> list[Computed]
 
 
 def _without_machines(wrong: Collection[str], hosts: Sequence[str]) -> str:
-    """Return text that says how to continue without the `wrong` hosts; empty if there are no other
-    hosts. `hosts`: the host of each rank."""
+    """Return text for the error that says how to continue without the hosts `wrong`; empty if there
+    are no other hosts. `hosts`: the host of each rank."""
     others = [host for host in dict.fromkeys(hosts) if host not in wrong]
     if not others:
         return ""
@@ -152,7 +157,8 @@ def _digest(computed: Computed) -> Tensor:
 
 
 def _axes(run: Run) -> list[str]:
-    """Return text with this rank's index on each axis; [] for a single axis."""
+    """Return a text for each axis of the mesh with this rank's index on it, such as "data rank 1";
+    [] if only one axis is larger than 1."""
     mesh = run.context.mesh
     found = [f"{each.name} rank {mesh.axis(each.name).rank}" for each in mesh.larger]
     return found if len(found) > 1 else []
@@ -160,23 +166,26 @@ def _axes(run: Run) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """The result of a comparison in which gradients differ."""
+    """The result of a comparison in which replicas have computed different gradients of the same
+    microbatch."""
 
     microbatch: int
-    """A microbatch with differing gradients, computed by a rank in `ranks`."""
+    """The number of a microbatch with differing gradients; a rank in `ranks` has computed it."""
     tensors: int
-    """Number of parameters whose gradients differ on a rank in `ranks`."""
+    """Number of parameters of a rank in `ranks` whose gradients of this microbatch differ."""
     first: str
     """The name of the first such parameter; empty if there is none."""
     ranks: Sequence[int]
-    """The wrong ranks. If not `is_certain`, one of these ranks is wrong."""
+    """The ranks that computed wrong gradients. If not `is_certain`, one of these ranks did."""
     is_certain: bool
     right: Sequence[int]
-    """The other ranks that computed the microbatch. If several, their results are equal."""
+    """The other ranks that computed this microbatch. If there are several, they computed equal
+    gradients."""
     has_third: bool = True
-    """True if two replicas computed the same, so that a rank of a third replica is wrong."""
+    """True if three replicas computed this microbatch and two of them agree, so that the third is
+    wrong."""
     was_received: bool = False
-    """True if a rank in `ranks` received other values than were sent to it."""
+    """True if a rank in `ranks` received other values from a rank than the sender says it sent."""
 
     @classmethod
     def of(
@@ -185,8 +194,9 @@ class Disagreement:
         replicas: Sequence[Sequence[Reported]],
         names: Sequence[Sequence[str]],
     ) -> Disagreement:
-        """Return the disagreement on the `chosen` microbatches, of which at least one differs.
-        `replicas`: see `verdict`. `names`: the names of each rank's parameters."""
+        """Return the disagreement on the recomputed microbatches `chosen`, of which at least one
+        has differing gradients. `replicas`: the results that each data-parallel replica reports, as
+        for `verdict`. `names`: the names of each rank's parameters."""
         found = verdict(chosen, replicas)
         data = found.microbatch.ranks
         place, reported = next(
@@ -223,9 +233,10 @@ class Disagreement:
         places: Sequence[str],
         not_deleted: str | None,
     ) -> str:
-        """Return the text of the error. `agreed`: steps done at the last comparison in which all
-        gradients agreed. `hosts`, `places`: each rank's host, and its place in words.
-        `not_deleted`: the reason why later checkpoints could not be deleted."""
+        """Return the text of the error after `step`. `agreed`: steps done at the last comparison in
+        which all gradients agreed. `hosts`: each rank's host. `places`: text for each rank with its
+        host and its rank on each axis. `not_deleted`: the reason why checkpoints after `agreed`
+        could not be deleted; None if they were deleted."""
         kept = (
             f"checkpoints after step {agreed}, where all agreed, are deleted: the same command"
             " resumes from the newest one that is left, or starts again"
@@ -242,7 +253,8 @@ class Disagreement:
         )
 
     def _finding(self, places: Sequence[str]) -> tuple[str, str]:
-        """Return text with the finding and the remedy."""
+        """Return two texts for the error: which ranks computed wrong gradients, and what the user
+        can do."""
         what = f"gradient of {self.first}" if self.first else "output of its part of the model"
         if self.tensors > 1:
             what += f" and {self.tensors - 1} more tensor{'s' * (self.tensors > 2)}"

@@ -1,5 +1,6 @@
-"""The hook that compares replicas, and the state of users' hooks, by checksums: it finds flipped
-bits and changed models."""
+"""The hook that compares the parameters and optimizer states of replicas, and the states of users'
+hooks, by checksums. It finds flipped bits, and models that a script has changed on some ranks
+only."""
 
 from __future__ import annotations
 
@@ -32,10 +33,11 @@ from lockstep.training.state import Stateful, extra_state, state_of
 
 
 class ReplicaAudit(ControlHook):
-    """Compares replicas: the ranks that hold the same part of a tensor (`Mesh.copies`)."""
+    """Compares replicas: the ranks that hold copies of the same part of a parameter or optimizer
+    state (`Mesh.copies`)."""
 
     def __init__(self, *, every: int, hooks: Sequence[Hook]) -> None:
-        """`every`: steps between comparisons; 0: never. `hooks`: the user's."""
+        """`every`: number of steps between comparisons; 0: never. `hooks`: the user's hooks."""
         self._every = every
         self._unsaved = UnsavedState(hooks)
         self._agreed = 0  # steps done at the last comparison
@@ -48,8 +50,9 @@ class ReplicaAudit(ControlHook):
             self.compare(run)
 
     def compare(self, run: Run) -> None:
-        """Compare, unless this step was compared already. Every rank calls it, and raises
-        `DivergenceError` if replicas differ, `CheckpointError` if the state of a hook differs."""
+        """Compare the replicas' states, unless they were compared after this step already. Every
+        rank calls it, and raises `DivergenceError` if replicas differ, `CheckpointError` if the
+        state of a hook differs between ranks."""
         self._unsaved.tell(run)
         mesh = run.context.mesh
         for module in run.training.modules:
@@ -88,7 +91,9 @@ class ReplicaAudit(ControlHook):
         sums: Tensor,
         differs: bool,
     ) -> str:
-        """Return the text of the error, the same on every rank."""
+        """Return the text of the error about differing replicas, the same on every rank. `sums`:
+        the checksum of each named tensor on this rank. `differs`: True if they differ between
+        `replicas`, the ranks that should have copies of these tensors."""
         everyone = replicas.gather_rows(sums.reshape(1, -1), [1] * replicas.size)
         ranks = replicas.gather_values(world.rank)
         by_rank = dict(zip(ranks, everyone.tolist(), strict=True))
@@ -103,7 +108,8 @@ class ReplicaAudit(ControlHook):
 
 
 def _compare_hooks(run: Run) -> None:
-    """Compare the states of users' hooks, included objects and modules' extra states."""
+    """Compare, between ranks, the states of the user's hooks, of objects given to
+    `session.include`, and the extra states of modules. Raises `CheckpointError`."""
     others: dict[str, Callable[[], Any]] = {
         name: other.state_dict
         for name, other in run.training.stateful.items()
@@ -133,8 +139,8 @@ def _compare_hooks(run: Run) -> None:
 
 
 def _digest(name: str, read: Callable[[], Any]) -> str:
-    """Return a hash of everything that is not sharded. Returns "" for a state that cannot be saved;
-    the save will report it."""
+    """Return a hash of the state that `read` returns, without its sharded tensors. Returns "" for a
+    state that cannot be saved; the next save reports it."""
     tensors: dict[str, Tensor] = {}
     try:
         encoded = encode(read(), name, tensors)
@@ -165,22 +171,24 @@ def replica_difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) 
     return f"{who} {name}" + (f", the first of {several} tensors" if several > 1 else "")
 
 
-# attribute -> a value for each of its parts, which changes only if the part changes
+# name of an attribute -> for each number, text or tensor in it: its value, or a tensor's id and
+# version counter
 Versions = dict[str, list[Any]]
 
 _SAVED = MODULE_ATTRIBUTES | RECURRENT_CACHES | {"state", "param_groups"}
-"""Attributes that are saved, or that another check watches."""
+"""Attributes that need no check here: checkpoints hold them, or another check watches them."""
 
 
 class UnsavedState:
-    """Reports, once, changed attributes of modules, optimizers and hooks that checkpoints do not
-    hold."""
+    """Reports, once in a run, attributes of modules, optimizers and hooks that have changed since
+    the start but that checkpoints do not hold."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self._hooks = [hook for hook in hooks if not isinstance(hook, Stateful)]
         self._saved_hooks = [hook for hook in hooks if isinstance(hook, Stateful)]
         self._at_start: dict[int, Versions] = {}
-        self._variables: LoopVariables | None = None  # of a session's loop
+        # variables of the script's own loop; None with a recipe
+        self._variables: LoopVariables | None = None
 
     def begin(self, run: Run) -> None:
         models = _ids_of(run)
@@ -190,7 +198,8 @@ class UnsavedState:
         self._at_start |= {id(owner): _versions(owner, models) for _, owner in _owners(run)}
 
     def _saved(self, run: Run) -> set[int]:
-        """Return the ids of the tensors that included objects, optimizers and hooks save."""
+        """Return the ids of the tensors that checkpoints hold for optimizers, for hooks with a
+        state_dict, and for objects given to `session.include`."""
         groups = [
             each.param_groups for module in run.training.modules for each in module.optimizers
         ]
@@ -249,8 +258,9 @@ class UnsavedState:
 
 
 def _owners(run: Run) -> Iterator[tuple[str, nn.Module | Optimizer]]:
-    """Yield, by name, modules without saved extra state, and optimizers that do not define
-    `state_dict` and `load_state_dict` themselves."""
+    """Yield the objects whose attributes may be missing in checkpoints, with their names: modules
+    that do not define `get_extra_state`, and optimizers of the user that do not define `state_dict`
+    and `load_state_dict`."""
     for module in run.training.modules:
         for name, part in module.model.named_modules():
             if type(part).get_extra_state is nn.Module.get_extra_state:
@@ -280,7 +290,8 @@ def _marks(value: Any, models: set[int]) -> list[Any]:
 
 
 def _tensor_versions(hook: Hook, models: set[int]) -> Versions:
-    """Return the versions of a hook's tensors, except the models' tensors."""
+    """Return the ids and version counters of a hook's tensors, by the name of the attribute or
+    variable. Tensors of the models (`models`: their ids) are left out."""
     versions: Versions = {}
     for name, tensors in _tensors_by_name(hook).items():
         if own := [tensor for tensor in tensors if id(tensor) not in models]:
@@ -290,7 +301,7 @@ def _tensor_versions(hook: Hook, models: set[int]) -> Versions:
 
 def _tensors_by_name(hook: Hook) -> dict[str, list[Tensor]]:
     """Return the tensors in the hook's attributes, and in the global and enclosing variables that
-    its methods use."""
+    its methods use, by the name of the attribute or variable."""
     methods = [
         inspect.unwrap(method)  # without decorators such as `torch.no_grad()`
         for kind in type(hook).__mro__

@@ -1,8 +1,9 @@
-"""The hook that finds stragglers: at logging steps it gathers each rank's times, and writes
-`ranks.jsonl`.
+"""The hook that finds stragglers, ranks that work more slowly than the others: at logging steps it
+gathers the times of all ranks, and writes `ranks.jsonl`.
 
-With `assignment=measured` it also gathers each rank's time per microbatch and the last step
-requested from its loader. From these, all ranks compute the same new assignment for later steps.
+With the plan's `assignment=measured` it also gathers each rank's time per microbatch, and the last
+step for which its loader was asked for data. From these, all ranks compute the same new assignment
+of microbatches to ranks, for later steps.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from lockstep.training.microbatches import Microbatches
 from lockstep.training.run import Run
 
 PARTS = ("data", "compute", "hooks")
-"""Parts of a step's time. None of them includes waits for other ranks."""
+"""Parts of a rank's time per step. None of them includes waits for other ranks."""
 _OF_HOOKS = ("hooks", "script")
 _OF_COMPUTE = ("compute", "update")
 _COLUMNS = (
@@ -46,15 +47,17 @@ _COLUMNS = (
 )
 _OF_MICROBATCHES = ("data", "compute")
 MEDIAN_OF = 16
-"""The median time of a microbatch is taken over this many steps (on a GPU: exchanges)."""
+"""Number of steps (on a GPU: of exchanges of times between ranks) over which a rank takes the
+median time of a microbatch."""
 MIN_MEDIAN_OF = 3
 SLOWDOWN = 1.15  # a rank is a straggler if its work takes this many times the others' median
 MIN_SECONDS = 10.0
-MIN_WINDOWS = 3  # ranks are compared over at least this many seconds and windows
-# Shortest time between two all-gathers. If logging steps come faster, some are skipped.
+MIN_WINDOWS = 3  # ranks are compared over at least MIN_SECONDS and this many exchanges of times
+# Shortest time between two all-gathers of the ranks' times. If logging steps come faster, some of
+# them are skipped.
 EXCHANGE_SECONDS = 0.2
 _RANKS_AT_ONCE = 256
-"""With n times this many ranks, exchanges are n times less frequent."""
+"""With n times this many ranks, the ranks exchange their times n times less frequently."""
 
 # shape (parts, ranks): seconds per step between two logging steps, in the order of `PARTS`
 Times = NDArray[np.float64]
@@ -82,7 +85,8 @@ class Stragglers(ControlHook):
         self.hosts, stages = zip(*context.world.gather_values(mine), strict=True)
         self._finder = StragglerFinder(stages)
         self._interval = self._remaining = -(-context.world.size // _RANKS_AT_ONCE)
-        """Number of logging steps between two exchanges, and until the next exchange."""
+        """Number of logging steps from one exchange of times to the next, and until the next
+        one."""
         self._rows = self._stack.enter_context(StepRows(context.run_dir / RANKS))
 
     def before_steps(self, run: Run) -> None:
@@ -113,7 +117,7 @@ class Stragglers(ControlHook):
         self._pace.restart()
 
     def _exchange(self, run: Run) -> None:
-        """Gather the ranks' times. Every rank calls it."""
+        """Gather the times of all ranks, write them, and report stragglers. Every rank calls it."""
         world, source = run.context.world, run.training.current
         if self._phases.stream is not None:
             self._pace.add(self._own_seconds(*_OF_MICROBATCHES), self._microbatches)
@@ -136,8 +140,8 @@ class Stragglers(ControlHook):
         self._memory_bytes = float(columns["memory"].max())
 
     def _parts(self) -> list[float]:
-        """Return the seconds since the last exchange in each part: data, compute and hooks (without
-        waits), and communication."""
+        """Return how many seconds since the last exchange this rank spent in each part: data,
+        compute and hooks, all without waits for other ranks, and communication."""
         totals, waits = self._times()
         phases = (("data",), _OF_COMPUTE, _OF_HOOKS)
         waited = sum(
@@ -147,7 +151,8 @@ class Stragglers(ControlHook):
         return [*(self._own_seconds(*names) for names in phases), exchange + waited]
 
     def _own_seconds(self, *names: str) -> float:
-        """Return the seconds in these phases since the last exchange, without waits."""
+        """Return how many seconds since the last exchange this rank spent in the named phases,
+        without waits for other ranks."""
         totals, waits = self._times()
         return sum(
             totals[name] - self._spent.get(name, 0.0) - waits[name] + self._waited.get(name, 0.0)
@@ -155,8 +160,8 @@ class Stragglers(ControlHook):
         )
 
     def _times(self) -> tuple[defaultdict[str, float], defaultdict[str, float]]:
-        """Return the seconds in each phase, and how many of them were waits for other ranks. On a
-        GPU, waits are separate phases."""
+        """Return the seconds that this rank has spent in each phase, and how many of them were
+        waits for other ranks. On a GPU, waits are separate phases."""
         stream = self._phases.stream
         if stream is None:
             return self._phases.totals, self._phases.waited
@@ -165,7 +170,7 @@ class Stragglers(ControlHook):
     def _report(
         self, run: Run, columns: Mapping[str, NDArray[np.float64]], steps: int, seconds: float
     ) -> None:
-        """Name ranks that have become slow, by time per microbatch."""
+        """Report ranks whose time per microbatch has become longer than the other ranks'."""
         assert self._finder is not None, "on_start has made it"
         microbatches = columns["microbatches"]
         scale = np.where(microbatches > 0, microbatches.mean() / np.maximum(microbatches, 1.0), 1.0)
@@ -211,9 +216,10 @@ class MicrobatchPace:
 
 
 def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, requested: int) -> None:
-    """Assign microbatches in proportion to speed, if that makes steps shorter. Every rank calls it
-    with the same arguments. `seconds`: each rank's time per microbatch. `requested`: the last step
-    that any rank has requested."""
+    """Assign microbatches to ranks in proportion to their speed, if that makes steps shorter. Every
+    rank calls it with the same arguments. `seconds`: each rank's time per microbatch. `requested`:
+    the last step for which any rank's loader was asked for data; the assignment changes after
+    it."""
     batching, first = source.batching, requested + 1
     count = batching.max_microbatches
     assignment = batching.assignment.at_speeds(seconds, count)
@@ -229,10 +235,10 @@ def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, reques
 
 
 def next_interval(seconds: float, *, before: int, ranks: int) -> int:
-    """Return the number of logging steps until the next exchange. `seconds`: time of one logging
-    step."""
-    # One measurement says little: the first step, and a step that saves, take longer. So the
-    # interval at most doubles.
+    """Return the number of logging steps until the next exchange of times. `seconds`: time from one
+    logging step to the next. `before`: the result of the last call."""
+    # A single measurement of `seconds` may be too long or too short: the first step, and a step
+    # that saves, take longer. So the interval at most doubles.
     wanted = EXCHANGE_SECONDS * max(1.0, ranks / _RANKS_AT_ONCE)
     return max(1, min(math.ceil(wanted / max(seconds, 1e-9)), 2 * before))
 
@@ -245,10 +251,11 @@ def peak_bytes(device: torch.device) -> float:
 
 class Straggler(NamedTuple):
     rank: int
-    part: str  # the one of `PARTS` with the largest difference
-    seconds: float  # seconds per step in that part
-    usual_seconds: float  # the median of the other ranks
-    times: float  # the time of this rank's own work, divided by the others'
+    part: str  # the part in `PARTS` in which it differs most from the other ranks
+    seconds: float  # seconds per step that the rank takes in that part
+    usual_seconds: float  # median of the other ranks' seconds in that part
+    # this rank's time for its own work in all parts, divided by the other ranks' median
+    times: float
 
 
 class StragglerFinder:
@@ -259,8 +266,8 @@ class StragglerFinder:
         self._reported: set[tuple[int, str]] = set()
 
     def add(self, times: Times, seconds: float) -> list[Straggler]:
-        """Add a window of `seconds`. Returns new stragglers. A rank that was reported before is new
-        again if it was not slow in between."""
+        """Add the times of all ranks in a window of `seconds` seconds. Returns the stragglers, over
+        the last windows, that the previous call did not return."""
         self._windows.append((seconds, times))
         lengths = [seconds for seconds, _ in self._windows]
         if len(lengths) < MIN_WINDOWS or sum(lengths) < MIN_SECONDS:
@@ -276,7 +283,9 @@ class StragglerFinder:
 
 
 def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
-    """Return the ranks whose own work takes longer than their peers' work, in O(n log n)."""
+    """Return the ranks whose own work takes `SLOWDOWN` times as long as the median of their peers.
+    `peers`: a number for each rank; ranks with the same number do the same work. Takes O(n log
+    n)."""
     stragglers = []
     for peer in sorted(set(peers)):
         ranks = np.flatnonzero(np.asarray(peers) == peer)

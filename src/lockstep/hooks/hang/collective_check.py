@@ -1,8 +1,8 @@
 """Compares collectives across ranks before they start. If they differ, every rank raises an error
 with the lines of all ranks.
 
-For debugging: each collective takes some requests to torch's store, and every operation a Python
-call.
+For debugging: each collective takes some requests to torch's store, and each torch operation a call
+of Python code.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ _SAME_SIZES = frozenset(
         "reduce_scatter_tensor",
     )
 )
-"""Torch's operators for which all ranks must pass tensors of the same sizes."""
-# numbers the instances of `CollectiveCheck` in this process; the same on all ranks
+"""Torch's collectives (names of c10d operators) for which all ranks must pass tensors of the same
+sizes."""
+# numbers the instances of `CollectiveCheck` in this process, for their keys in the store; the
+# numbers are the same on all ranks
 _numbers = count()
 _NOT_ON_ALL_RANKS = ("send", "recv", "recv_any_source", "wait_tensor", "monitored_barrier")
 
 
 class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Compares this thread's collectives while entered. Every rank enters it at the same point, one
-    at a time."""
+    """A mode that compares each collective that this thread calls with the other ranks' calls.
+    Every rank enters it at the same point of the program, and only one at a time."""
 
     def __init__(self, store: Any, rank: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,8 +87,8 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def _mismatch(self, key: str, before: str, mine: Mapping[str, Any], size: int) -> str:
-        """Return the differences between the ranks' calls; "" if there are none. The last rank to
-        arrive compares for all."""
+        """Return text about the differences between all ranks' calls of a collective; "" if there
+        are none. The last rank to arrive compares the calls, and the others read its result."""
         self._store.set(f"{key}/{mine['rank']}", json.dumps(mine))
         self._store.append(f"{key}/ranks", f"{mine['rank']} ")
         if self._store.add(f"{key}/count", 1) == size:
@@ -94,7 +96,8 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             text = call_difference([json.loads(self._store.get(f"{key}/{rank}")) for rank in ranks])
             for name in (*ranks, "ranks", "count"):
                 self._store.delete_key(f"{key}/{name}")
-            self._store.delete_key(f"{before}/mismatch")  # all ranks have read it
+            # all ranks have read the result of the previous call
+            self._store.delete_key(f"{before}/mismatch")
             self._store.set(f"{key}/mismatch", json.dumps(text))
         pause_seconds = 1e-4
         # the watchdog reports ranks that do not arrive
@@ -107,8 +110,8 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def call_difference(everyone: Sequence[Mapping[str, Any]]) -> str:
-    """Return text about the differences between the calls, with their lines; "" if there are
-    none."""
+    """Return text about the differences between the ranks' calls of a collective, with the lines of
+    the user's code that make them; "" if there are none."""
     by_call: dict[str, list[Mapping[str, Any]]] = {}
     for each in everyone:
         by_call.setdefault(each["call"], []).append(each)
@@ -131,7 +134,7 @@ def _described(call: CollectiveCall, given: Mapping[str, Any]) -> str:
         name: given[name] for name in ("root_rank", "src") if name in given
     }
     if "reduce_op" in given:
-        # the name in torch's functional collectives; else torch's own object
+        # a name in torch's functional collectives, otherwise a `ReduceOp`
         op = given["reduce_op"]
         details["reduce_op"] = (
             op if isinstance(op, str) else dist.ReduceOp.RedOpType(op.op()).name.lower()

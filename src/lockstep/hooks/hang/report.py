@@ -1,5 +1,5 @@
-"""Finds the ranks that make a run hang, from all stack snapshots. Pure, except that it reads the
-user's source lines."""
+"""Finds the ranks that make a run hang, from the stack snapshots of all ranks. Its only side effect
+is that it reads the user's source lines."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lockstep.model.shard import error_of_order
 from lockstep.training.reducers.exchange_order import first_different_exchange
 
 Kind = Literal["missing", "differ", "between", "order"]
-"""`missing`: some ranks do not reach the call in which others wait. `differ`: all wait, in
-different calls. `between`: all wait in the same call. `order`: ranks gather or reduce different
-blocks, so their exchanges never end."""
+"""Kinds of hangs. `missing`: some ranks do not reach the collective in which others wait. `differ`:
+all ranks wait, in different collectives. `between`: all wait in the same collective. `order`: ranks
+gather or reduce the shards of different blocks of the model, so that they wait for each other."""
 _SAME_SHAPE_ON_ALL_RANKS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 _IN_WORDS = {
     "waits": "waits",
@@ -32,15 +32,17 @@ _IN_WORDS = {
 @dataclass(frozen=True, slots=True)
 class Hang:
     kind: Kind
-    # at fault: missing ranks; ranks whose call differs from most ranks' call; or all ranks
+    # the ranks at fault: those that do not reach the collective; those in another collective than
+    # most; or all
     ranks: tuple[int, ...]
     summary: str  # one line
-    report: str  # lines about each rank
+    report: str  # lines about each rank, for the user
 
 
 def different_exchanges(snapshots: Mapping[int, StackSnapshot]) -> Hang | None:
-    """Return the hang of ranks that exchange different blocks of a sharded model; None if all
-    exchange the same blocks. The hang is certain: these ranks wait for each other, now or soon."""
+    """Return the hang of ranks that gather or reduce the shards of different blocks of the model;
+    None if all ranks exchange the same blocks. Such a hang is certain, even if no rank has waited
+    for long."""
     everyone = [snapshots[rank] for rank in sorted(snapshots)]
     calls = first_different_exchange(
         [exchanges for each in everyone for exchanges in each.exchanges]
@@ -53,7 +55,8 @@ def different_exchanges(snapshots: Mapping[int, StackSnapshot]) -> Hang | None:
 
 
 def _exchanging(snapshot: StackSnapshot) -> list[str]:
-    """Return lines about the latest exchange of a rank, with its place in the user's code."""
+    """Return lines about the block of the model whose shards a rank exchanged last, and its stack
+    in the user's code; none if it has exchanged nothing."""
     if not snapshot.exchanges:
         return []
     latest = f"rank {snapshot.rank} {snapshot.exchanges[-1].latest}"
@@ -61,8 +64,8 @@ def _exchanging(snapshot: StackSnapshot) -> list[str]:
 
 
 def diagnose(snapshots: Mapping[int, StackSnapshot], silent: Mapping[int, str]) -> Hang | None:
-    """Return the diagnosis; None if the run may still progress. `silent`: rank without a snapshot
-    -> the reason."""
+    """Return the hang that the snapshots of all ranks show; None if the run may still progress.
+    `silent`: rank without a snapshot -> the reason."""
     everyone = list(snapshots.values())
     working = [each for each in everyone if each.activity != "waits"]
     is_waited_for = len(working) < len(everyone)
@@ -120,7 +123,8 @@ def _different_calls(everyone: Sequence[StackSnapshot]) -> Hang:
 
 
 def _kind_of(call: CollectiveCall | None) -> tuple[object, ...] | None:
-    """Return the parts of a call that must be the same on all ranks."""
+    """Return the parts of a collective call that must be the same on all ranks; None without a
+    call."""
     if call is None:
         return None
     return (
@@ -132,7 +136,8 @@ def _kind_of(call: CollectiveCall | None) -> tuple[object, ...] | None:
 
 
 def _by_call(snapshots: Sequence[StackSnapshot]) -> list[list[StackSnapshot]]:
-    """Return groups of ranks that are in the same call, largest first."""
+    """Return the snapshots grouped by the collective in which the ranks wait, the largest group
+    first."""
 
     def key(each: StackSnapshot) -> str:
         return repr(_kind_of(each.call)) if each.call is not None else str(each.line)
@@ -152,7 +157,8 @@ def _waiting(snapshots: Sequence[StackSnapshot]) -> list[str]:
 
 
 def _latest_exchanges(snapshots: Sequence[StackSnapshot]) -> list[str]:
-    """Return lines about the blocks that ranks exchange, if they are known."""
+    """Return a line for each rank about the block of a sharded model that it exchanged last, if
+    known."""
     return [
         f"rank {each.rank}'s latest exchange: it {each.exchanges[-1].latest}"
         for each in snapshots
@@ -168,7 +174,7 @@ def _call(snapshot: StackSnapshot) -> str:
 
 
 def _reason(late: StackSnapshot) -> str:
-    """Return text about the rank's activity and its place in the code."""
+    """Return text about what a late rank does, and at which line of the code."""
     lines = {process: innermost_line(frames) for process, frames in late.children.items()}
     workers = [
         f"process {process} is at {line}"
@@ -189,14 +195,15 @@ def _late_line(late: StackSnapshot) -> str:
 
 
 def _stack(snapshot: StackSnapshot) -> list[str]:
-    """Return the innermost frame and the frames of the user's code, innermost first."""
+    """Return lines with the innermost frame and the frames of the user's code, innermost first."""
     frames = [frame for frame in reversed(snapshot.stack) if frame.is_user_code]
     innermost = snapshot.stack[-1:] if snapshot.stack and snapshot.stack[-1] not in frames else ()
     return [f"    {frame}" for frame in [*innermost, *frames]]
 
 
 def enclosing(frame: Frame) -> list[str]:
-    """Return the `if`, `try`, `while` and `for` statements around a line, innermost first."""
+    """Return the heads of the `if`, `try`, `while` and `for` statements around the frame's line,
+    innermost first."""
     try:
         source = Path(frame.file).read_text(encoding="utf-8")
         tree = ast.parse(source)

@@ -1,4 +1,5 @@
-"""Stack snapshots: the phase, the threads' stacks, the collectives and the progress of a process.
+"""Stack snapshots of a process: its phase and step, the stacks of its threads, and the collectives
+in which it waits.
 
 If the GIL of a process is held, and for forked loader workers, faulthandler writes the stack from a
 signal handler into memory, which other processes read through /proc (Linux).
@@ -30,14 +31,16 @@ from lockstep.logging.phases import Phases
 from lockstep.training.reducers.exchange_order import Exchanges
 
 Activity = Literal["waits", "runs", "computes", "sleeps"]
-"""`waits`: in a collective, or for a device that is in a collective. `runs`: executes Python.
-`computes`: in native code, but in no collective. `sleeps`: in a call that does not return."""
-STACK_SIGNAL: int = getattr(signal, "SIGURG", 0)  # A process that does not handle it ignores it
+"""Activities of a thread. `waits`: in a collective, or for a device that is in a collective.
+`runs`: executes Python. `computes`: in native code, but in no collective. `sleeps`: in a call that
+does not return."""
+STACK_SIGNAL: int = getattr(signal, "SIGURG", 0)  # by default, processes ignore it
 _WRITING_SECONDS = 2.0
-"""Longest wait for a process that writes its stack."""
+"""Longest wait for another process to write its stack."""
 _POLL_SECONDS = 0.01
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-# every sample of a loop without a body shows its jump; a thread in native code shows no jump
+# bytecode jumps: every sample of a Python loop without a body shows one, a thread in native code
+# none
 _JUMPS = ("JUMP", "POP_JUMP")
 SAMPLES = 5
 SAMPLE_SECONDS = 0.04
@@ -64,14 +67,14 @@ Stack = tuple[Frame, ...]  # outermost frame first
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackSnapshot:
-    """The snapshot of one rank, sent as JSON."""
+    """The state of one rank's process at a moment, sent to other ranks as JSON."""
 
     rank: int
     host: str
     process: int
     phase: str
     step: int
-    seconds: float  # in this phase
+    seconds: float  # that the phase has lasted so far
     limit_seconds: float  # the phase's timeout
     is_first: bool  # True if the phase has never ended yet, so that the timeout is a default
     activity: Activity
@@ -79,9 +82,10 @@ class StackSnapshot:
     stack: Stack  # of the training thread
     threads: Mapping[str, Stack]  # the stacks of other threads, by name
     children: Mapping[int, Stack] = field(default_factory=dict)
-    """Stacks of the main threads of forked loader workers, by process id, if the rank is late."""
+    """Process id -> stack of the main thread of each forked loader worker. Empty unless the rank is
+    late."""
     exchanges: tuple[Exchanges, ...] = ()
-    """The latest exchanges of sharded parameters over Gloo or NCCL."""
+    """The rank's latest gathers and reductions of sharded parameters over Gloo or NCCL."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> StackSnapshot:
@@ -130,7 +134,7 @@ def take_snapshot(
     is_first: bool,
     exchanges: Sequence[Exchanges] = (),
 ) -> StackSnapshot:
-    """Take a snapshot of this process in a fifth of a second. `thread`: the training thread."""
+    """Take a snapshot of this process, in a fifth of a second. `thread`: the training thread."""
     assert thread.ident is not None
     phase, step, seconds = phases.name, phases.step, phases.seconds
     before, seen = _cpu_seconds(thread), []
@@ -170,7 +174,7 @@ def activity(
     stack: Sequence[Frame], *, calls: Sequence[CollectiveCall], moves: bool, cpu_use: float
 ) -> Activity:
     """Classify a thread's activity. `moves`: True if its Python code advanced between samples.
-    `cpu_use`: share of the time that it used the processor.
+    `cpu_use`: share of the time in which the thread used the processor.
 
     [Note: waits for the device] A host that waits for its device may be anywhere in native code,
     often with full use of a processor. So a rank whose device is in a collective counts as waiting.
@@ -186,8 +190,8 @@ def activity(
 
 
 def call_in_stack(stack: Sequence[Frame]) -> CollectiveCall | None:
-    """Return the collective in a stack. For calls that torch's flight recorder does not record,
-    such as send and recv."""
+    """Return the function of torch.distributed that a stack is in; None if it is in none. Used for
+    calls that torch's flight recorder does not record, such as send and recv."""
     # this file wraps torch's waits
     frames = [frame for frame in stack if frame.file != torch_collectives.__file__]
     inside = [frame for frame in frames if _TORCH_DISTRIBUTED in frame.file]
@@ -203,7 +207,8 @@ def call_in_stack(stack: Sequence[Frame]) -> CollectiveCall | None:
 
 
 def _instruction(ident: int) -> tuple[int, int, str]:
-    """Return the bytecode instruction that a thread executes."""
+    """Return the bytecode instruction that a thread executes: the frame's id, the offset of the
+    instruction, and its name."""
     frame = sys._current_frames().get(ident)
     if frame is None or frame.f_lasti < 0:
         return 0, 0, ""
@@ -239,8 +244,8 @@ def _cpu_seconds(thread: threading.Thread) -> float:
 
 
 class StackWriter:
-    """Makes this process and its later forks write their stacks at `STACK_SIGNAL`, on Linux. One at
-    a time."""
+    """On Linux, makes this process and the processes that it forks later write their stacks into
+    memory when they receive `STACK_SIGNAL`. A process has at most one."""
 
     def __init__(self) -> None:
         self.descriptor: int | None = None
@@ -261,8 +266,9 @@ class StackWriter:
 
 
 def read_stack(process: int, descriptor: int) -> Stack:
-    """Make a process write its stack to the descriptor of its `StackWriter`, and return it. Empty
-    if the process has ended, is stopped, or has no handler that writes it."""
+    """Send `STACK_SIGNAL` to a process, and return the stack that it writes to `descriptor`, the
+    file descriptor of its `StackWriter`. Empty if the process has ended, is stopped, or has no
+    handler that writes it."""
     path, until = Path(f"/proc/{process}/fd/{descriptor}"), time.monotonic() + _WRITING_SECONDS
     with suppress(OSError):
         before = path.stat().st_size
@@ -285,7 +291,8 @@ def read_stack(process: int, descriptor: int) -> Stack:
 
 
 def _is_set(process: int, field: str) -> bool:
-    """True if `STACK_SIGNAL` is in this set of signals of a process's main thread."""
+    """True if `STACK_SIGNAL` is in a signal mask of a process: the `field` of its /proc status,
+    such as SigBlk."""
     return bool(int(_status(process)[field], 16) >> (STACK_SIGNAL - 1) & 1)
 
 

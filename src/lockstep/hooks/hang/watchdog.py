@@ -2,10 +2,11 @@
 exceeds a timeout; and the hook that then writes a report, saves the last complete step, and ends
 the process.
 
-[Note: rounds] The first late rank that writes the round's key collects the snapshots. Other ranks
-poll that key, and then write their snapshots. The collecting rank waits for every rank that may
-still answer, because a busy machine is slow, and writes the diagnosis for all ranks. A rank that
-arrives later reads the diagnosis, and continues with the next round.
+[Note: rounds] Each collection of snapshots is a round with its own keys in torch's store. The first
+late rank that writes the round's key collects the snapshots. Other ranks poll that key, and then
+write their snapshots. The collecting rank waits for every rank that may still answer, because a
+busy machine is slow, and writes the diagnosis for all ranks. A rank that arrives later reads the
+diagnosis, and continues with the next round.
 """
 
 from __future__ import annotations
@@ -60,27 +61,29 @@ from lockstep.training.run import Run
 
 TICK_SECONDS = 0.2
 ANSWER_SECONDS = 1.2
-"""A rank that asks for snapshots waits this long before it looks for ranks whose processes have
-ended or are stopped. Such a rank counts as hanging."""
+"""After this many seconds without a rank's snapshot, the rank that collects them looks if that
+rank's process has ended or is stopped. Such a rank counts as hanging."""
 SILENCE_SECONDS = 10.0
-"""Any other rank that does not answer for this long counts as hanging."""
-# when the run ends, the watchdog ends a rank that still waits for another rank after this time
+"""A rank that writes no snapshot for this many seconds counts as hanging."""
+# seconds after the launcher begins to end the run, after which the watchdog ends a rank that still
+# waits for another rank
 STUCK_SECONDS = 1.0
-# after a diagnosis that no rank is late, this rank waits this long before it asks again
+# seconds from a diagnosis that finds no hang until a rank asks for snapshots again
 AGAIN_SECONDS = 2.0
 EXCHANGE_SECONDS = 5.0
-"""After this time in one exchange of a sharded model, a rank compares it with the other ranks'
-exchanges."""
+"""A rank that gathers or reduces shards for this many seconds compares the block of the model that
+it exchanges with the other ranks' blocks."""
 ABORT_SECONDS = 10.0
-"""Time limit for a rank to raise its error after its exchanges were ended, and for the watchdogs to
-find out why Gloo ends the process."""
+"""Time limit for a rank to raise its error after the watchdog has closed Gloo's connections, and
+for the watchdogs to find out why Gloo is about to end the process."""
 
 
 class Mailbox:
-    """Texts in torch's store. Without the store all methods raise `DistError` or `RuntimeError`."""
+    """Exchanges texts between ranks through torch's store. If the store has ended, all methods
+    raise `DistError` or `RuntimeError`."""
 
     def __init__(self, store: Any, prefix: str) -> None:
-        # a separate connection: it does not wait for other threads' requests, and can be ended
+        # a connection of its own: it does not wait for other threads' requests, and can be closed
         connection, self._socket = (
             gloo_sockets.with_own_connection(store)
             if sys.platform == "linux"
@@ -90,7 +93,8 @@ class Mailbox:
         self._store = dist.PrefixStore(prefix, connection)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """End another thread's request: the store's host may be gone."""
+        """Close the connection, which ends another thread's request: the machine that hosts the
+        store may not answer."""
         if self._socket is not None:
             gloo_sockets.shut_down(self._socket)
 
@@ -111,7 +115,8 @@ class Mailbox:
 
 @dataclass(slots=True, eq=False)
 class Watchdog:
-    """Watches the thread that makes it. Every rank makes one."""
+    """Finds out if the training thread hangs, which is the thread that makes the watchdog. Every
+    rank makes one."""
 
     phases: Phases
     timeouts: WatchdogTimeouts
@@ -124,13 +129,16 @@ class Watchdog:
     snapshot."""
     is_shutting_down: Callable[[], bool]  # True if the launcher is ending the run
     is_recovered: Callable[[Hang], bool]
-    """True if the launcher replaces the hanging ranks, and no other rank needs to end."""
-    # called in the watchdog's thread if this rank still waits after `STUCK_SECONDS`
+    """True if the launcher replaces the hanging ranks by new processes, so that no other rank has
+    to end."""
+    # called in the watchdog's thread if the run ends and this rank still waits after
+    # `STUCK_SECONDS`
     on_stuck: Callable[[], None]
     agreements: Callable[[], Sequence[StepAgreement]]
-    """Returns the objects that record each model's exchanges."""
+    """Returns, for each model, the object that records its gathers and reductions of shards."""
     has_peer_failed: Callable[[], bool]
-    """True if another rank has ended its run with an error. Called while a phase is long."""
+    """True if another rank has ended its run with an error. Called repeatedly during a long
+    phase."""
     # True if the watchdog's thread is about to end this process; then no other thread may end it
     ends_the_process: bool = False
     _shutting_down_since: float | None = None
@@ -140,14 +148,15 @@ class Watchdog:
     _round: int = 0
     _not_before: float = 0.0
     _compares_after: float = EXCHANGE_SECONDS
-    """Doubled after each comparison that found no difference."""
+    """Seconds that an exchange of shards lasts before it is compared; doubled after each comparison
+    that found no difference."""
     _looks_after: float = 0.0
     _is_ending: bool = False
     """True if native code is about to end this process."""
     _compared: threading.Event = field(default_factory=threading.Event)
     _reported_since: float | None = None
     _known: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """The identities that the processes of other ranks have written."""
+    """Rank -> what its process has written about itself: host, process id and stack descriptor."""
     _stacks: StackWriter = field(default_factory=StackWriter)
     _thread: threading.Thread = field(init=False)
 
@@ -199,8 +208,10 @@ class Watchdog:
         )
 
     def _leave_failed_peer(self) -> bool:
-        """End this rank's wait for a rank that has ended its run, whose process may live on: a
-        notebook keeps its connections open. True if this rank waited for one."""
+        """If this rank waits while another rank has ended its run with an error, close Gloo's
+        connections, which ends the wait. Without this it could wait for ever: the other process may
+        live on, as a notebook does, and keep its connections open. Returns True if the connections
+        were closed."""
         if self.phases.seconds < self._looks_after:
             self._looks_after = min(self._looks_after, self.phases.seconds + EXCHANGE_SECONDS)
             return False
@@ -221,8 +232,8 @@ class Watchdog:
         )
 
     def _must_compare(self) -> bool:
-        """True if it is time to compare an unfinished exchange of this rank, for the first time or
-        again."""
+        """True if it is time to compare a gather or reduction of shards that this rank has not
+        finished with the other ranks' exchanges, for the first time or again."""
         if self._is_ending:
             return not self._compared.is_set()
         seconds = max((each.seconds for each in self.agreements()), default=0.0)
@@ -251,7 +262,7 @@ class Watchdog:
         return mine
 
     def _take_part(self) -> None:
-        """Take part in a round, see [Note: rounds]."""
+        """Take part in a collection of snapshots, and handle its diagnosis; see [Note: rounds]."""
         number = self._round
         if self.mailbox is None:
             mine = self._snapshot()
@@ -282,8 +293,8 @@ class Watchdog:
         self._conclude(hang, snapshots, mine, collected=collects)
 
     def _collect(self, number: int) -> tuple[dict[int, StackSnapshot], dict[int, str]] | None:
-        """Return the snapshots of the other ranks, and the ranks that do not answer, each with the
-        reason. None if the run ends meanwhile."""
+        """Return the snapshots of the other ranks in round `number`, and the ranks that do not
+        answer, each with the reason. None if the run ends meanwhile."""
         assert self.mailbox is not None
         snapshots, silent = dict[int, StackSnapshot](), dict[int, str]()
         missing, asked = set(range(self.size)) - {self.rank}, time.monotonic()
@@ -302,8 +313,8 @@ class Watchdog:
         return snapshots, silent
 
     def _wait_for_diagnosis(self, number: int) -> str | None:
-        """Return the diagnosis, as JSON; None if the run ends meanwhile. It is null if the rank
-        that collects the snapshots does not write it."""
+        """Return the diagnosis of round `number` as JSON: a `Hang`, or "null" if there is none or
+        the rank that collects the snapshots does not write it. None if the run ends meanwhile."""
         assert self.mailbox is not None
         asked = time.monotonic()
         while (text := self.mailbox.take(f"{number}/diagnosis")) is None:
@@ -318,11 +329,13 @@ class Watchdog:
         return text
 
     def _ends_within(self, seconds: float) -> bool:
-        """Wait. True if the run ends, so that nobody is asked any more."""
+        """Wait for some seconds. True if the run ends, so that ranks are not asked for snapshots
+        any more."""
         return self._closed.wait(seconds) or self.is_shutting_down() or self._leave_failed_peer()
 
     def _who(self, rank: int) -> dict[str, Any] | None:
-        """Return what the process of a rank has written about itself; None if nothing yet."""
+        """Return what the process of a rank has written about itself (host, process id, stack
+        descriptor); None if nothing yet."""
         if rank not in self._known:
             if (text := self._take(f"who/{rank}")) is None:
                 return None
@@ -347,8 +360,9 @@ class Watchdog:
         self.on_hang(hang, snapshots, collected, mine)
 
     def before_native_end(self) -> None:
-        """Called in a thread of Gloo that ends the process because it received a tensor of another
-        size. Lets the watchdogs compare the exchanges of sharded models."""
+        """Called in a thread of Gloo that is about to end the process because it received a tensor
+        of another size than expected. Waits until the watchdogs have compared which blocks of a
+        sharded model the ranks exchange."""
         if any(each.seconds for each in self.agreements()):
             self._is_ending = True
             self._compared.wait(ABORT_SECONDS)
@@ -369,8 +383,8 @@ class Watchdog:
 
 
 def _end_of(who: Mapping[str, Any] | None) -> str | None:
-    """Return the reason why a process will not answer; None if it may. `who`: what it has written
-    about itself."""
+    """Return the reason why a rank's process will not answer; None if it may. `who`: what it has
+    written about itself, as returned by `Watchdog._who`."""
     if who is None or who["process_ids"] != process_id_space() or sys.platform != "linux":
         return None
     process = who["process"]
@@ -387,7 +401,8 @@ def _end_of(who: Mapping[str, Any] | None) -> str | None:
 
 
 def _why_silent(who: Mapping[str, Any] | None) -> str:
-    """Return the reason why a process does not answer. `who`: what it has written about itself."""
+    """Return the reason why a rank's process does not answer. `who`: what it has written about
+    itself, as returned by `Watchdog._who`."""
     if who is None:
         return "it has not started its watchdog yet"
     if (end := _end_of(who)) is not None:
@@ -403,8 +418,9 @@ def _why_silent(who: Mapping[str, Any] | None) -> str:
     return f"{silent} native code holds the GIL{called}"
 
 
-SAVING_SECONDS = 300.0  # the longest time for the last save of a hanging rank
-# wait before a rank exits, so that all ranks read the diagnosis before they lose a peer
+SAVING_SECONDS = 300.0  # time limit for the save that a rank makes before it ends because of a hang
+# a rank waits this long before it exits, so that all ranks can read the diagnosis before they
+# notice that a peer is lost
 EXIT_DELAY_SECONDS = 0.5
 
 
@@ -417,8 +433,8 @@ class HangHook(Hook):
         recovery: Recovery | None,
     ) -> None:
         """Start this thread's watchdog, unless `timeouts` is None. Every rank calls it. `rescue`:
-        function that saves without other ranks. `recovery`: the recovery of the run, if it can
-        recover in place."""
+        function that saves this rank's state without other ranks. `recovery`: the recovery in place
+        of the run; None if it cannot recover in place."""
         self._recovery = recovery
         self._timeouts = timeouts
         self._context = context
@@ -427,9 +443,10 @@ class HangHook(Hook):
         self._watchdog: Watchdog | None = None
         self._native_end: NativeEnd | None = None
         self.failure: FirstFailure | None = None
-        """The first error of the run, set when all ranks have begun."""
+        """The first error of the run on any rank; set when all ranks have begun, None before."""
         self.mistake: RecipeError | None = None
-        """The reason why the watchdog ended this rank's exchanges; None if it did not."""
+        """The error for which the watchdog ended this rank's collectives: ranks exchange different
+        blocks of a model. None if it did not."""
         if timeouts is None:
             return
         world, mailbox = context.world, None
@@ -520,7 +537,7 @@ class HangHook(Hook):
             time.sleep(EXIT_DELAY_SECONDS)
             gloo_sockets.shut_down_gloo_sockets()
             if self._watchdog is not None and self._watchdog.wait_until_closed(ABORT_SECONDS):
-                return  # the training thread has raised it
+                return  # the training thread has raised the error
             say(f"lockstep: RecipeError: {error}")
         elif self._recovery is not None and self._is_recovered(hang):
             if collected:
@@ -552,7 +569,7 @@ class HangHook(Hook):
 
 
 def page(hang: Hang, snapshots: Mapping[int, StackSnapshot]) -> str:
-    """Return the report with all stacks."""
+    """Return the text of the report file: the summary, and the stacks of all ranks."""
     lines = [time.strftime("%Y-%m-%d %H:%M:%S"), hang.summary, "", hang.report]
     for rank, each in sorted(snapshots.items()):
         head = f"rank {rank} ({each.host}, process {each.process}): {each.phase}, after step"

@@ -1,4 +1,5 @@
-"""The hook that profiles steps: it writes traces, and tables of times and memory."""
+"""The hook that profiles steps with torch's profiler: it writes traces, and tables of times and
+memory."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ CLOCK_EXCHANGES = 9  # number of exchanges that compare the ranks' clocks; the m
 _FAILURES = (OSError, ValueError, RuntimeError)
 """Exceptions for a trace that torch's export did not write completely, which it does not always
 report."""
-PHASES_THREAD = 0  # the thread number of the phases in a trace
+# the number of the thread under which a trace shows the phases of the training loop
+PHASES_THREAD = 0
 
 
 class Profiler(ControlHook):
@@ -145,7 +147,7 @@ class Profiler(ControlHook):
         self._is_done = True
 
     def _stop_profiler(self, profiler: profile) -> list[MemoryNote]:
-        """Stop profiling. Returns the memory notes."""
+        """Stop the profiler. Returns the notes about known tensors that were taken meanwhile."""
         profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         assert self._notes is not None, "made with the profiler"
         notes, self._profiler, self._notes = self._notes, None, None
@@ -261,8 +263,8 @@ def phase_table(summary: Mapping[str, Any], folder: Path) -> str:
 
 
 class MemoryNotes:
-    """The notes that one rank takes while its profiler runs. They keep no tensor alive and change
-    none."""
+    """Takes the notes of one rank while its profiler runs: which tensors are at which addresses.
+    Notes keep no tensor alive and change none."""
 
     def __init__(self, modules: Sequence[TrainModule], device: torch.device) -> None:
         self.notes: list[MemoryNote] = []
@@ -280,7 +282,7 @@ class MemoryNotes:
         self._hooks.close()
 
     def note_all(self) -> None:
-        """Record all parameters, buffers, gradients and optimizer state."""
+        """Take a note of all parameters, buffers, gradients and optimizer state."""
         known_tensors: dict[int, KnownTensor] = {}
         for cause, name, tensor in self._everything():
             if (known := self._known_tensor(cause, name, tensor)) is not None:
@@ -305,7 +307,8 @@ class MemoryNotes:
                             yield "optimizer state", f"{kind} of {of}", leaf
 
     def _known_tensor(self, cause: str, name: str, tensor: Any) -> KnownTensor | None:
-        """Return a tensor's memory on the rank's device; None if it has no memory there."""
+        """Return the address and size of a tensor's memory on the rank's device, with its cause and
+        name; None if it has no memory there."""
         if (
             not isinstance(tensor, Tensor)
             or isinstance(tensor, ChunkedLogits)
@@ -319,7 +322,7 @@ class MemoryNotes:
         return KnownTensor(cause, storage.data_ptr(), size, name, tuple(tensor.shape), dtype)
 
     def _note_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Record the output of a module: a forward hook."""
+        """Take a note of the output of a module; registered as a forward hook."""
         label = f"output of {name or type(module).__name__}"
         known = (self._known_tensor("", label, leaf) for leaf in tree_leaves(output))
         self._mark(MemoryNote([each for each in known if each is not None], is_complete=False))

@@ -1,5 +1,5 @@
-"""Reads traces of torch's profiler: the parts of each rank's time, memory by cause, and all ranks
-on one clock. Needs no torch.
+"""Reads traces of torch's profiler: computes the parts of each rank's time and its memory by cause,
+and merges the traces of all ranks on one clock. Needs no torch.
 
 A trace is the JSON of `export_chrome_trace`: `ts` and `dur` in microseconds after
 `baseTimeNanoseconds`. A memory event has an address and a size (negative when memory is freed), but
@@ -42,18 +42,19 @@ def steps_of(text: str) -> range:
 @dataclass(frozen=True, slots=True)
 class TimeParts:
     whole: float
-    compute: float  # operators and kernels, alone or at the same time as an exchange
-    exposed: float  # exchanges without computation at the same time
-    overlapped: float  # exchanges at the same time as computation
+    compute: float  # operators and kernels, whether or not a collective runs at the same time
+    exposed: float  # collectives without computation at the same time
+    overlapped: float  # collectives at the same time as computation
 
     @property
     def idle(self) -> float:
-        """Time with neither computation nor exchange: data, Python, waits for a disk."""
+        """Time with neither computation nor collectives: loading data, Python, waits for a disk."""
         return self.whole - self.compute - self.exposed
 
 
 def time_parts(trace: Mapping[str, Any], window: Span, thread: int) -> TimeParts:
-    """Return the parts of the time in `window`. `thread`: the training thread."""
+    """Return how much of the time in `window` one rank spent in computation and collectives.
+    `thread`: the number of the training thread in the trace."""
     timed = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     kernels = [event for event in timed if event.get("cat") == "kernel"]
     exchanges = [event for event in timed if event["name"].startswith(_EXCHANGES)]
@@ -66,7 +67,7 @@ def time_parts(trace: Mapping[str, Any], window: Span, thread: int) -> TimeParts
     shared = union(
         (span(event) for event in exchanges if event["name"].startswith("shared:")), window
     )
-    # operators inside a shared-memory collective count as exchange
+    # operators inside a collective over shared memory count as the collective
     busy = without(union(computed, window), shared)
     exposed = length(without(inside, busy))
     return TimeParts(window[1] - window[0], length(busy), exposed, length(inside) - exposed)
@@ -77,9 +78,9 @@ def _operators_of(timed: Iterable[Mapping[str, Any]], thread: int) -> list[Mappi
 
 
 def _own_spans(operators: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """Return the spans in which operators computed, without the operators that they call.
-    Autograd's operators count only if they call none, because they run hooks, which may wait for
-    ranks."""
+    """Return the spans in which operators themselves computed, without the spans of the operators
+    that they call. An operator of autograd counts only if it calls none, because it may run hooks
+    that wait for other ranks."""
     spans: list[Span] = []
     for event, called in _with_called(operators):
         name = event["name"]
@@ -93,7 +94,7 @@ def _own_spans(operators: Iterable[Mapping[str, Any]]) -> list[Span]:
 def _with_called(
     operators: Iterable[Mapping[str, Any]],
 ) -> Iterator[tuple[Mapping[str, Any], list[Span]]]:
-    """Yield each operator with the spans of the operators that it calls directly."""
+    """Yield the event of each operator with the spans of the operators that it calls directly."""
     open_: list[tuple[Mapping[str, Any], list[Span]]] = []
     for event in sorted(operators, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
         while open_ and span(open_[-1][0])[1] <= span(event)[0]:
@@ -126,7 +127,8 @@ def union(spans: Iterable[Span], window: Span) -> list[Span]:
 
 
 def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """Return the parts of `spans` outside of `others`; both are results of `union`."""
+    """Return the parts of `spans` that are in none of the `others`. Both arguments are results of
+    `union`."""
     remaining: list[Span] = []
     for start, stop in spans:
         for first, last in others:
@@ -147,8 +149,8 @@ def length(spans: Iterable[Span]) -> float:
 def merged(
     traces: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], ahead_seconds: Sequence[float]
 ) -> dict[str, Any]:
-    """Return one trace on rank 0's clock, with a process for each rank. `ahead_seconds`: seconds by
-    which each clock is ahead."""
+    """Return one trace on rank 0's clock, with a process for each rank. `ahead_seconds`: for each
+    rank, the seconds by which its clock is ahead of rank 0's."""
     base = min(int(trace.get("baseTimeNanoseconds", 0)) for trace in traces.values())
     events: list[dict[str, Any]] = []
     for rank, trace in sorted(traces.items()):
@@ -177,8 +179,8 @@ def merged(
 
 
 def heaviest(trace: Mapping[str, Any], thread: int, count: int) -> list[tuple[str, int, float]]:
-    """Return the operators that take the most time, without the operators that they call: name,
-    calls, seconds."""
+    """Return the `count` operators that take the most time, without the time of the operators that
+    they call: name, number of calls, seconds."""
     calls: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     timed = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
@@ -196,14 +198,15 @@ CAUSES = (
     *("keys and values", "chunked logits", "rest"),
 )
 MOST_POINTS = 400
-"""Largest number of points of a timeline; the peak is one of them."""
+"""Largest number of points in a memory timeline; the peak is one of them."""
 LARGEST = 10
-"""Number of allocations to list for the peak."""
+"""Number of allocations that are listed for the moment of peak memory."""
 MARK = "lockstep::memory "
-"""Prefix of the names of ranges in a trace. Such a range, with a number, shows when a note was
-taken."""
+"""Prefix of the names of the ranges that show, in a trace, when a memory note was taken. The number
+of the note follows."""
 _Row = tuple[float, int, list[int]]
-"""(time, total bytes, bytes by cause)."""
+"""A point of a memory timeline: (time in seconds, total bytes, bytes of each cause in the order of
+`CAUSES`)."""
 _BACKWARD = "autograd::engine::evaluate_function: "
 _OF_PATH = {
     "FSDP::all_gather": "parameters",
@@ -215,7 +218,8 @@ _OF_PATH = {
 """Beginning of an operator's name -> cause of its allocations. Functions of autograd have the names
 of their classes."""
 _MAKES_MEMORY = ("aten::empty", "aten::new_empty", "aten::resize_")
-"""Operators that allocate memory for their caller."""
+"""Operators that allocate memory for the operator that calls them, after which the memory is
+named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +240,7 @@ class KnownTensor:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNote:
-    """The tensors known at one moment."""
+    """The tensors whose names and addresses were known at one moment of a profile."""
 
     tensors: Sequence[KnownTensor]
     is_complete: bool
@@ -245,12 +249,13 @@ class MemoryNote:
 
 @dataclass(slots=True)
 class Allocation:
-    """Memory from its allocation until it is freed, in the trace's seconds."""
+    """A piece of memory from its allocation (`start`) until it is freed (`stop`), in the trace's
+    seconds."""
 
     start: float
     size_bytes: int
     thread: int | None
-    """The allocating thread; None for memory from before the trace."""
+    """The thread that allocated it; None if it was allocated before the trace began."""
     stop: float = math.inf
     cause: str = ""
     name: str = ""
@@ -259,16 +264,17 @@ class Allocation:
 @dataclass(frozen=True, slots=True)
 class MemoryTimeline:
     seconds: list[float]
-    """Times since the window began, in seconds."""
+    """Times of the timeline's points, in seconds since the profiled window began."""
     bytes_by_cause: dict[str, list[int]]
-    """Bytes from each moment to the next, by cause."""
+    """For each cause, the allocated bytes from each point's time until the next point's."""
     peak_bytes: int
     peak_seconds: float
     peak_phase: str
-    """Phase with the peak. `forward` and `backward` are parts of `compute`."""
+    """The training loop's phase at the moment of peak memory. The phase `compute` is divided into
+    `forward` and `backward`."""
     at_peak: dict[str, int]
     largest: list[tuple[int, str, str]]
-    """Largest allocations at the peak: bytes, cause, name."""
+    """The largest allocations at the moment of peak memory: (bytes, cause, name)."""
 
 
 def memory_timeline(
@@ -280,11 +286,13 @@ def memory_timeline(
     thread: int,
     device: int | None,
 ) -> MemoryTimeline | None:
-    """Return the memory in `window`; None if the trace has no memory events of the device.
+    """Return the allocated memory of one rank in `window`; None if the trace has no memory events
+    of the device.
 
-    `phases`: (name, start, stop), in the trace's seconds. `thread`: id of the training thread.
-    `device`: the accelerator's index; None: the CPU. An accelerator's events give the total memory;
-    the cause `rest` is the total minus all other causes.
+    `notes`: the memory notes taken during the profile. `phases`: (name, start, stop), in the
+    trace's seconds. `thread`: id of the training thread. `device`: the accelerator's index; None:
+    the CPU. An accelerator's events give the total memory; the cause `rest` is the total minus all
+    other causes.
     """
     events = sorted(
         (event for event in trace["traceEvents"] if _is_of(event, device)),
@@ -315,8 +323,8 @@ def _is_of(event: Mapping[str, Any], device: int | None) -> bool:
 def _allocations(
     events: Sequence[Mapping[str, Any]], noted: Sequence[tuple[float, MemoryNote]]
 ) -> list[Allocation]:
-    """Return each allocation with the notes' causes and names. An allocation from before the trace
-    starts at the first note that contains it."""
+    """Return all allocations, with the cause and name that the notes give to their addresses. An
+    allocation made before the trace began starts at the first note that contains its address."""
     moments: list[tuple[float, MemoryNote | Mapping[str, Any]]] = [
         *noted,
         *((float(event["ts"]) / 1e6, event) for event in events),
@@ -336,8 +344,8 @@ def _allocations(
         if isinstance(what, MemoryNote):
             if what.is_complete:
                 known = {tensor.address for tensor in what.tensors}
-                # an allocation from before the trace ends at its last note: a CPU's trace has no
-                # event for its end
+                # memory allocated before the trace ends at the last note with its address: a CPU's
+                # trace has no event for its release
                 for address in [each for each in live if each not in known]:
                     if live[address].thread is None:
                         live.pop(address).stop = seen_at
@@ -376,7 +384,8 @@ def _attribute(
     backward: Sequence[Span],
     thread: int,
 ) -> None:
-    """Set the cause of allocations that no note has explained, and name them after their operator.
+    """Set the cause of the allocations that no note names, by the operator that made them, and name
+    them after it.
 
     Activations are allocations that the training thread makes in a forward, and that are alive at
     the next backward.
@@ -410,7 +419,7 @@ def _attribute(
 
 
 def _backward_spans(timed: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """Return the spans of autograd's engine: sorted, none inside another."""
+    """Return the spans in which autograd's engine ran: sorted, none inside another."""
     spans: list[Span] = []
     for start, stop in sorted(
         span(event) for event in timed if event["name"].startswith(_BACKWARD)
@@ -434,7 +443,8 @@ def _phase_at(
 def _paths(
     allocations: Sequence[Allocation], timed: Iterable[Mapping[str, Any]]
 ) -> dict[int, list[str]]:
-    """Return the operators around each allocation, outermost first, by its `id`."""
+    """Return, by the `id` of each allocation, the names of the operators that were running when it
+    was made, outermost first."""
     paths: dict[int, list[str]] = {}
     kinds = ("cpu_op", "user_annotation")
     events = sorted(
@@ -461,7 +471,8 @@ def _paths(
 
 
 def _operator(path: Sequence[str]) -> str:
-    """Return the name of the operator of an allocation; in a backward, also autograd's function."""
+    """Return the name of the operator that made an allocation, from the operators around it
+    (`path`); in a backward, with the name of autograd's function."""
     inner = next(
         (name for name in reversed(path) if not name.startswith((_BACKWARD, *_MAKES_MEMORY))),
         "".join(path[-1:]),
@@ -501,7 +512,8 @@ def _timeline(
 def _rows(
     found: Sequence[Allocation], totals: Sequence[tuple[float, int]], window: Span
 ) -> list[_Row]:
-    """Add up the allocations at each time. With `totals`, `rest` is the total minus all other
+    """Return the allocated bytes by cause at each time at which they change. If `totals` (an
+    accelerator's total memory) is not empty, the cause `rest` is the total minus all other
     causes."""
     changes = [
         (at, sign * each.size_bytes, each.cause)
@@ -529,8 +541,8 @@ def _rows(
 
 
 def _thinned(rows: Sequence[_Row], window: Span) -> list[_Row]:
-    """Divide the window into `MOST_POINTS` parts, and return the row with the most memory of
-    each."""
+    """Divide the window into `MOST_POINTS` parts, and return from each part the row with the most
+    memory."""
     most: dict[int, _Row] = {}
     start, stop = window
     for row in rows:
@@ -541,8 +553,8 @@ def _thinned(rows: Sequence[_Row], window: Span) -> list[_Row]:
 
 
 def memory_table(ranks: Sequence[Mapping[str, Any] | None]) -> list[str]:
-    """Return a table as text: each rank's peak by cause, and the largest allocations of the rank
-    with the highest peak. `ranks`: each rank's `MemoryTimeline` as JSON, or None."""
+    """Return the lines of a table: each rank's peak memory by cause, and the largest allocations of
+    the rank with the highest peak. `ranks`: each rank's `MemoryTimeline` as JSON, or None."""
     known = [(rank, each) for rank, each in enumerate(ranks) if each is not None]
     if not known:
         return ["memory over time: not known, since torch counts no memory of this device"]
