@@ -1,5 +1,5 @@
-"""A model with its initial values. They are computed at once, or later and only for this rank's
-tensors."""
+"""A model with its initial values. These are computed when the model is built, or later and only
+for the tensors that this rank holds."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from lockstep.model.initialization.recorder import CannotDefer
 
 @dataclass(slots=True)
 class InitialModel:
-    """A model from its factory. Its initialization is deferred if the plan shards or splits the
-    model, and the factory allows it."""
+    """A model that the user's factory has made. Its initial values are computed later (deferred) if
+    the plan shards or splits the model, and the factory's code allows it."""
 
     module: Any
     deferred: DeferredModel | None
@@ -41,19 +41,20 @@ class InitialModel:
     """The reason why the module was initialized at once although the plan defers it; else None."""
 
     checksums: dict[str, int] = field(default_factory=dict)
-    """Name -> checksum of the values that this rank has computed. Empty with one rank."""
+    """Name of a parameter or buffer -> checksum of its initial value, for those that this rank has
+    computed. Empty with one rank."""
     given: frozenset[str] = frozenset()
-    """First names of the tensors whose values are loaded later; their initial values are not
-    computed."""
+    """First names of the parameters and buffers whose values are loaded later, as from a
+    checkpoint; their initial values are not computed."""
 
     @classmethod
     def build(
         cls, factory: Callable[[], Any], key: int, mesh: Mesh, *, without_values: bool = False
     ) -> InitialModel:
-        """Call the factory. The values depend only on `key`, not on the plan. Every rank calls it.
-        `without_values`: leave tensors empty; a factory that cannot be deferred is called under the
-        caller's dispatch modes. Raises `RecipeError` if the models of two ranks differ in
-        structure."""
+        """Call the factory, and return its model. The initial values depend only on the seed `key`,
+        not on the plan. Every rank calls it. `without_values`: leave tensors empty; a factory whose
+        initialization cannot be deferred is called under the caller's dispatch modes. Raises
+        `RecipeError` if the models of two ranks differ in structure."""
         deferred, reason = None, None
         if mesh.torch_mesh is not None or without_values:
             try:
@@ -75,8 +76,8 @@ class InitialModel:
         return initial
 
     def materialize(self, part: nn.Module, device: torch.device) -> None:
-        """Replace the meta parameters and buffers of a part by tensors with values, under all of
-        their names in the model."""
+        """Replace those parameters and buffers of `part`, a module of the model, that are on the
+        meta device by tensors with their initial values, under all of their names in the model."""
         if self.deferred is None:
             return
         values = {
@@ -91,8 +92,9 @@ class InitialModel:
                     named[name] = values.get(id(tensor), tensor)
 
     def compute_checksums(self, parts: Iterable[str]) -> None:
-        """Compute the values of these parts, so that `check_values` can compare them with the
-        values on the ranks that hold the parts."""
+        """Compute the checksums of the initial values of these modules, which other ranks hold, so
+        that `check_values` can compare them with the values on those ranks. `parts`: their
+        names."""
         if self.deferred is not None:
             for part in parts:
                 module = self.module.get_submodule(part)
@@ -101,8 +103,8 @@ class InitialModel:
                         self.checksums[name] = tensor_checksum(self.deferred.materialize(tensor))
 
     def check_values(self, world: World) -> None:
-        """Raise `RecipeError` on all ranks if two ranks have different values for a tensor. Every
-        rank calls it."""
+        """Raise `RecipeError` on all ranks if two ranks have computed different initial values for
+        one parameter or buffer. Every rank calls it."""
         check_checksums(self.checksums, world)
 
     def _value(self, tensor: Tensor, deferred: DeferredModel, device: torch.device) -> Tensor:

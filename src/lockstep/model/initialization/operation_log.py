@@ -1,7 +1,7 @@
-"""Logs all operations that write to a storage, and replays the operations on which a tensor
-depends. The log refers to storages; a view is a storage with size, strides and offset. So making a
-view needs no entry, an operation on a slice is a write to the storage, and `p.data.copy_(q)` and
-`p.data = q` need no special rule."""
+"""Logs all ATen operations of a model's factory that write to a storage, and replays those on which
+the value of one tensor depends. The log refers to storages; a tensor is a view: a storage with
+size, strides and offset. So making a view needs no entry, an operation on a slice is a write to the
+storage, and `p.data.copy_(q)` and `p.data = q` need no special rule."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from lockstep.keys import key as key_of
 
 
 class OperationSeeds:
-    """Counts the random operations, and seeds generators from a key."""
+    """Counts the random operations of a model's factory, and seeds the default generators: at the
+    start by a key, and before each random operation by the key and the operation's number."""
 
     def __init__(self, key: int) -> None:
         self._key = key
         self.count = 0
 
     def start(self) -> None:
-        """Seed Python's, NumPy's and torch's default generators."""
+        """Seed Python's, NumPy's and torch's default generators by the key."""
         random.seed(self._key)
         np.random.seed(self._key & 0xFFFFFFFF)
         torch.default_generator.manual_seed(self._key)
@@ -67,7 +68,8 @@ class LoggedOperation:
     reads: frozenset[int]
     writes: frozenset[int]
     fresh: frozenset[int]
-    """The storages whose former contents do not affect the operation."""
+    """The storages that the operation makes or overwrites completely: their former contents do not
+    affect it."""
     number: int | None
     generator: Tensor | None
     dtype: torch.dtype
@@ -75,7 +77,8 @@ class LoggedOperation:
 
 
 class OperationLog:
-    """Operations that wrote to storages, in order."""
+    """The operations of a model's factory that wrote to storages, in the order in which they
+    ran."""
 
     def __init__(self, seeds: OperationSeeds) -> None:
         self._seeds = seeds
@@ -85,7 +88,8 @@ class OperationLog:
         """The storages that occurred, by address. They are kept alive, so that addresses stay
         unique; fake storages have no memory."""
         self.constants: dict[int, torch.UntypedStorage] = {}
-        """The values of storages that no operation has written."""
+        """Address of a storage -> its values, for copies of tensors that had values (from lists,
+        NumPy or files) when an operation on a tensor without values used them."""
 
     def keep(self, storage: Any) -> int:
         address = storage_address(storage)
@@ -102,8 +106,8 @@ class OperationLog:
         return view.offset == 0 and is_full and _is_dense(view)
 
     def replay(self, views: Iterable[StorageView]) -> list[Tensor]:
-        """Run again the operations on which `views` depend. Return the values of the views at the
-        end of the log."""
+        """Run the logged operations on which `views` depend. Return, for each view, a tensor with
+        the values that it has after all operations of the log."""
         views = list(views)
         storages = {view.storage for view in views}
         operations = self._slice(storages)
@@ -128,7 +132,8 @@ class OperationLog:
             torch.set_default_dtype(dtype)
 
     def _slice(self, wanted: set[int]) -> list[int]:
-        """Return the indices of the entries on which the storages depend, ascending."""
+        """Return the indices of the log's entries on which the final contents of these storages
+        depend, ascending."""
         needed: set[int] = set()
         live: set[int] = set()  # each has exactly one pair in next_writes
         next_writes: list[tuple[int, int]] = []
@@ -192,7 +197,7 @@ def tensor_leaves(tree: Any) -> list[Any]:
 
 
 def _is_dense(view: StorageView) -> bool:
-    """True if the elements fill a contiguous range of memory without overlap."""
+    """True if the view's elements fill a contiguous range of memory without overlap."""
     expected = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(view.stride, view.size, strict=True) if size != 1

@@ -1,5 +1,5 @@
-"""The dispatch modes in which a model's factory runs: one seeds random operations by keys, the
-other logs writes."""
+"""The dispatch modes in which a model's factory runs: `KeyedInit` seeds each random operation, and
+`InitRecorder` also logs the operations, so that initial values can be computed later."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from lockstep.model.initialization.operation_log import (
 
 DRAWN = "normal uniform exponential random log_normal cauchy geometric bernoulli"
 OVERWRITES = frozenset(f"aten::{name}_" for name in f"{DRAWN} fill zero copy".split())
-"""In-place operations whose result does not depend on the former contents."""
+"""In-place operations whose result does not depend on the former contents of the tensor that they
+write."""
 
 
 class CannotDefer(LockstepError):
@@ -70,8 +71,8 @@ class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
-    """Logs operations on tensors without values; executes operations on tensors that have
-    values."""
+    """Logs operations on fake tensors, which have no values, so that these can be computed later;
+    executes operations on tensors that have values. Seeds random operations as `KeyedInit`."""
 
     def __init__(self, key: int) -> None:
         super().__init__(key)
@@ -94,7 +95,8 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         )
 
     def values(self, tree: Any) -> Any:
-        """Return `tree` with each fake tensor replaced by its value."""
+        """Return `tree` with each fake tensor replaced by a tensor with its value, computed from
+        the log."""
         views = [self.view(item) for item in tensor_leaves(tree) if self.is_fake(item)]
         values = iter(self.log.replay(views))
         return tree_map(lambda item: next(values) if self.is_fake(item) else item, tree)
@@ -142,8 +144,9 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _constant(self, item: Any) -> Any:
-        """Return a fake tensor for a tensor with values. Copies the current values, because NumPy
-        could change them unnoticed."""
+        """Return a fake tensor in place of a tensor with values, and keep a copy of the values in
+        the log, because NumPy could change them later without an operation of torch. Returns
+        anything else unchanged."""
         if not isinstance(item, Tensor) or self.is_fake(item):
             return item
         copy = item.detach().clone()
@@ -179,7 +182,8 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         )
 
     def _outputs(self, out: Any) -> tuple[tuple[StorageView | None, ...], set[int]]:
-        """Return an operation's outputs (see `LoggedOperation.outputs`), and its new storages."""
+        """Return the views of an operation's outputs (see `LoggedOperation.outputs`), and the
+        addresses of the storages that it has made."""
         outputs: list[StorageView | None] = []
         new: set[int] = set()
         for tensor in tensor_leaves(out):
@@ -199,7 +203,8 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         return tuple(outputs), new
 
     def _overwritten(self, func: Any, written: list[StorageView], inputs: list[Tensor]) -> set[int]:
-        """Return the storage that is overwritten completely, if any."""
+        """Return the address of the storage that an operation overwrites completely and does not
+        read, as a set; empty if there is none."""
         if schema(func).name not in OVERWRITES or not self.log.is_whole(written[0]):
             return set()
         others = {storage_address(tensor.untyped_storage()) for tensor in inputs[1:]}
@@ -214,8 +219,8 @@ def _generator(args: Any, kwargs: Any) -> torch.Generator | None:
 
 
 def _is_empty(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if the operation makes an empty tensor that will get the storage of a file or of a
-    copy."""
+    """True if the operation makes an empty tensor on the CPU, as code does that then gives it the
+    storage of a file or of a copy."""
     on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
     return func is torch.ops.aten.empty.memory_format and 0 in args[0] and on_cpu
 
