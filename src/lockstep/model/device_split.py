@@ -57,10 +57,12 @@ def devices_of(home: torch.device, count: int) -> list[torch.device]:
 def layers_of(
     model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[str]
 ) -> list[PlacedLayer]:
-    """Return the layers that can be placed, in order; may be empty. `patterns`: `Recipe.blocks`. If
-    `patterns` are given, or there are no `parts`, the layers are the blocks; otherwise the
-    sequential parts (or the members of an `nn.Sequential` that is not a block). No layer shares a
-    parameter with another part of the model. Raises `RecipeError`."""
+    """Return the layers that can be placed on different devices, in order; may be empty.
+    `patterns`: `Recipe.blocks`. `parts`: names of the modules that the model calls one after
+    another, if they are known. If `patterns` are given, or there are no `parts`, the layers are the
+    model's blocks; otherwise they are the `parts` (or the members of a part that is an
+    `nn.Sequential` and not a block). No layer shares a parameter with another module. Raises
+    `RecipeError`."""
     blocks = blocks_of(model, patterns)
     if patterns is None and parts:
         names = [
@@ -86,9 +88,10 @@ def layers_of(
 def device_indices(
     names: Sequence[str], nbytes: Sequence[int], rest_bytes: int, wanted: int | tuple[int, ...]
 ) -> list[int]:
-    """Return the index of each layer's device, ascending. `wanted`: `Plan.split`. Raises
-    `RecipeError`. `rest_bytes`: bytes outside of layers, which are on the first device; the balance
-    includes them."""
+    """Return the index of each layer's device, ascending. `names`, `nbytes`: the name and size of
+    each layer. `rest_bytes`: size of the parameters and buffers outside of layers, which are on the
+    first device and are balanced too. `wanted`: `Plan.split`, the number of devices, or the number
+    of layers on each. Raises `RecipeError`."""
     listed = first_few(names) or "none"
     if isinstance(wanted, tuple):
         if sum(wanted) != len(names):
@@ -114,9 +117,9 @@ def split_over_devices(
     devices: Sequence[torch.device],
     wanted: int | tuple[int, ...],
 ) -> None:
-    """Move every parameter and buffer to its device, and wrap the forwards to move activations.
-    `wanted`: `Plan.split`. Raises `RecipeError`, also from the forward, if code between layers uses
-    tensors of two devices."""
+    """Move every parameter and buffer to its layer's device, and wrap the layers' forwards so that
+    they move their inputs there. `wanted`: `Plan.split`. Raises `RecipeError`, also from the
+    forward, if code between layers uses tensors of two devices."""
     names = [layer.name for layer in layers]
     modules = [model.get_submodule(name) for name in names]
     nbytes = [sum(tensor.nbytes for tensor in module_tensors(module)) for module in modules]
@@ -142,7 +145,8 @@ def move_tensors(
     value: Any, device: torch.device, copies: list[tuple[Any, list[Any]]] | None = None
 ) -> Any:
     """Return `value` with the tensors in its tuples, lists and mappings moved to `device`; the same
-    object if nothing moves. `copies` collects the copied lists and mappings, with their members."""
+    object if nothing moves. `copies`: a list to which each list or mapping that had to be copied is
+    added, as (the copy, its members)."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -178,8 +182,8 @@ def _members(part: nn.Module, name: str, blocks: Sequence[str]) -> Iterator[str]
 def _check_shared(
     names: Sequence[str], modules: Sequence[nn.Module], numbers: Sequence[int]
 ) -> None:
-    """Raise `RecipeError` if a buffer would be on two devices. (A module with a shared parameter is
-    not a layer.)"""
+    """Raise `RecipeError` if two layers on different devices share a buffer. `numbers`: the index
+    of each layer's device. (A module that shares a parameter is not a layer.)"""
     holders: dict[int, int] = {}
     for place, module in enumerate(modules):
         for tensor in module_tensors(module):
@@ -225,8 +229,8 @@ def _identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 @contextmanager
 def _current_device(device: torch.device, home: torch.device) -> Iterator[None]:
-    """Make `device` the current GPU. Its generator continues the sequence of `home`'s generator, as
-    on a single GPU."""
+    """A context in which `device` is the current GPU. Its default generator continues the sequence
+    of the generator of `home`, the first device, as on a single GPU."""
     if device == home or not accelerator.is_accelerator(device):
         yield
         return
@@ -259,8 +263,9 @@ def _explain(model: nn.Module) -> None:
 
 
 def gpus_of(home: torch.device, count: int) -> list[int]:
-    """Return the indices of the GPUs, `home` first. Raises `PlanError` for too few GPUs, or a
-    device that torch's DataParallel does not support."""
+    """Return the indices of the first `count` GPUs, for torch's DataParallel. Raises `PlanError`
+    for too few GPUs, or if `home`, this process's device, is of a type that DataParallel does not
+    support."""
     if accelerator.is_accelerator(home) and not accelerator.runs_data_parallel(home):
         raise PlanError(
             f"data_parallel={count} on {home.type}; torch.nn.DataParallel works only on CUDA and"

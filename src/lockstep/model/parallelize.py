@@ -1,4 +1,4 @@
-"""Parallelizes a model in place over the axes of a plan."""
+"""Parallelizes a model in place over the axes of a plan, such as shard, tensor and pipeline."""
 
 from __future__ import annotations
 
@@ -59,11 +59,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Parallelized:
-    """The objects that run a parallelized model. `shared_parameters`: parameters that several ranks
-    of the pipeline hold."""
+    """The objects that run a model that `parallelize` has changed. `pipeline`: None if the model is
+    not split into stages. `shared_parameters`: parameters that several sequential parts of the
+    model use, if these are on different ranks of a pipeline, or with bitwise numerics."""
 
     streams: ModuleRandomStreams | None
-    """Random streams of the model's parts; None if its sequential parts are not known."""
+    """Seeds the random numbers of each of the model's sequential parts (modules that it calls one
+    after another); None if these are not known."""
     pipeline: Pipeline | None
     shared_parameters: Sequence[SharedParameter]
     cut: SequenceCut | None
@@ -71,14 +73,16 @@ class Parallelized:
     experts: Mapping[str, Experts]
     """The modules of experts in this rank's stages whose experts are divided over ranks."""
     expert_leaves: Sequence[Leaves]
-    """With bitwise numerics, the leaves of each module of experts that is divided over ranks."""
+    """With bitwise numerics, the leaves of autograd's graph for the parameters of each module of
+    experts that is divided over ranks."""
     separate: SeparateParts | None
-    """Hooks that separate the sequential parts, with bitwise numerics, if the parts are known; else
-    None."""
+    """Hooks that compute each of the model's sequential parts as if it were in its own process;
+    None without bitwise numerics, or if these parts are not known."""
     whole_experts: Sequence[str]
-    """Modules of experts that `tensor` leaves whole."""
+    """Names of the modules of experts, which the `tensor` axis does not shard."""
     eager_experts: Sequence[str]
-    """Modules of transformers that compute one expert after another, for the same bits."""
+    """Names of modules of transformers that were made to compute one expert after another, so that
+    their bits do not depend on the number of ranks."""
     expert_patterns: Sequence[str] | None
     """The patterns that name the modules of experts; None: these are found by their shapes."""
 
@@ -98,10 +102,11 @@ def parallelize(
     experts: Sequence[str] | None,
     exchange: SyncBatchNormExchange,
 ) -> Parallelized:
-    """Change the model in place so that this rank holds and computes its part of the plan. Every
-    rank calls it. `autocast_dtype`: None without autocast. `begin`: seeds the generators with a
-    key. `blocks`, `tensor`, `stages`, `sequence`, `head`, `experts`: as in `Recipe`. `exchange`:
-    knows if a forward computes a dummy microbatch. Raises `RecipeError` and `PlanError`."""
+    """Change the model in place so that this rank holds its shards and stages of the parameters,
+    and computes with them as the plan says. Every rank calls it. `autocast_dtype`: None without
+    autocast. `begin`: seeds the default generators with a key. `blocks`, `tensor`, `stages`,
+    `sequence`, `head`, `experts`: as in `Recipe`. `exchange`: says if the running forward computes
+    a dummy microbatch, whose result is not used. Raises `RecipeError` and `PlanError`."""
     model = initial.module
     block_names = blocks_of(model, blocks)
     parts = sequential_parts(model, stages)
@@ -231,8 +236,8 @@ def parallelize(
 def _find_experts(
     model: nn.Module, mesh: Mesh, plan: Plan, names: Sequence[str] | None
 ) -> Mapping[str, Experts]:
-    """Return the modules of experts that the plan divides, or that compute with the same bits as
-    divided ones."""
+    """Return, by name, the modules of experts whose experts the plan divides over ranks, or, with
+    bitwise numerics on one rank, those that must compute the same bits as if they were divided."""
     if (ranks := mesh.axis("expert").size) == 1:
         return stacked_experts(model, names) if plan.numerics == "bitwise" else {}
     found = find_experts(model, names)
@@ -250,10 +255,12 @@ def _place_experts(
     *,
     materialize: Callable[[nn.Module], None],
 ) -> tuple[Mapping[str, Experts], list[Leaves], list[str]]:
-    """Divide the experts of this rank's stages over ranks. Return the divided modules, their
-    leaves, and the names of modules that now compute one expert after another. With bitwise
-    numerics, experts that are not divided compute with the same bits as divided ones. `roots`: the
-    names of the parts that this rank has, or "" for the whole model."""
+    """Divide the experts of this rank's stages over the ranks of the `expert` axis. Return the
+    divided modules of experts, the leaves of autograd's graph for their parameters, and the names
+    of the modules that now compute one expert after another. With bitwise numerics, experts that
+    are not divided compute the same bits as divided ones. `found`: name -> module of experts.
+    `roots`: the names of the modules that this rank has of a pipeline, or [""] for the whole
+    model."""
     ranks, bitwise = mesh.axis("expert"), plan.numerics == "bitwise"
     if ranks.size == 1:
         compute_by_rows(found, ranks, exchange)
@@ -313,8 +320,8 @@ def _check_styles_under_context(plan: Plan, styles: Mapping[str, str]) -> None:
 
 
 def check_plan_devices(plan: Plan, home: torch.device) -> None:
-    """Raise `PlanError` if this process lacks the devices that the plan needs. `home`: the first
-    device."""
+    """Raise `PlanError` if this process lacks the devices that the plan needs. `home`: the
+    process's device, or the first of several."""
     if plan.offload and home.type == "cpu":
         raise PlanError(
             "offload=yes on a CPU, where parameters already are; it moves them from a GPU; leave "
@@ -326,8 +333,8 @@ def check_plan_devices(plan: Plan, home: torch.device) -> None:
 
 
 def _keep_own_stages(initial: InitialModel, stages: Stages, mesh: Mesh) -> list[str]:
-    """Remove the tensors of other ranks' stages. Return the names of the parts that this rank
-    has."""
+    """Remove the parameters and buffers of other ranks' pipeline stages from the model. Return the
+    names of the modules in this rank's stages."""
     pipeline = mesh.stages
     own = stages.parts_on_rank(pipeline.rank)
     # each stage is on one rank only: another rank also computes its values, to check them
@@ -363,7 +370,8 @@ def _is_within_any(name: str, parts: Sequence[str]) -> bool:
 
 
 def _blocks_within(parts: Sequence[str], blocks: Sequence[str]) -> list[str]:
-    """Return the blocks inside these parts. A part that is inside a block counts as a block."""
+    """Return the names of the blocks inside the modules `parts`. A module of `parts` that is inside
+    a block counts as a block."""
     found = []
     for part in parts:
         if any(part.startswith(f"{block}.") for block in blocks):

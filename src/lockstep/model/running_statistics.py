@@ -1,12 +1,14 @@
-"""Makes a model's buffers independent of the assignment of microbatches to ranks (law 2).
+"""Makes a model's buffers, such as BatchNorm's running statistics, independent of the assignment of
+microbatches to ranks.
 
-Each microbatch's forward updates scratch buffers. A microbatch changes a running statistic r to
-keep * r + gain. Every rank gathers (keep, gain) of all microbatches and applies them in the order
-of microbatches, so the buffers are equal on all ranks and at any world size. Self-updating buffers
-(the vectors of `spectral_norm`, the codes of a vector quantizer) are updated once a step, from the
+Each microbatch's forward updates scratch buffers, which replace BatchNorm's own. A microbatch
+changes a running statistic r to keep * r + gain. Every rank gathers (keep, gain) of all
+microbatches and applies them in the order of microbatches, so the buffers are equal on all ranks
+and at any world size. Self-updating buffers (those that a module names as changed by its forward:
+the vectors of `spectral_norm`, the codes of a vector quantizer) are updated once a step, from the
 first microbatch; every microbatch's forward starts with the values from before the step. Changes of
-other buffers are refused: at once if torch counts the change; changes through `.data`, in steps in
-which bits are compared."""
+other buffers are refused: at once if the change increases the tensor's version; a change through
+`.data`, which does not, only in steps in which the buffers' bits are compared."""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ class _ScratchBuffers:
         own_buffers(module).update(self.kept)
 
     def row(self) -> Tensor:
-        """Return (keep, calls, gains of mean and variance...) for this microbatch, and make new
+        """Return this microbatch's update of the running statistics, as a float64 vector (keep,
+        number of forwards of the layer, gain of each mean, gain of each variance), and make new
         scratch buffers."""
         calls = self.taken["num_batches_tracked"].double()
         momentum = self.module.momentum
@@ -71,8 +74,9 @@ class _ScratchBuffers:
         return torch.cat([torch.stack([keep, calls]), gains])
 
     def apply(self, rows: Tensor, gate: Tensor | None) -> None:
-        """Update the module's buffers from `rows` (microbatches, 2 + 2 features), in order, unless
-        `gate` is False."""
+        """Apply the updates of all microbatches to the module's buffers, in order. `rows`: one
+        result of `row` for each microbatch. `gate`: a bool tensor; if it is False, nothing changes;
+        None: True."""
         mean, variance = self.kept["running_mean"], self.kept["running_var"]
         rows, gate = rows.to(mean.device), gate if gate is None else gate.to(mean.device)
         running = torch.cat([mean, variance]).double()
@@ -94,8 +98,8 @@ class _ScratchBuffers:
 
 
 class RunningStatistics:
-    """One model's buffers. Every rank calls `begin` before a step, `note_microbatch` after each
-    forward, and `commit` at the end."""
+    """Updates one model's buffers once a step, with equal values on all ranks. Every rank calls
+    `begin` before a step, `note_microbatch` after each forward, and `commit` at the end."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._data = mesh.data
@@ -151,9 +155,9 @@ class RunningStatistics:
             hook.remove()
 
     def begin(self, *, compare: bool) -> None:
-        """Record the state of all tensors that a forward must not change. Called before the first
-        forward of a step. `compare`: also copy the buffers' bits, to find changes that torch does
-        not count."""
+        """Record the versions of all parameters and buffers that a forward must not change. Called
+        before the first forward of a step. `compare`: also copy the buffers' bits, to find changes
+        that do not increase a tensor's version."""
         if self._others:  # a buffer may have been replaced since the last step
             self._others |= {
                 name: buffer
@@ -170,8 +174,8 @@ class RunningStatistics:
         self.discard()
 
     def note_microbatch(self) -> None:
-        """Record the updates of the forward that has just ended; updates of a recomputation in the
-        backward are ignored."""
+        """Record the updates of buffers by the microbatch's forward that has just ended. Updates by
+        a recomputation in the backward (activation checkpointing) are ignored."""
         if self._scratches:
             rows = [scratch.row().to(self._world.device) for scratch in self._scratches]
             self._rows.append(torch.cat(rows))
@@ -179,7 +183,8 @@ class RunningStatistics:
             updating.note_microbatch()
 
     def discard(self) -> None:
-        """Discard updates by recomputations, and by forwards for another model."""
+        """Discard the updates of buffers by forwards that are not to be recorded: recomputations in
+        the backward, and forwards for another model."""
         for scratch in self._scratches:
             scratch.renew()
         for updating in self._updating:
@@ -227,9 +232,9 @@ class RunningStatistics:
         return next(filter(None, (updating.reshaped() for updating in self._updating)), None)
 
     def commit(self, assignment: MicrobatchAssignment, count: int, *, apply: bool | Tensor) -> None:
-        """Gather the updates of all `count` microbatches, and apply them if the step was applied.
-        Every rank calls it. `apply`: True if the step was applied; a scalar tensor if a GPU
-        decides."""
+        """Gather the updates of the buffers by all `count` microbatches of the step, and apply them
+        if the optimizer's step was applied. Every rank calls it. `apply`: True if the step was
+        applied, False if it was skipped; a scalar bool tensor if that is only known on the GPU."""
         for updating in self._updating:
             updating.commit(assignment, self._data, count, apply=apply)
         if not self._scratches:
@@ -249,7 +254,8 @@ class RunningStatistics:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Copy this rank's part of the tensor, as bytes; empty if it has no dense bytes."""
+    """Return a copy of this rank's shard of the tensor, as bytes; empty if the tensor is sparse or
+    quantized."""
     part = to_local(tensor)
     if part.layout != torch.strided or part.is_quantized:
         return torch.empty(0, dtype=torch.uint8)
@@ -258,12 +264,13 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 ATTRIBUTE = "self_updating_buffers"
-"""The attribute of a module, or of its class, that names such buffers."""
+"""The attribute of a module, or of its class, with the names of the buffers that its forward
+updates."""
 
 
 def self_updating(module: nn.Module) -> Sequence[str]:
-    """Return the names of a module's direct buffers that its forward updates. Raises
-    `RecipeError`."""
+    """Return the names of a module's direct buffers that its forward updates: those that it names
+    in `self_updating_buffers`, and those of torch's `spectral_norm`. Raises `RecipeError`."""
     names = list(getattr(module, ATTRIBUTE, ()))
     # the module that torch.nn.utils.parametrizations.spectral_norm makes
     if type(module).__name__ == "_SpectralNorm":
@@ -282,8 +289,9 @@ def self_updating(module: nn.Module) -> Sequence[str]:
 
 
 class SelfUpdatingBuffers:
-    """The self-updating buffers of one module. Each microbatch's forwards get copies, which they
-    may change."""
+    """The buffers of one module that its forward updates. Each microbatch's forwards get copies of
+    the values from before the step, which they may change; the copies of the first microbatch
+    become the new values."""
 
     def __init__(self, prefix: str, module: nn.Module, names: Sequence[str]) -> None:
         self._prefix = f"{prefix}." if prefix else ""
@@ -299,8 +307,9 @@ class SelfUpdatingBuffers:
         ]
 
     def discard(self) -> None:
-        """Restore the values from before the step, for the next microbatch's forward or a
-        recomputation."""
+        """Drop the copies that a forward may have changed, so that the next forward (of another
+        microbatch, or a recomputation in the backward) starts with the values from before the
+        step."""
         self._taken: dict[str, Tensor] | None = None
 
     def begin(self) -> None:
@@ -328,8 +337,9 @@ class SelfUpdatingBuffers:
     def commit(
         self, assignment: MicrobatchAssignment, data: World, count: int, *, apply: bool | Tensor
     ) -> None:
-        """Set the buffers to their values after the first of all `count` microbatches. Every rank
-        calls it."""
+        """Set the buffers, on all ranks, to their values after the forward of the first of all
+        `count` microbatches. Every rank calls it. `apply`: False if the step was skipped; a scalar
+        bool tensor if that is only known on the GPU."""
         by_rank = assignment.indices_by_rank(count)
         owner = next(rank for rank, indices in enumerate(by_rank) if 0 in indices)
         for name, buffer in self.kept.items():

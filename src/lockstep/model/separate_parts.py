@@ -1,9 +1,9 @@
-"""Computes the sequential parts of a model as if each were on its own process, for
-numerics=bitwise: one process then has the bits of any pipeline.
+"""Computes the sequential parts of a model (the modules that it calls one after another) as if each
+were in its own process, for numerics=bitwise: one process then computes the bits of any pipeline.
 
 Between two parts, a tensor and its gradient have the strides of a new tensor, as if they had been
-received. A parameter that several parts share has a leaf of autograd in each part. So gradients are
-first summed within each part, and then over the parts, in their order."""
+received. A parameter that several parts share is a separate leaf of autograd's graph in each part.
+So gradients are first summed within each part, and then over the parts, in their order."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ from lockstep.base.torch_private import (
 
 
 class SeparateParts:
-    """Hooks on this rank's parts."""
+    """The hooks on this rank's sequential parts that make each compute as if it were in its own
+    process."""
 
     def __init__(
         self, model: nn.Module, parts: Sequence[str], shared: Sequence[str], *, last: str
     ) -> None:
-        """`parts`: names of this rank's parts, in the model's order. `shared`: names of the
-        parameters that several parts of the whole model have. `last`: the model's last part."""
+        """`parts`: names of this rank's sequential parts, in the order in which the model calls
+        them. `shared`: names of the parameters that several parts of the whole model have. `last`:
+        name of the last part of the whole model."""
         modules = {name: model.get_submodule(name) for name in parts}
         once = {id(each): each for name, each in modules.items() if name != last}
         self._handles = [each.register_forward_hook(_separate) for each in once.values()]
@@ -39,7 +41,7 @@ class SeparateParts:
         """Name of a shared parameter -> its leaves, in the order of this rank's parts that have it.
         The first of these parts has no entry: there the parameter itself is the leaf."""
         self._in_place: list[PartLeaf] = []
-        """Leaves that the running forward uses."""
+        """The leaves that replace a shared parameter in the forward that is running now."""
         named = dict(model.named_parameters())
         for name in shared:
             if (parameter := named.get(name)) is None:
@@ -53,7 +55,8 @@ class SeparateParts:
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:
-        """A context in which other forwards may run before this thread's forward is complete."""
+        """A context that takes the running forward's leaves out of the modules, and puts them back
+        at its end, so that other forwards may run inside."""
         aside = [(leaf, leaf.take_out()) for leaf in list(self._in_place)]
         try:
             yield
@@ -68,16 +71,19 @@ class SeparateParts:
 
 
 class PartLeaf:
-    """The leaf of a shared parameter in one part."""
+    """A separate leaf of autograd's graph for a parameter that several sequential parts share,
+    which one part uses in its forward, so that this part's gradient is summed by itself."""
 
     def __init__(self, shared: nn.Parameter, part: nn.Module, in_place: list[PartLeaf]) -> None:
-        """`in_place`: a list that contains this object while a forward uses the leaf."""
+        """`shared`: the parameter. `part`: the module that uses the leaf. `in_place`: a list that
+        contains this object while a forward of the part runs."""
         self.shared = shared
         self.part = part
         self.parameter = nn.Parameter(shared.detach())
         """Gets this part's gradient. It shares memory with the shared parameter."""
         self.gathered: nn.Parameter | None = None
-        """The leaf on the gathered parameter, if parameters are sharded."""
+        """The leaf that shares memory with the all-gathered parameter, if parameters are sharded;
+        else None."""
         self._in_place = in_place
         self._owners = [
             (own_parameters(module), name)
@@ -88,14 +94,14 @@ class PartLeaf:
         self._replaced: nn.Parameter | None = None
 
     def install(self) -> list[Any]:
-        """Use the leaf in forwards of the part. Return the handles of the hooks."""
+        """Register hooks by which the part's forwards use the leaf. Return the hooks' handles."""
         return [
             self.part.register_forward_pre_hook(self._before_forward),
             self.part.register_forward_hook(self._after_forward, prepend=True, always_call=True),
         ]
 
     def tensors(self) -> list[Tensor]:
-        """Return the leaf of the latest forward."""
+        """Return the leaf that the latest forward has used, in a list."""
         return [self.parameter if self.gathered is None else self.gathered]
 
     def take(self) -> list[Tensor | None]:
@@ -105,14 +111,14 @@ class PartLeaf:
         return [gradient]
 
     def put_in(self, leaf: nn.Parameter) -> None:
-        """Make the part's modules use the leaf."""
+        """Put the leaf in the place of the shared parameter, in all modules of the part."""
         own, name = self._owners[0]
         self._replaced = own[name]
         self._put(leaf)
         self._in_place.append(self)
 
     def take_out(self) -> nn.Parameter:
-        """Make the part's modules use the parameter again, and return the leaf."""
+        """Put the shared parameter back into the modules of the part, and return the leaf."""
         own, name = self._owners[0]
         used, replaced = own[name], self._replaced
         assert isinstance(used, nn.Parameter)
@@ -154,7 +160,8 @@ class PartLeaf:
 
 
 def check_separable(model: nn.Module, parts: Sequence[str]) -> None:
-    """Raise `RecipeError` if two of the model's parts are one module."""
+    """Raise `RecipeError` if two of the model's sequential parts are the same module object, with
+    trained parameters."""
     first: dict[int, str] = {}
     for name in parts:
         module = model.get_submodule(name)
@@ -168,7 +175,8 @@ def check_separable(model: nn.Module, parts: Sequence[str]) -> None:
 
 
 def _separate(_: nn.Module, __: Any, output: Any) -> Any:
-    """A forward hook of a part."""
+    """Return the output of a part with each tensor, and its gradient, in the strides of a new
+    tensor. A forward hook."""
     return tree_map(_separated, output)
 
 

@@ -1,5 +1,5 @@
-"""The `shard` axis: FSDP2 shards parameters, gradients and optimizer state. `FsdpReducer` reduces
-the gradients."""
+"""The `shard` axis: FSDP2 shards parameters, gradients and optimizer state over the ranks of the
+axis. `FsdpReducer` reduces the gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ SHARDED = re.compile(
     r"[Tt]ensors? (at index \d+ )?appears to not have been used in the graph|got mixed torch.Tensor"
     r" and DTensor|Cannot access data pointer of Tensor that doesn't have storage"
 )
-"""Messages of torch's errors in code that uses sharded parameters."""
+"""Matches torch's error messages in code that uses sharded parameters outside of their module's
+forward."""
 CALLED_BEFORE_MODEL = re.compile(
     "requires running forward through the root module first"
     "|'FSDPCommContext' object has no attribute"  # after a forward that has failed
@@ -59,9 +60,9 @@ def reset_after_error(model: nn.Module) -> None:
 
 
 def gather_whole(model: nn.Module) -> None:
-    """Make a forward gather all parameters of the model, until `reshard`, and reduce no gradients,
-    so that several forwards and backwards can run in turn. `model`: a model, or a part that `shard`
-    has sharded."""
+    """Make each forward all-gather all parameters of the model before it begins, and keep them
+    gathered until `reshard`. Gradients are not reduced in the backward. So several forwards and
+    backwards can run in turn. `model`: a model, or a module that `shard` has sharded."""
     groups = fsdp_groups(model)
     versions: dict[str, int] = {}
     for group in groups:
@@ -105,8 +106,9 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unreduced(model: nn.Module) -> Iterator[None]:
-    """A context in which backwards leave gradients on the gathered parameters. FSDP2 would reduce
-    zeros if a backward computed only gradients of inputs."""
+    """A context in which backwards accumulate gradients on the all-gathered parameters, and do not
+    reduce them over ranks. FSDP2 would reduce zeros if a backward computed only gradients of
+    inputs."""
     groups = fsdp_groups(model)
     for group in groups:
         group.set_requires_gradient_sync(False, recurse=False)
@@ -142,7 +144,8 @@ def weights_backward(model: nn.Module) -> Iterator[None]:
 
 
 def gathered_parameters(model: nn.Module) -> list[Any]:
-    """Return the tensors into which the parameters are gathered: the leaves of autograd."""
+    """Return the full parameters into which FSDP2 all-gathers the shards: the leaves of autograd's
+    graph in a forward."""
     grouped = [fsdp_parameter_group(group) for group in fsdp_groups(model)]
     return [gathered(each) for group in grouped if group is not None for each in group.fsdp_params]
 
@@ -166,8 +169,10 @@ def shard(
     all-gather them again for its backward. `free_root`: the same for parameters outside the blocks
     (useless for a whole model, whose backward starts with them). `offload`: keep shards and their
     gradients in CPU memory. `materialize`: called with a module just before it is sharded, so that
-    a rank never holds more than one full block besides its shards. `short`: weights to gather in
-    autocast's precision. `experts`: the modules of experts that are divided over ranks. Raises
+    a rank never holds more than one full block besides its shards. `short`: weights to all-gather
+    in autocast's precision, None for none. `keep_casts`: False frees autocast's casts of weights
+    after each block's forward. `used_after_forward`: modules whose weights are not freed after the
+    forward. `experts`: names of the modules of experts that are divided over ranks. Raises
     `RecipeError`."""
     for name, parameter in model.named_parameters():
         if not parameter.dim():
@@ -234,12 +239,12 @@ def _check_dtypes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def unmark(model: nn.Module, compiled: Sequence[str]) -> None:
-    """Remove FSDP2's mark from the modules of a sharded model. If it sees the mark, transformers
-    calls the layers that LayerDrop skips (Wav2Vec2, HuBERT), and so trains a different model.
+    """Remove the attribute by which FSDP2 marks the modules of a sharded model. If a module has it,
+    transformers calls the layers that LayerDrop skips (Wav2Vec2, HuBERT), and so trains a different
+    model.
 
-    Modules in `compiled` blocks keep the mark for torch.compile. Modules with `generate` keep it
-    too, because with it all ranks make equally many forwards.
-    """
+    Modules in `compiled` blocks keep it for torch.compile. Modules with a `generate` method keep it
+    too: by it, transformers makes equally many forwards on all ranks."""
     for name, module in model.named_modules():
         if not hasattr(module, "generate") and not any(
             is_within(name, block) for block in compiled
@@ -255,8 +260,9 @@ def shard_parts(
     experts: Sequence[str],
     **how: Any,
 ) -> None:
-    """Shard each of these parts, which are called separately. `parts`: name -> its blocks.
-    `experts`, `how`: as in `shard`. Raises `RecipeError` if two parts share a parameter."""
+    """Shard each of the modules `parts` by itself, because a pipeline calls them separately.
+    `parts`: name of a module -> names of the blocks inside it. `experts`, `how`: as in `shard`.
+    Raises `RecipeError` if two of the modules share a parameter."""
     shared = shared_names(model)
     for names in shared:
         holders = [part for part in parts if any(name.startswith(f"{part}.") for name in names)]
@@ -277,8 +283,8 @@ def shard_parts(
 
 
 def error_of_order(calls: str) -> RecipeError:
-    """Return the error for ranks that gather or reduce different blocks. `calls`: text that names
-    two ranks' calls."""
+    """Return the error for two ranks of which one gathers or reduces another block than the other.
+    `calls`: text that names both ranks' collectives."""
     return RecipeError(
         f"{calls}; with sharded parameters, all ranks must call the same blocks in the same order,"
         " equally often; they may skip a block between others that get a tensor with a gradient;"
@@ -323,12 +329,14 @@ def error_of_sharding(error: BaseException | None, plan: object) -> UserError | 
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:
-    """Return the modules whose parameters FSDP2 gathers together."""
+    """Return the modules on which `fully_shard` was called. FSDP2 all-gathers the parameters of
+    each together, without those of such modules inside it."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def modules_of(group: nn.Module) -> Iterator[nn.Module]:
-    """Yield the group's modules that belong to no inner group."""
+    """Yield the modules inside `group`, a module of `fsdp_groups`, whose parameters FSDP2 gathers
+    with it: those outside of all inner groups."""
     yield group
     for child in group.children():
         if not isinstance(child, FSDPModule):
@@ -336,12 +344,13 @@ def modules_of(group: nn.Module) -> Iterator[nn.Module]:
 
 
 class SkippedBlockGuard:
-    """Makes every forward gather the blocks that it skips. Create it before the model is sharded
-    and install it afterwards, so that its hooks run around FSDP2's."""
+    """Hooks that make a forward all-gather also the blocks that it does not call (as with
+    LayerDrop), so that all ranks make the same collectives. Create the object before the model is
+    sharded and install it afterwards, so that its hooks run around FSDP2's."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Any], *, gathers_ahead: bool) -> None:
-        """`blocks`: the blocks in order. `gathers_ahead`: gather a block's parameters while the
-        previous block runs."""
+        """`blocks`: the blocks, in the order of their calls. `gathers_ahead`: all-gather a block's
+        parameters while the previous block runs."""
         self._model = model
         self._blocks = list(blocks)
         self._gathers_ahead = gathers_ahead
@@ -377,8 +386,8 @@ class SkippedBlockGuard:
         return self._pass_through(skipped, output) if skipped else None
 
     def _pass_through(self, skipped: range, value: Any) -> Any:
-        """Pass one tensor of `value` through the hooks of the skipped blocks. Return the same
-        structure."""
+        """Pass one tensor of `value` through the skipped blocks, of which only the hooks run.
+        Return `value` with this tensor replaced by the result. `skipped`: indices of the blocks."""
         leaves, structure = tree_flatten(value)
         tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         place = next((place for place in tensors if leaves[place].requires_grad), None)

@@ -1,5 +1,5 @@
-"""SyncBatchNorm: every microbatch is split over the data ranks, and statistics are computed over
-all of its slices (law 2). All ranks compute their slices of microbatch 0 together, then of
+"""SyncBatchNorm: the samples of every microbatch are split over the data ranks, and statistics are
+computed over all of its slices. All ranks compute their slices of microbatch 0 together, then of
 microbatch 1, and so on. Outputs and gradients equal those of one process. Each layer exchanges
 (mean, variance, number of values) in the forward and two sums per channel in the backward, so every
 rank must run the same layers in the same order: a layer in a branch that only some ranks take
@@ -28,15 +28,16 @@ from lockstep.plan import Plan
 
 
 class SyncBatchNormExchange:
-    """The ranks with which all SyncBatchNorm layers of a session exchange statistics. A copy of a
-    model shares it."""
+    """The state that all SyncBatchNorm layers of a session share: the ranks with which they
+    exchange statistics, and what this rank computes now. A copy of a model shares it."""
 
     def __init__(self) -> None:
         self.world: World | None = None
-        """The ranks over which a microbatch is split; None if it is not split."""
+        """The ranks over which the samples of each microbatch are split; None if they are not
+        split."""
         self.is_dummy: bool | None = None
-        """True while this rank computes a dummy instead of a slice, False for a slice; None outside
-        of microbatches."""
+        """True while this rank computes a dummy forward, because it has no slice of the microbatch;
+        False while it computes a slice; None outside of microbatches."""
 
     def __deepcopy__(self, _: Any) -> SyncBatchNormExchange:
         return self
@@ -73,8 +74,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def use_exchange(model: nn.Module, exchange: SyncBatchNormExchange) -> None:
-    """Give the model's `nn.SyncBatchNorm` layers the forward of this module's `SyncBatchNorm`, with
-    the exchange. Raises `RecipeError` if a layer has a process group."""
+    """Give the model's `nn.SyncBatchNorm` layers the forward of `SyncBatchNorm` in this module,
+    which uses `exchange`. Raises `RecipeError` if a layer has a process group."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             if module.process_group is not None:
@@ -98,8 +99,9 @@ def split_microbatches(
     *,
     microbatch: int,
 ) -> MicrobatchAssignment:
-    """Return the assignment; if a model has a SyncBatchNorm in training mode, an assignment that
-    splits microbatches over the data ranks. Every rank calls it. Raises `RecipeError` if other
+    """Return the assignment of microbatches to ranks. If a model has a SyncBatchNorm in training
+    mode, it is changed to split the samples of each microbatch over the data ranks. Every rank
+    calls it. `microbatch`: the number of samples of a microbatch. Raises `RecipeError` if other
     settings do not allow the split."""
     mine = [
         (name, type(layer).__name__, isinstance(layer, nn.SyncBatchNorm))
@@ -136,9 +138,9 @@ def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, BatchNor
 
 
 class _Normalise(torch.autograd.Function):
-    """BatchNorm of one slice with the statistics of its microbatch. Returns (output, mean,
-    variance, values per channel). The last three are in float64, without gradient, and used for the
-    running statistics; the variance is uncorrected."""
+    """BatchNorm of this rank's slice of a microbatch, with the statistics over all ranks' slices.
+    Returns (output, mean, variance, number of values per channel). The last three are in float64,
+    without gradient, and used for the running statistics; the variance is uncorrected."""
 
     @staticmethod
     def forward(

@@ -1,14 +1,14 @@
-"""Handles autocast's casts of sharded weights.
+"""Handles autocast's casts of the weights that FSDP2 shards.
 
 FSDP2 gathers the weights of torch's layers in autocast's precision: casting a gathered weight gives
 the same bits as gathering the casts of its shards. Other code that used such a weight in another
 operation would get a rounded weight; `check_uses` detects this in the first backward.
 
-For any other weight, a product under autocast saves the cast for its backward. FSDP2 cannot free
-these casts, so they would keep the full model in bf16 on every rank. So after the forward of a
-block, `drop_casts` replaces each such cast by a function that makes it again, with the same bits,
-from the weight that FSDP2 gathers for the block's backward. Other tensors that autograd has saved
-are kept."""
+For any other weight, a matrix product under autocast saves the cast weight for its backward. FSDP2
+cannot free these casts, so they would keep the full model in bf16 on every rank. So after the
+forward of a block, `drop_casts` replaces each such cast by a function that makes it again, with the
+same bits, from the weight that FSDP2 gathers for the block's backward. Other tensors that autograd
+has saved are kept."""
 
 from __future__ import annotations
 
@@ -50,17 +50,19 @@ _WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
 """Modules of torch -> the parameters that their forwards use only in matrix products and
 convolutions."""
 SMALL_PART = 200
-"""A weight is small if it has less than 1 / 200 of the elements of its group. A router has at most
-1 / (2 h), where h is the width of the experts' hidden layer; the smallest projection of a large
-model's attention has 1 / 100."""
+"""A weight is small, and is gathered in its own dtype, if it has less than 1 / 200 of the elements
+of the parameters that FSDP2 gathers together. A router has at most 1 / (2 h) of them, where h is
+the width of the experts' hidden layer; the smallest projection of a large model's attention has 1 /
+100."""
 VIEWS = (
     "(T|Transpose|Permute|View|UnsafeView|Split|SplitWithSizes|Chunk|Slice|Select|Squeeze|Unsqueeze"
     "|Expand|Alias|Unbind)"
 )
-"""Nodes of autograd's graph that are views."""
+"""Matches the names of autograd's nodes for view operations, without their ending `Backward0`."""
 _PRODUCTS = r"Addmm|Mm|Bmm|Baddbmm|Addbmm|Addmv|Mv|Dot|Linear|\w*Convolution"
 _OTHERS = rf"(?!({VIEWS}|{_PRODUCTS})Backward)\w+Backward\d"
-"""Torch's own operations that are neither products nor views."""
+"""Matches the names of autograd's nodes for torch's own operations that are neither matrix products
+and convolutions nor views."""
 _TWO_DTYPES = (
     r"[^\n]*(have the same dtype|should be the same|expected scalar"
     r" type)[^\n]*(BFloat16|Half)[^\n]*"
@@ -73,8 +75,8 @@ _A_FORWARD_OF_ITS_OWN = (
 
 @dataclass(frozen=True, slots=True)
 class AutocastWeights:
-    """The weights of a model that FSDP2 gathers in `dtype`. `owners`: the module of each of these
-    weights, and the weight's name there."""
+    """The weights of a model that FSDP2 may all-gather in `dtype`, autocast's precision. `owners`:
+    the module of each of these weights, and the weight's name in that module."""
 
     dtype: torch.dtype
     owners: Collection[tuple[nn.Module, str]]
@@ -110,9 +112,10 @@ class AutocastWeights:
 
 
 def check_uses(groups: Iterable[nn.Module], loss: Tensor) -> None:
-    """Raise `PlanError` if the graph of `loss` uses a weight that is gathered in `dtype` in
-    operations other than matrix products and convolutions. Compiled code and the user's autograd
-    functions cannot be checked."""
+    """Raise `PlanError` if the graph of `loss` uses a weight that is gathered in autocast's
+    precision in operations other than matrix products and convolutions. Compiled code and the
+    user's autograd.Functions cannot be checked. `groups`: the modules on which `fully_shard` was
+    called."""
     held = filter(None, map(fsdp_parameter_group, groups))
     parameters = [each for group in held for each in group.fsdp_params]
     names = {id(gathered): name for name, gathered in filter(None, map(gathered_short, parameters))}
@@ -134,8 +137,9 @@ def check_uses(groups: Iterable[nn.Module], loss: Tensor) -> None:
 
 
 def error_of_autocast(error: BaseException | None, plan: object) -> PlanError | None:
-    """Return an error that explains torch's error about two dtypes, if weights are gathered in
-    autocast's precision; None for any other error. `plan`: the plan that shards them."""
+    """Return an error that explains torch's error about a product of two dtypes, which occurs if
+    weights are gathered in autocast's precision and used without autocast; None for any other
+    error. `plan`: the plan that shards the weights."""
     if not isinstance(error, RuntimeError) or not (said := re.search(_TWO_DTYPES, str(error))):
         return None
     return PlanError(
@@ -146,8 +150,8 @@ def error_of_autocast(error: BaseException | None, plan: object) -> PlanError | 
 
 
 def _name_of(node: Node, names: Mapping[int, str]) -> str | None:
-    """Return the name of the weight for which `node` accumulates the gradient (or the gradient of a
-    view of it)."""
+    """Return the name of the weight whose gradient the node of autograd's graph accumulates,
+    directly or through views; None for another node. `names`: the weight's id -> its name."""
     while (
         re.match(f"{VIEWS}Backward", node.name())
         and (following := node.next_functions[0][0]) is not None
@@ -165,15 +169,15 @@ def _computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 BLOCK = "lockstep: output of a block"
-"""Key in the metadata of autograd's nodes."""
+"""Key in the metadata of those nodes of autograd's graph that made the output of a block."""
 CAST = "ToCopyBackward0"
 View = Callable[[Tensor], Tensor]
 
 
 def drop_casts(group: nn.Module, *, is_root: bool) -> None:
-    """Stop autograd from keeping, from forward to backward, casts of the weights of one FSDP2
-    group. `is_root`: True for the group of parameters outside of blocks, of whose forward only the
-    part after the last block is searched."""
+    """Stop autograd from keeping, from forward to backward, casts of the weights that FSDP2 gathers
+    with the module `group`. `is_root`: True for the module that holds the blocks; of its forward,
+    only the operations after the last block are searched for casts."""
     parameters = fsdp_parameter_group(group)
     compared: set[str] = set()
 
@@ -213,9 +217,10 @@ def drop_from_graph(
     is_end: Callable[[Any], bool],
     compared: set[str],
 ) -> None:
-    """Drop the casts of the weights from the graph between the `waiting` nodes and the `is_end`
-    nodes. `weights`: a weight's id -> its name. `compared`: names of weights whose casts were
-    compared already; the backward adds names."""
+    """Replace saved casts of the weights, in autograd's graph from the `waiting` nodes back to the
+    nodes for which `is_end` is true, by functions that make them again in the backward. `weights`:
+    a weight's id -> its name. `compared`: names of weights of which a cast made in the backward was
+    compared with that of the forward; the backward adds names."""
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
@@ -245,7 +250,9 @@ def _in_its_place(cast: _Cast, tensor: Tensor) -> _Cast:
 
 
 def _again_and_compared(expected: Tensor, name: str, compared: set[str], cast: _Cast) -> Tensor:
-    """Make the cast again. Raises `PlanError` if it differs from the forward's cast."""
+    """Make a cast of a weight again, in the backward. Raises `PlanError` if it differs from the
+    forward's cast. `expected`: the sum of the bits of the forward's cast. `name`: the weight's
+    name, which is added to `compared`."""
     again = cast.again()
     if again.untyped_storage().nbytes():
         if not torch.equal(_sum_of_bits(again), expected):
@@ -266,8 +273,9 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """Describes how to make a saved tensor again: apply `views` to the gathered weight, cast the
-    result to `dtype`, and view it with `size`, `stride` and `offset`."""
+    """Describes how to make a tensor again that autograd has saved, a cast of a weight: apply
+    `views` to the gathered weight, cast the result to `dtype`, and view it with `size`, `stride`
+    and `offset`."""
 
     weight: Tensor
     views: tuple[View, ...]
@@ -278,8 +286,8 @@ class _Cast:
 
     @classmethod
     def of(cls, tensor: Tensor, weights: Mapping[int, str]) -> _Cast | None:
-        """Return an object that computes `tensor` again; None if the tensor is not a cast of these
-        weights, or was changed."""
+        """Return an object that can make `tensor` again; None if the tensor is not a cast of one of
+        these weights, or was changed after the cast."""
         cast = base_of(tensor)
         if type(cast.grad_fn).__name__ != CAST or version(cast) or is_distributed(cast):
             return None
@@ -309,8 +317,9 @@ class _Cast:
         return source
 
     def again(self) -> Tensor:
-        """Make the cast of the weight again, if the weight's memory exists. (A backward also
-        unpacks tensors that it does not use.)"""
+        """Return the cast of the weight, made again. If the memory of the gathered weight is freed,
+        return a tensor without memory: a backward also unpacks saved tensors that it does not
+        use."""
         if not self.weight.untyped_storage().nbytes():
             device = self.weight.device
             freed = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
@@ -326,8 +335,8 @@ def _is_cast_or_view(kind: Any) -> bool:
 
 
 def _view_of(node: Any, place: int) -> View | None:
-    """Return the view whose backward, for output number `place`, is `node`; None for another
-    operation."""
+    """Return the view operation, as a function of the base tensor, whose backward is `node`; None
+    for another operation. `place`: the index of the view among the operation's outputs."""
 
     def saved(*names: str) -> dict[str, Any]:
         return {name: saved_value(node, name) for name in names}
