@@ -240,6 +240,34 @@ def test_a_descriptor_in_a_cycle_is_collected_first() -> None:
         gc.enable()
 
 
+def test_a_cycle_that_a_thread_holds_during_the_first_collection_is_collected_later() -> None:
+    collected = threading.Event()
+
+    def hold() -> None:
+        cycle: list[object] = [socket.socketpair()]
+        cycle.append(cycle)
+        collected.wait()
+
+    def seen(phase: str, _: object) -> None:
+        if phase == "stop":
+            collected.set()
+
+    gc.disable()
+    gc.callbacks.append(seen)
+    try:
+        before = leaks.take()
+        thread = threading.Thread(target=hold)
+        thread.start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            assert leaks.remaining(before) == []
+        thread.join()
+    finally:
+        gc.callbacks.remove(seen)
+        gc.enable()
+
+
+
 def test_exempt_processes_are_left_out_with_their_descendants() -> None:
     before = leaks.take()
     with subprocess.Popen(

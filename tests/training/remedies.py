@@ -1987,7 +1987,7 @@ ELSEWHERE = {
     ),
     "code of your own can ask torch.distributed.is_initialized()": COLLECTIVES,
     "so these would be counted once per rank; leave it out": COLLECTIVES,
-    "for samples of all ranks, give Recipe.batch_loss": (
+    "to compare samples of all ranks, give Recipe.batch_loss": (
         "training/test_collectives.py::test_the_remedy_of_a_loss_that_sums_its_denominator_over_ranks"
     ),
     "in a wrapper of another optimizer, super().__init__(other.param_groups, {})": (

@@ -130,14 +130,15 @@ def remaining(
         ]
 
     leaks = found()
-    if leaks:
-        gc.collect()
-        leaks = found()
     pause = POLL_SECONDS
-    while leaks and time.monotonic() < deadline:
-        time.sleep(pause)
-        pause = min(1.5 * pause, MAX_POLL_SECONDS)
+    while leaks:
+        gc.collect()  # again each time: a thread that ends may leave a cycle too
         leaks = found()
+        if time.monotonic() >= deadline:
+            break
+        if leaks:
+            time.sleep(pause)
+            pause = min(1.5 * pause, MAX_POLL_SECONDS)
     return leaks
 
 

@@ -50,7 +50,7 @@ from lockstep.testing.worker import (
 START_SECONDS = 120.0
 # Time to destroy the process group and, with `check_leaks`, to wait for threads and processes to
 # end.
-LEAVE_SECONDS = 15.0
+LEAVE_SECONDS = 30.0
 DUMP_SECONDS = 2.0
 # The sockets of a killed rank close a moment before its end is visible, so errors of other ranks
 # may arrive first.

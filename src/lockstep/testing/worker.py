@@ -62,6 +62,8 @@ RUNS_BEFORE_MOVE = 10
 # Seconds by which the process group's timeout exceeds the pool's, so that a hanging run always ends
 # with its stacks.
 LONGER_SECONDS = 5.0
+FREED_SECONDS = 10.0
+"""Time for threads to end and for Gloo to close its sockets, on a busy host."""
 
 
 def nursery(control_descriptor: int, preload: Iterable[str]) -> None:
@@ -299,7 +301,7 @@ def _join(task: dict[str, Any]) -> Callable[[], list[str]]:
         if distributed.is_initialized():
             distributed.destroy_process_group()
         forget_meshes()
-        return leaks.remaining(before) if before is not None else []
+        return [] if before is None else leaks.remaining(before, timeout_seconds=FREED_SECONDS)
 
     return leave
 
