@@ -267,7 +267,6 @@ def test_a_cycle_that_a_thread_holds_during_the_first_collection_is_collected_la
         gc.enable()
 
 
-
 def test_exempt_processes_are_left_out_with_their_descendants() -> None:
     before = leaks.take()
     with subprocess.Popen(
