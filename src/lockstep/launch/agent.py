@@ -1,9 +1,10 @@
-"""Starts, watches, ends and restarts the workers of this machine, with torch's elastic agent.
+"""Starts, watches, ends and restarts the workers (the processes of ranks) of this machine, with
+torch's elastic agent.
 
-[Note: restarts] Torch's loop calls `_monitor_workers`. After a failure with restarts left, or if
-another machine waits to join, it stops the workers, holds a rendezvous with the other machines, and
-starts new workers. Each start has a new store and port, a new folder for the workers' files, and
-new `WorkerProcesses`.
+[Note: restarts] The loop of torch's agent calls `_monitor_workers`. After a failure with restarts
+left, or if another machine waits to join, the loop stops the workers, holds a rendezvous with the
+other machines, and starts new workers. Each start has a new store and port, a new folder for the
+workers' files, and new `WorkerProcesses`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ from lockstep.options import Restart, RunOptions, variable
 
 _REGROUPS = "lockstep/regroups"
 Count = Literal["done", "known"]
-"""`done`: machines whose workers are done. `known`: machines that know that all are done."""
+"""Names of the counters of machines in the store. `done`: machines whose workers are done. `known`:
+machines that know that the workers of all machines are done."""
 
 
 class StartStore:
@@ -68,18 +70,21 @@ class StartStore:
         self._counted = set[Count]()
 
     def exchange(self, number: int, machines: int, mine: list[Any]) -> list[list[Any]]:
-        """Return each machine's JSON value, in order of their numbers. `number`: this machine's."""
+        """Exchange a JSON value (`mine`) between all machines. Returns the values in order of the
+        machines' numbers. `number`: this machine's number. `machines`: the number of machines."""
         self._store.set(f"lockstep/agent-{number}", json.dumps(mine))
         return [json.loads(self._store.get(f"lockstep/agent-{each}")) for each in range(machines)]
 
     def count(self, what: Count) -> int:
-        """Return the number of machines, including this one, that have called this with `what`."""
+        """Count this machine, if it has not called this with `what` before. Returns the number of
+        machines that have called it with `what`."""
         is_first = what not in self._counted
         self._counted.add(what)
         return int(self._store.add(f"lockstep/{what}", int(is_first)))
 
     def announce_regroup(self) -> None:
-        """Tell all machines that the workers save and end because they are to be restarted."""
+        """Tell all machines that their workers have to save and end, because they will be restarted
+        together with those of a joining machine."""
         self._store.set(_REGROUPS, "")
 
     def regroups(self) -> bool:
@@ -91,14 +96,15 @@ class StartStore:
 
 
 FAILED, LOST_A_PEER, JOINED = range(3)
-"""Kinds of reasons why a machine restarts its workers. If machines have different reasons, the
-first kind in this order counts."""
+"""Kinds of reasons why a machine restarts its workers. If machines have reasons of different kinds,
+the first kind in this order is reported."""
 
 
 def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | None:
-    """The reason for a restart; None at the first start. `everyone`: for each machine, its number
-    of restarts, the addresses of the machines before the restart, and the kind and text of its
-    reason. `machines`: addresses of the current machines.
+    """The reason for a restart of the workers on all machines; None at the first start. `everyone`:
+    for each machine, its number of restarts, the addresses of the machines that it knew before the
+    restart, and the kind and text of its reason. `machines`: addresses of the machines that are
+    left or have joined.
     """
     reasons = [why for _, _, why in everyone if why is not None]
     if not reasons:
@@ -115,8 +121,9 @@ def restart_variables(
     everyone: Sequence[Any], machines: Sequence[str], *, in_place: bool
 ) -> dict[str, str]:
     """The environment variables that tell workers why they are started again; none at the first
-    start. `everyone`: the values of each machine. The first three are the values for
-    `restart_reason`, the fifth is the reason why the restart is not `in_place`."""
+    start. `everyone`: for each machine, the values that it gives to the others. The first three are
+    the values for `restart_reason`, the fifth is the reason why workers do not continue in their
+    processes. `in_place`: True if they do."""
     why = restart_reason([each[:3] for each in everyone], machines)
     if why is None:
         return {}
@@ -127,8 +134,9 @@ def restart_variables(
 
 
 def failure_reason(first: WorkerFailure | None, lost: Sequence[str]) -> tuple[int, str]:
-    """The kind and text of a machine's reason. `first`: the failure that caused the others. `lost`:
-    the addresses of lost machines."""
+    """The kind and text of a machine's reason to restart its workers. `first`: the worker's failure
+    that caused the others; None if no worker of this machine failed. `lost`: the addresses of lost
+    machines."""
     if first is not None:
         return (LOST_A_PEER if first.lost_a_peer else FAILED), first.line
     silent = (
@@ -157,11 +165,13 @@ def rendezvous_error(error: Exception, machines: Machines) -> str:
 
 
 LOST, JOINS = "lost", "joins"
-"""Reasons for which the workers of all machines leave their collectives for a recovery in place."""
+"""Reasons for which the workers of all machines leave their collectives, for a recovery in place: a
+worker is lost, or a machine joins."""
 
 
 class Agent(SimpleElasticAgent):
-    """Torch's agent with lockstep's worker processes. See [Note: restarts]."""
+    """Torch's elastic agent, which starts and ends lockstep's worker processes instead of torch's.
+    See [Note: restarts]."""
 
     def __init__(
         self,
@@ -173,18 +183,21 @@ class Agent(SimpleElasticAgent):
         in_place: InPlace,
         never_in_place: str | None,
     ) -> None:
-        """`never_in_place`: the reason why workers cannot recover in place; None if they can, empty
-        if recovery in place was not requested."""
+        """`given`: environment variables of the workers. `folder`: the folder of the workers'
+        files. `never_in_place`: the reason why workers cannot recover in place; None if they can,
+        empty if recovery in place was not requested."""
         super().__init__(spec)
         self.in_place = in_place
         self._never_in_place = never_in_place
         self._not_in_place: str | None = None
         self.is_joining = False
-        """True until the machine has completed the rendezvous with the machines of the run that it
-        joins."""
-        self._is_able = False  # True if recovery in place is possible: all workers train
+        """True until this machine has completed the rendezvous with the machines of a running run
+        that it joins."""
+        # True if recovery in place is possible, because all workers of this machine train
+        self._is_able = False
         self._count_asked = spec.local_world_size
-        self._goes_on = False  # True if the run continues with the remaining processes
+        # True if after the loss of a worker the run continues with the remaining processes
+        self._goes_on = False
         rendezvous = spec.rdzv_handler
         self._elastic = rendezvous if isinstance(rendezvous, ElasticRendezvous) else None
         self._start = start
@@ -232,8 +245,9 @@ class Agent(SimpleElasticAgent):
         tell(INTERRUPTED if self._workers.ending().options_read else at_once)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Hold a rendezvous, and agree with the other machines on the number of restarts, the
-        reason of this restart, and on recovery in place, which needs all machines."""
+        """Hold a rendezvous. Then agree with the other machines on the number of restarts, on the
+        reason of this restart, and on whether workers recover in place, which all machines must be
+        able to do."""
         try:
             super()._rendezvous(worker_group)
             everyone = self._exchange(worker_group)
@@ -297,7 +311,7 @@ class Agent(SimpleElasticAgent):
                 self._elastic.announce(json.dumps([ranks, record]))
         if self._workers.have_failed() or (self._workers.running and self._lost_a_machine()):
             return self._failed()
-        # LOST, JOINS, or JSON: the hanging ranks on another machine, and the record of the hang.
+        # LOST, JOINS, or JSON with the hanging ranks of another machine and the record of the hang
         why = None
         if self._elastic is not None and self._never_in_place is None:
             why = self._elastic.announced()
@@ -327,7 +341,8 @@ class Agent(SimpleElasticAgent):
         )
 
     def _prepare_to_recover(self) -> None:
-        """Once all workers train, start a spare process and tell the other machines."""
+        """Once all workers of this machine train, start a spare process, and tell the other
+        machines that this one can recover in place."""
         workers = self._workers
         if self._never_in_place is not None:
             return
@@ -348,8 +363,8 @@ class Agent(SimpleElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _leave(self, why: str) -> str | None:
-        """Make the remaining workers wait for new ranks. Returns None, or the reason why they
-        cannot."""
+        """Make the remaining workers leave their collectives and wait for new ranks. `why`: LOST or
+        JOINS. Returns None, or the reason why they cannot."""
         if not self._goes_on:
             self.in_place.lost_at = time.time()
         self._not_in_place = self._why_not_in_place(why)
@@ -361,8 +376,8 @@ class Agent(SimpleElasticAgent):
         return self._not_in_place
 
     def _why_not_in_place(self, why: str) -> str | None:
-        """The reason why the remaining workers cannot continue in their processes; None if they
-        can. `why`: LOST or JOINS."""
+        """The reason why the remaining workers of this machine cannot continue in their processes;
+        None if they can. `why`: LOST or JOINS."""
         if (
             (why == LOST and not self._remaining_restarts)
             or self._workers.restart_request()
@@ -376,8 +391,8 @@ class Agent(SimpleElasticAgent):
         return self._workers.connections.why_not(healthy, others)
 
     def _count_failure(self) -> None:
-        """Announce a restart, or set the remaining restarts to 0 if these failures must not cause a
-        restart."""
+        """After a failure, announce a restart, or set the number of remaining restarts to 0 if this
+        failure must not cause a restart."""
         ending = self._workers.ending()
         first, waiting = ending.first, self._goes_on
         by_mistake = first is not None and first.record is not None and first.record.user_error
@@ -389,7 +404,7 @@ class Agent(SimpleElasticAgent):
         if stopped or by_mistake or again:
             self._remaining_restarts = 0
         elif reason := self._workers.restart_request():
-            # torch's loop subtracts one, but this restart does not count
+            # torch's loop subtracts one, but this restart does not count for --max-restarts
             self._remaining_restarts += 1
             self._why = (FAILED, reason)
             self._signals.go_on()
@@ -406,8 +421,8 @@ class Agent(SimpleElasticAgent):
             self._elsewhere = line
 
     def _lost_a_machine(self) -> bool:
-        """True if another machine has left. Workers here that were not asked to save may then wait
-        for it for minutes."""
+        """True if another machine has left the run. The workers of this machine must then be ended:
+        they may wait for it for minutes."""
         self._lost = () if self._elastic is None else self._elastic.lost_machines()
         return bool(self._lost) and (self._is_able or not self._shared.regroups())
 
@@ -436,7 +451,7 @@ class Agent(SimpleElasticAgent):
                 self._variables(worker_group), lost_at=self.in_place.lost_at
             )
             self._is_able = False
-        else:  # on another machine, the workers cannot continue in their processes
+        else:  # the workers of another machine cannot continue in their processes
             self._workers.end_after_loss()
             self._start_workers(worker_group)
         self._goes_on = False
@@ -471,8 +486,8 @@ class Agent(SimpleElasticAgent):
             super()._restart_workers(worker_group)
 
     def _takes_in(self) -> bool:
-        """Make the workers wait in their processes for a joining machine. Returns False if they
-        cannot."""
+        """Make the workers leave their collectives and wait, in their processes, for the new ranks
+        with a joining machine. Returns False if they cannot."""
         if self._never_in_place is not None or self._leave(JOINS) is not None:
             return False
         who = "another machine" if self._elastic is not None else "a new process"
@@ -481,8 +496,8 @@ class Agent(SimpleElasticAgent):
         return True
 
     def _regroup(self, worker_group: WorkerGroup) -> None:
-        """Make the workers of all machines save and end, in order to start again with the waiting
-        machine."""
+        """Make the workers of all machines save and end, so that they can be started again together
+        with the workers of a machine that waits to join."""
         say("lockstep: another machine waits to join: the workers save, and start again with it")
         self._why = (JOINED, "another machine joined")
         self._shared.announce_regroup()
@@ -521,14 +536,15 @@ class Agent(SimpleElasticAgent):
 
 
 def _new_run_dir(given: Mapping[str, str]) -> str:
-    """The run directory, if the launcher chose it and the run has written to it; else empty.
-    `given`: environment variables of the workers."""
+    """The run directory, if the launcher chose its name and the run has written to it; otherwise
+    empty. `given`: environment variables of the workers."""
     path = given.get(variable("default_run_dir"), "")
     return path if path and variable("run_dir") not in given and os.path.isdir(path) else ""
 
 
 def _after(size: int, count: int) -> list[Worker]:
-    """`count` new workers, numbered from `size` on until they get ranks."""
+    """`count` additional workers of torch's agent, for a run of `size` workers; they are numbered
+    from `size` on until they get ranks."""
     ranks = range(size, size + count)
     return [Worker(rank - size, rank, rank, ranks.stop, ranks.stop) for rank in ranks]
 

@@ -19,7 +19,8 @@ Launcher = Literal["python", "torchrun", "lockstep", "spawn", "srun"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment(RunOptions):
-    """The ranks of this process, and the options of its launcher."""
+    """The ranks of this process, and the options of the run, as its launcher passes them in
+    environment variables."""
 
     rank: int
     """Rank among all processes, from 0."""
@@ -35,13 +36,14 @@ class Environment(RunOptions):
     a process per Slurm task."""
     threads: int
     """Number of intra-op threads: OMP_NUM_THREADS if the user set it (torchrun sets 1 by default),
-    else CPUs ÷ processes."""
+    otherwise usable CPUs ÷ processes of this machine."""
     restarts: int = 0
     """Number of restarts of the workers after failures."""
 
     @property
     def place(self) -> dict[str, Any]:
-        """The arguments of `lockstep.comm.world.join` that say where this process is."""
+        """The arguments for `lockstep.comm.world.join`: this process's ranks, the numbers of
+        processes, and the backend."""
         return {
             "rank": self.rank,
             "size": self.world_size,
@@ -116,8 +118,8 @@ def threads_per_process(count: int) -> int:
 
 
 def _not_by_mpirun(environ: Mapping[str, str]) -> None:
-    """Raise `LaunchError` if mpirun has started this process as one of several: each would train
-    alone."""
+    """Raise `LaunchError` if mpirun has started this process as one of several: each of them would
+    train alone, as rank 0 of 1."""
     started = next((name for name in MPI_SIZES if environ.get(name, "1") != "1"), None)
     if "RANK" not in environ and started is not None:
         raise LaunchError(

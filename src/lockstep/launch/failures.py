@@ -1,5 +1,5 @@
-"""Failures of workers: the record that a worker writes, and the launcher's report on all
-records."""
+"""Failures of workers (the processes of ranks): the record that a failed worker writes, and the
+launcher's report on the records of all workers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from lockstep.launch.termination import (
     PREEMPTING,
 )
 
-# Errors that a healthy process gets after another process ended or failed. They are not the cause
-# if a rank has an error of another kind.
+# Errors that a healthy process gets after another process ended or failed. If any rank has an error
+# of another kind, that error is reported as the cause of the run's failure.
 _PEER_ERRORS = {
     "CollectivesAborted",
     "DistBackendError",
@@ -75,7 +75,7 @@ _SIGNALS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureRecord:
-    """A failure as recorded by the worker, which writes it as JSON for the launcher."""
+    """The failure of a worker, which the worker itself writes as JSON for the launcher."""
 
     time: float
     """Seconds since the epoch."""
@@ -87,9 +87,9 @@ class FailureRecord:
     """Text of the exception: str(error)."""
     traceback: str
     """The full traceback, without lockstep's launch frames; for a
-    `lockstep.base.errors.LockstepError` its message."""
+    `lockstep.base.errors.LockstepError` only its message."""
     user_error: bool
-    """True for a `lockstep.base.errors.UserError`: only its message is shown."""
+    """True for a `lockstep.base.errors.UserError`: the launcher shows only its message."""
     peer_lost: bool
     """True if the exception, or one in its chain of causes, is an error of the connection to
     another process."""
@@ -138,7 +138,7 @@ class WorkerFailure:
 
     @property
     def end(self) -> str:
-        """Text for the end of the process, such as "failed (exit status 1)"."""
+        """Text about how the process ended, such as "failed (exit status 1)"."""
         if self.record is not None or self.returncode >= 0:
             return f"failed (exit status {self.status})"
         name = _signal_name(-self.returncode)
@@ -154,7 +154,7 @@ class WorkerFailure:
 
     @property
     def line(self) -> str:
-        """The rank and the reason in one line."""
+        """The rank and the reason of its failure, in one line."""
         if self.lost_a_peer:
             return f"rank {self.rank} lost a peer"
         title = f": {self.record.title}" if self.record and self.record.traceback else ""
@@ -163,7 +163,7 @@ class WorkerFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """The end of a run on this machine: failed, stopped and finished workers."""
+    """How the workers of this machine ended: which failed, were stopped, or finished."""
 
     failures: Sequence[WorkerFailure] = ()
     stopped: Sequence[int] = ()
@@ -171,7 +171,7 @@ class Ending:
     finished: Sequence[int] = ()
     """Ranks that ended by themselves with exit status 0."""
     preempted: Sequence[int] = ()
-    """Ranks that saved and ended on request."""
+    """Ranks that saved and ended because a signal, for instance, asked them to."""
     unkillable: Sequence[int] = ()
     """Ranks that did not end in time even after SIGKILL, because the kernel blocks them."""
     signal: int | None = None
@@ -190,14 +190,14 @@ class Ending:
 
     @property
     def first(self) -> WorkerFailure | None:
-        """The failure that caused the others: the earliest that is not the loss of a peer; if there
-        is none, the earliest."""
+        """The failure that caused the others: the earliest one that is not an error about a lost
+        peer; if all are such errors, the earliest. None if no worker failed."""
         return min(self.failures, key=lambda f: (f.lost_a_peer, f.time, f.rank), default=None)
 
     @property
     def was_preempted(self) -> bool:
-        """True if all running workers have saved and ended on request; or if a signal came during a
-        recovery, and one worker has saved all steps."""
+        """True if all workers that ran have saved and ended on request; or if a signal came during
+        a recovery, and one worker has saved the last step of the run."""
         if self.unkillable:
             return False
         if self.signal in PREEMPTING and self.has_saved:
@@ -278,7 +278,8 @@ class Ending:
 
     @property
     def _run_dir(self) -> str:
-        """Text to append to "the same command": the option that names this run directory."""
+        """Text to append to "the same command" in a report: the option that names the run
+        directory, if the launcher chose it."""
         if not self.new_run_dir:
             return ""
         shown = os.path.relpath(self.new_run_dir)
@@ -289,7 +290,8 @@ class Ending:
 def failure_record(
     error: BaseException, frames: TracebackType | None, status: int
 ) -> FailureRecord:
-    """The record of an exception. `frames`: the traceback from the user's first frame on."""
+    """The record of an exception that ends a worker. `frames`: its traceback, from the first frame
+    of the user's code on. `status`: the exit status that the worker will have."""
     kind = type(error)
     return FailureRecord(
         time=time.time(),
@@ -366,7 +368,7 @@ def read_torch_record(path: Path, returncode: int) -> FailureRecord | None:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and its causes."""
+    """Yield the error, and the chain of exceptions that caused it."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -376,8 +378,8 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_one_of(error: BaseException, names: Collection[str], text: re.Pattern[str]) -> bool:
-    """True if a class of `error` has one of `names`, or if it is a RuntimeError whose message
-    matches `text`."""
+    """True if the class of `error`, or a base class, has one of `names`, or if it is a RuntimeError
+    whose message matches `text`."""
     if any(kind.__name__ in names for kind in type(error).__mro__):
         return True
     return isinstance(error, RuntimeError) and text.search(_text(error)) is not None

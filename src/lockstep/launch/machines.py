@@ -1,4 +1,5 @@
-"""The machines of a run: their rendezvous, and this machine's address. Does not import torch."""
+"""The machines of a run: their number, the address of their rendezvous, and this machine's address.
+Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """The number of machines of a run, and their rendezvous."""
+    """The number of machines of a run (from `least` to `most`), and the address of their
+    rendezvous."""
 
     least: int
     most: int
@@ -27,9 +29,10 @@ class Machines:
     """The number of this machine that the user gave, from 0. None: the machines agree on numbers in
     the rendezvous."""
     interface: str | None = None
-    """The requested network interface. None: the one that routes to the host."""
+    """The network interface that the user asked for. None: the one that routes to the rendezvous
+    host."""
     source: str = "--rdzv"
-    """The option with the host and the port."""
+    """The option by which the user gave the host and the port."""
 
     @property
     def endpoint(self) -> str:
@@ -37,7 +40,7 @@ class Machines:
 
     @property
     def option(self) -> str:
-        """Text with the endpoint and the option that gave it."""
+        """Text for errors with the address of the rendezvous and the option that gave it."""
         return f"{self.source} {self.endpoint}"
 
     @property
@@ -83,7 +86,7 @@ class Machines:
         return cls(least, most, host, port, options.node_rank, options.interface, source)
 
     def resolve(self) -> str:
-        """The IP address of the host. Raises `LaunchError`."""
+        """The IP address of the host of the rendezvous. Raises `LaunchError`."""
         try:
             addresses = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -96,7 +99,8 @@ class Machines:
 
 
 def rendezvous_options(options: LaunchOptions) -> dict[str, str | int]:
-    """The given options of the rendezvous and their values: `--rdzv`, or the older three."""
+    """The rendezvous options that the user gave, with their values: `--rdzv`, or torchrun's older
+    options."""
     names = ("rdzv", "node_rank", "master_addr", "master_port")
     return {flag(name): value for name in names if (value := getattr(options, name)) is not None}
 

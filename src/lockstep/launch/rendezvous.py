@@ -55,18 +55,21 @@ from lockstep.base.torch_private import (
 from lockstep.launch.machines import Machines, address_on, address_towards, interface_of
 
 JOIN_SECONDS = 600
-"""Seconds that a machine waits for the other machines."""
+"""Seconds that a machine waits for the other machines at the start of a run."""
 NOTICE_SECONDS = 5
-"""Seconds without an answer after which a machine prints that it is still trying."""
+"""Seconds without an answer from another machine after which a machine prints that it is still
+trying to connect."""
 STORE_SILENCE_SECONDS = 10
 """Seconds without an answer from the machine that hosts the rendezvous after which it counts as
 lost."""
 STORE_SECONDS = 10
-"""Timeout of one store request: the machine that should write the key may be lost."""
+"""Timeout in seconds of one request to the store. It is short because the machine that should write
+the key may be lost."""
 
 
 def store_on(listener: socket.socket) -> TCPStore:
-    """A store on this socket. Without a socket, TCPStore would listen on all interfaces."""
+    """A TCPStore that listens on this socket. Without a socket it would listen on all
+    interfaces."""
     address, port = listener.getsockname()[:2]
     timeout = timedelta(seconds=STORE_SECONDS)
     return TCPStore(
@@ -80,8 +83,8 @@ def store_on(listener: socket.socket) -> TCPStore:
 
 
 def host_store(machines: Machines, address: str) -> TCPStore | None:
-    """A store in this process; None if the address belongs to another machine, or another process
-    hosts the store."""
+    """Host the store of the rendezvous in this process. Returns None if `address`, the IP address
+    of the rendezvous, belongs to another machine, or if another process hosts the store."""
     try:
         return store_on(socket.create_server((address, machines.port), family=family(address)))
     except OSError as error:
@@ -100,8 +103,8 @@ def host_store(machines: Machines, address: str) -> TCPStore | None:
 
 
 def connect_store(machines: Machines, address: str, own: str) -> TCPStore:
-    """A connection to the store that another machine hosts or will host. `own`: this machine's
-    address."""
+    """A connection to the store of the rendezvous, which another machine hosts or will host.
+    `address`: that machine's IP address. `own`: this machine's."""
     began = time.monotonic()
     has_said = False
     while True:
@@ -166,19 +169,23 @@ LOOPBACK = "127.0.0.1"
 LAST_CALL_SECONDS = 5.0
 """Seconds that a rendezvous waits for more machines once the minimum number has joined."""
 RECOVERY_CALL_SECONDS = 0.5
-"""The same limit for a recovery in place, which all machines join at about the same time."""
+"""LAST_CALL_SECONDS for a recovery in place: it is shorter because all machines join such a
+rendezvous at about the same time."""
 HEARTBEAT_SECONDS = 0.5
 """Seconds between a machine's heartbeats."""
 SILENCE_SECONDS = 5.0
-"""Seconds of silence after which a machine counts as lost. A busy machine may pause for seconds."""
+"""Seconds without a heartbeat after which a machine counts as lost. A busy machine may pause for
+seconds."""
 STATE_SECONDS, RENDEZVOUS_POLL_SECONDS = 0.25, 0.1
-"""Seconds between two reads of the list of machines, outside and during a rendezvous."""
+"""Seconds between two reads of the list of machines from the store, outside of a rendezvous and
+during one."""
 ABLE_SECONDS = 30.0
-"""Seconds that a joining machine waits until the run can include it in place."""
+"""Seconds that a joining machine waits until the workers of the run can continue in their processes
+when it joins."""
 TRIES = 10
-"""Largest number of consecutive rendezvous that each lose a machine."""
+"""Largest number of consecutive rendezvous in each of which a machine is lost."""
 REACH_SECONDS = 5.0
-"""Seconds in which one machine must reach the port of another."""
+"""Seconds in which one machine must connect to the port of another."""
 _RUN_ID = "lockstep"
 
 
@@ -231,7 +238,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 class Silence:
-    """The seconds for which other machines have sent no heartbeat, by this machine's own clock.
+    """Measures for how long other machines have sent no heartbeat, by this machine's own clock.
 
     Time in which this machine did not look does not count: if this machine or the store was
     stopped, no heartbeat could arrive.
@@ -244,8 +251,8 @@ class Silence:
         self._seconds: dict[Any, float] = {}
 
     def lost(self, heartbeats: Mapping[Any, datetime]) -> set[Any]:
-        """Return the machines that count as lost. `heartbeats`: the last one of each machine, as
-        just read."""
+        """Return the machines that count as lost. `heartbeats`: the last heartbeat of each machine,
+        as just read from the store."""
         now = self._clock()
         passed, self._looked = min(now - self._looked, HEARTBEAT_SECONDS), now
         self._seconds = {
@@ -273,7 +280,8 @@ class _Timeout(RendezvousTimeout):
 
 
 class ElasticRendezvous(DynamicRendezvousHandler):
-    """Torch's rendezvous, in a store on the host given by `--rdzv`. Made by `at`."""
+    """Torch's rendezvous of several machines, in a store on the host given by `--rdzv`. Made by
+    `at`."""
 
     machines: Machines
     interface: str | None
@@ -284,8 +292,9 @@ class ElasticRendezvous(DynamicRendezvousHandler):
     _timeout: _Timeout
 
     def __init__(self, node: Any, *rest: Any) -> None:
-        """Called by `from_backend`. Torch distinguishes machines by address and process id.
-        Containers on one host may have the same address (the host's) and process id (1)."""
+        """Called by torch's `from_backend`, which distinguishes machines by address and process id.
+        This adds a random name, because containers on one host may have the same address (the
+        host's) and process id (1)."""
         super().__init__(replace(node, local_id=secrets.randbits(62)), *rest)
         refresh_rendezvous_state_after(self._state_holder, STATE_SECONDS)
         skip_rendezvous_records(self)
@@ -296,8 +305,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
     @classmethod
     def at(cls, machines: Machines) -> ElasticRendezvous:
-        """Host the store if the address is this machine's, or else connect to it. Raises
-        `LaunchError`."""
+        """Host the store of the rendezvous if its address is this machine's, otherwise connect to
+        it. Raises `LaunchError`."""
         address = machines.resolve()
         own = address_on(machines.interface) if machines.interface is not None else ""
         own = own or address_towards(address, machines.port)
@@ -327,12 +336,13 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return meeting
 
     def agree(self, name: str, value: str) -> str:
-        """The value for `name` of the first machine that calls this."""
+        """Agree with the other machines on a value for `name`: returns the value of the first
+        machine that calls this."""
         return bytes(self._store.compare_set(f"{_RUN_ID}.{name}", "", value)).decode()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Hold a rendezvous with the other machines. The workers get a new store each time, because
-        a lost machine would remain in torch's."""
+        """Hold a rendezvous with the other machines. The workers get a new store each time instead
+        of the store of torch's rendezvous, in which a lost machine would remain."""
         if self._timeout.last_call.total_seconds() == LAST_CALL_SECONDS:
             say(
                 f"lockstep: waits at {self.machines.endpoint} for the machines of the run"
@@ -361,7 +371,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         number = info.rank if self.machines.node_rank is None else self.machines.node_rank
         store, rank, size = info.store, info.rank, info.world_size
         try:
-            # keep it open until all machines have tried
+            # keep the port open until all machines have tried to connect to it
             with socket.create_server((own, 0), family=family(own)) as listener:
                 port = listener.getsockname()[1]
                 store.set(f"{_RUN_ID}.listens-{rank}", json.dumps([own, port]))
@@ -380,8 +390,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return RendezvousInfo(store, number, size, place)
 
     def _text_from(self, store: Store, what: str) -> Any:
-        """Return the text that a machine has written under this name. Raises
-        `_MachineLostError`."""
+        """Return the text that a machine writes into the store under this name; waits for it.
+        Raises `_MachineLostError` if a machine is lost meanwhile."""
         while not store.check([f"{_RUN_ID}.{what}"]):
             self._raise_if_lost()
             time.sleep(RENDEZVOUS_POLL_SECONDS / 5)
@@ -392,10 +402,10 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             raise _MachineLostError
 
     def _obstacle(self, address: str, port: int, *, refusal_is_one: bool) -> str | None:
-        """The error of connecting to another machine's port; None if it is reachable. Each machine
-        tries the port of the workers' store, and a port of the next machine. This detects addresses
-        that are reachable on their own host only, as in containers. The other machines wait
-        meanwhile.
+        """Try to connect to another machine's port. Returns the error as text; None if the port is
+        reachable. Each machine tries the port of the workers' store, and a port of the next
+        machine. This detects addresses that are reachable on their own host only, as in containers.
+        The other machines wait meanwhile.
         """
         began = time.monotonic()
         while True:
@@ -404,7 +414,9 @@ class ElasticRendezvous(DynamicRendezvousHandler):
                 return None
             except OSError as error:
                 if isinstance(error, ConnectionRefusedError) and not refusal_is_one:
-                    return None  # the network works, but the machine is about to be lost
+                    # the machine's host answers, so the network works; the machine itself is about
+                    # to be lost
+                    return None
                 if time.monotonic() - began > REACH_SECONDS:
                     self._raise_if_lost()
                     return (
@@ -420,8 +432,9 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return list((Counter(self.addresses) - here).elements())
 
     def machines_able(self, seconds: float) -> int:
-        """The number of machines in a running run, if its workers can continue in their processes
-        when this machine joins. Waits for workers that are recovering. 0: there is no such run."""
+        """The number of machines in the run that this machine wants to join, if that run's workers
+        can continue in their processes when it joins; otherwise 0. Waits up to `seconds` for
+        workers that are recovering."""
         until = time.monotonic() + seconds
         while True:
             count, state = len(self._participants()), self._state_holder.state
@@ -451,7 +464,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return bytes(self._store.compare_set(self._key("leaves"), "", why)).decode()
 
     def announced(self) -> str | None:
-        """The reason for which a machine made the workers leave; None if none did."""
+        """The reason that a machine gave to `announce` since the latest rendezvous; None if none
+        has called it."""
         key = self._key("leaves")
         return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
 
@@ -463,7 +477,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             self._store.set(self._key(f"waits-{self._met.index(self._this_node)}"), "")
         while True:
             here = self._participants()
-            if self.is_closed():  # closed by a machine that may be lost
+            if self.is_closed():  # a machine that may be lost has closed the rendezvous
                 raise RendezvousClosedError
             missing = [number for number, node in enumerate(self._met) if node in here]
             if all(self._store.check([self._key(f"waits-{number}")]) for number in missing):
@@ -487,9 +501,9 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
 
 def check_machines(everyone: Sequence[tuple[int, str, str | None]]) -> None:
-    """Raise `LaunchError` unless the machines have different numbers, and reach each other. All
-    machines call it. `everyone`: number, address and connection error (`_obstacle`) of each
-    machine.
+    """Raise `LaunchError` unless all machines have different numbers (`--node-rank`) and can
+    connect to each other. All machines call it. `everyone`: number, address and connection error
+    (`_obstacle`) of each machine.
     """
     by_number: dict[int, str] = {}
     for number, address, obstacle in everyone:

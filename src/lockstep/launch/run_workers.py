@@ -1,4 +1,4 @@
-"""Runs the workers of this machine to their end."""
+"""Runs the workers of this machine, a process for each rank, to their end."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def run_workers(
     recovery: str = "restart",
     spare_imports: Sequence[str] = (),
 ) -> Ending:
-    """Start `count` workers, wait for all of them, and return their end. If one fails, the others
-    are stopped. After a failure other than a `UserError` all are started again, up to
+    """Start `count` workers, wait for all of them, and return how they ended. If one fails, the
+    others are stopped. After a failure other than a `UserError` all are started again, up to
     `max_restarts` times. Workers get the `options` in their environment. In the main thread,
     SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are passed on to the workers, unless this process
     ignores them; the previous handlers are restored at the end. `machines`: the machines of a run

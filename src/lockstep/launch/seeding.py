@@ -21,11 +21,11 @@ HASH_SEED = {"PYTHONHASHSEED": "0"}
 """The environment variable that makes the iteration order of a set of strings the same in every
 worker."""
 SAFE_PATH = {"PYTHONSAFEPATH": "lockstep"}
-"""The environment variable that keeps Python from importing anything from the working directory
-before it has the parent's search path: that directory cannot be trusted (/tmp). Multiprocessing
-starts processes with `-c`, which would import from it."""
+"""The environment variable that keeps a spawned Python process from importing anything from the
+working directory before it has the parent's search path. That directory may not be trustworthy
+(/tmp). Multiprocessing starts processes with `-c`, which would import from it."""
 _RUN_NAME = "lockstep-seeding"
-# module -> its function that seeds its generator
+# module -> the name of its function that seeds its default generator
 _SEEDED = {"random": "seed", "numpy.random": "seed", "torch": "manual_seed"}
 
 

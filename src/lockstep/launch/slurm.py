@@ -20,8 +20,8 @@ from lockstep.launch.termination import PREEMPTED_STATUS
 from lockstep.options import LaunchOptions, flag
 
 _FIRST_PORT, _PORTS = 10000, 20000
-"""First port and number of ports that may be used, below the range that Linux assigns to
-programs."""
+"""The first port, and the number of ports, from which the port of a rendezvous is chosen: below the
+range that Linux assigns to programs."""
 _PORTS_BETWEEN_STEPS = 997
 _ENDED = [
     "COMPLETED",
@@ -57,7 +57,8 @@ class BatchScript:
     time: str
     """The time limit in Slurm's format."""
     signal_seconds: int = 120
-    """Number of seconds, before the time limit, in which the run must save and end."""
+    """Number of seconds before the time limit at which Slurm sends a signal, so that the run saves
+    and ends."""
     path: str | None = None
     """The folder that contains `lockstep`, to be added to PATH. None: PATH is unchanged."""
     setup: Sequence[str] = ()
@@ -66,7 +67,7 @@ class BatchScript:
     """The command that runs on each node. Empty: `lockstep run` with `run`, `script` and
     `arguments`."""
     sbatch: Sequence[str] = ()
-    """Further options of sbatch."""
+    """Further options of sbatch, one for each #SBATCH line."""
 
     def text(self) -> str:
         """The batch script. Raises `LaunchError` if the options contradict each other."""
@@ -157,19 +158,20 @@ def limit_seconds(time: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmStep:
-    """A Slurm step, as srun describes it in the environment of each task."""
+    """A Slurm step (the tasks that one srun starts), as srun describes it in the environment of
+    each task."""
 
     nodes: Sequence[str]
     tasks: Sequence[int]
     """Number of tasks on each node."""
     node: int
-    """Index of this node."""
+    """Index of this node among the step's nodes."""
     task: int
     """Index of this task among all tasks."""
     local_task: int
     """Index of this task on its node."""
     port: int
-    """Port of the rendezvous, on the first node."""
+    """Port of the rendezvous of the run, on the first node."""
     cpus: int | None
     """Number of CPUs for each task. None: not requested."""
     gpus: int | None
@@ -207,7 +209,8 @@ class SlurmStep:
             ) from None
 
     def check_launchers(self) -> None:
-        """Raise `LaunchError` unless each node has one task."""
+        """Raise `LaunchError` unless the step has one task on each node, to run `lockstep run`
+        there."""
         if any(count != 1 for count in self.tasks):
             raise LaunchError(
                 f"srun started {sum(self.tasks)} times lockstep run on {len(self.nodes)} nodes;"
@@ -216,8 +219,8 @@ class SlurmStep:
             )
 
     def variables(self, address: str) -> dict[str, str]:
-        """The variables that a launcher would set for this task of a run. `address`: address of the
-        first node."""
+        """The environment variables (RANK, WORLD_SIZE, ...) that a launcher would set for this
+        task, if each task is a rank. `address`: address of the first node."""
         values = {
             "RANK": self.task,
             "WORLD_SIZE": sum(self.tasks),
@@ -345,8 +348,9 @@ def follow(job: int, name: str, say: Callable[[str], None], show: Callable[[str]
 def _show_new(
     path: str, start: int, node: str, show: Callable[[str], None], *, to_the_end: bool
 ) -> int:
-    """Show the complete lines of a file from the offset `start` on. Returns the offset after
-    them."""
+    """Show the complete lines of a job's output file from the offset `start` on, or all that is
+    there with `to_the_end`. Returns the offset after them. `node`: name to put before each line;
+    empty for none."""
     with open(path, "rb") as file:
         file.seek(start)
         new = file.read()

@@ -55,7 +55,8 @@ def spawn(
     other processes. Raises `LaunchError` and `PlanError` before it starts any process.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # A worker that imports the script reaches this call again; its parent reports it once.
+        # A worker that imports the script reaches this call again, unless the call is guarded by
+        # `__name__`; its parent reports that once.
         os._exit(_UNGUARDED_STATUS)
     _refuse_in_worker()
     refuse_on_windows("ls.spawn")
@@ -128,8 +129,8 @@ def _raise_failure(ending: Ending) -> None:
 
 
 def _rebuild(record: FailureRecord) -> UserError:
-    """The worker's error, with the same text, and of the same class if this process has that
-    class."""
+    """Make the exception that a worker has recorded: with the same text, and of the same class if
+    this process has imported that class."""
     module, _, name = record.kind.partition(":")
     home = sys.modules.get("__main__" if module == "__mp_main__" else module)
     found: Any = home
@@ -162,8 +163,8 @@ class _Starter:
         )
         safe = {} if "PYTHONSAFEPATH" in os.environ else SAFE_PATH
         own = {"OMP_NUM_THREADS": "1"} if self._forked else safe
-        # use this process's own tracker: one with a worker's variables would be killed with the
-        # worker
+        # start multiprocessing's resource tracker without a worker's variables: it would be killed
+        # with that worker
         with _environment(safe):
             resource_tracker.ensure_running()
         try:
@@ -186,7 +187,8 @@ class _Starter:
 
 
 class _FunctionProcess:
-    """A `lockstep.launch.worker_processes.WorkerProcess` made by multiprocessing."""
+    """A worker process that multiprocessing has started; implements
+    `lockstep.launch.worker_processes.WorkerProcess`."""
 
     def __init__(self, process: BaseProcess, result: Connection | None) -> None:
         self._process = process

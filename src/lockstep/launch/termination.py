@@ -33,14 +33,14 @@ ENDING = signals("SIGHUP")
 END_SECONDS = 30.0
 """Seconds from a request to end to SIGKILL."""
 SAVE_SECONDS = 600.0
-"""The same limit for a process that is saving."""
+"""Seconds from a request to end to SIGKILL, for a process that is saving."""
 
 INTERRUPTED = "interrupted: saves after this step, and ends; Ctrl-C again ends at once"
 """The text that is printed at the first Ctrl-C."""
 
 _is_worker = False
-# a request that came after the last step of a training: the next training in this process acts on
-# it
+# name of a signal that asked to save and end after the last step of a training: the next training
+# in this process acts on it
 _unanswered: str | None = None
 
 
@@ -87,8 +87,9 @@ class Terminated(SystemExit):
 
 
 def _is_on_one_machine() -> bool:
-    """True if all ranks are on this machine, so that all lose the launcher at the same time. On
-    several machines the other ranks continue, as after the loss of a machine."""
+    """True if all ranks are on this machine, so that the end of the launcher affects all of them at
+    the same time. On several machines, the ranks of other machines continue, as after the loss of a
+    machine."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()
@@ -150,7 +151,7 @@ class Termination:
         _unanswered = self.asked
 
     def answer(self) -> None:
-        """Record that the run has saved, and ends."""
+        """Record that the run has acted on the request to save and end."""
         self._is_answered = True
 
     def hold(self, *, failed: bool) -> None:
@@ -180,8 +181,8 @@ class Termination:
             _take_default(number)
             return
         self._got = number
-        # The signal often goes to loader workers too, and torch's handler of SIGCHLD would raise an
-        # error for their end.
+        # The signal often goes to DataLoader workers too, and torch's handler of SIGCHLD would
+        # raise an error when they end.
         for child in signals("SIGCHLD"):
             signal.signal(child, signal.SIG_DFL)
         if not self._held:

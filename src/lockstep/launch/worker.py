@@ -4,10 +4,10 @@
 here imports torch or multiprocessing before the user's code does: torch takes seconds, and
 multiprocessing would remember the wrong `__main__`.
 
-[Note: exit] A worker ends as Python does, but does not destroy its modules and objects. With a
-process group alive, that step aborts or waits for lost peers. ("terminate called without an active
-exception" in 4 of 15 finished runs of a DDP script: a thread of the group asks for the interpreter
-after its end.)
+[Note: exit] A worker ends as Python does, but without the step of finalization that destroys
+modules and objects. If a process group is alive, that step aborts or waits for lost peers. (In 4 of
+15 finished runs of a DDP script, it printed "terminate called without an active exception": a
+thread of the process group acquires the GIL after finalization.)
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def begin() -> Path | None:
-    """Tie this process to its launcher; a spare process waits until it becomes a worker. Returns
-    the path for the record of a failure; None without a launcher. Raises `LaunchError` if the
-    launcher's variable is damaged."""
+    """Tie this process to its launcher, so that it ends with it. A spare process waits here until
+    it replaces a lost worker. Returns the path for the record of a failure; None without a
+    launcher. Raises `LaunchError` if the environment variable that the launcher has set is
+    damaged."""
     text, told, channel = os.environ.get(WORKER, ""), WorkerStart.take(os.environ), None
     if told is None:
         use_files(None)
@@ -93,8 +94,9 @@ def begin() -> Path | None:
 
 
 def _wait_to_become_worker(channel: Channel, imports: Sequence[str]) -> WorkerStart:
-    """Import a worker's modules, wait until the launcher needs this spare process, and take over
-    the worker's variables. Ends the process if the launcher does not need it."""
+    """Import `imports`, wait until the launcher needs this spare process to replace a lost worker,
+    and take over that worker's environment variables. Ends the process if the launcher does not
+    need it."""
     began = time.monotonic()
     for name in imports:
         import_module(name)
@@ -110,8 +112,9 @@ def _wait_to_become_worker(channel: Channel, imports: Sequence[str]) -> WorkerSt
 
 
 def prepare_process() -> None:
-    """Import the modules for training, and exempt all existing objects from garbage collection, so
-    that collecting the old model after a recovery takes milliseconds instead of 0.2 s."""
+    """Import the modules for training, and exempt all existing objects from garbage collection
+    (`gc.freeze`), so that collecting the old model after a recovery in place takes milliseconds
+    instead of 0.2 s."""
     for name in import_module("lockstep.base.torch_private").IMPORTED_IN_TRAINING:
         import_module(name)
     gc.collect()
@@ -119,8 +122,8 @@ def prepare_process() -> None:
 
 
 def run(body: Callable[[], object], record: Path | None) -> NoReturn:
-    """Call `body` and end the process. If `body` raises, or exits with a status other than 0,
-    writes the record first."""
+    """Call `body` and end the process. If `body` raises, or exits with a status other than 0, first
+    writes a `FailureRecord` to the path `record`, if there is one."""
     process = os.getpid()
     hook = sys.excepthook
     in_a_worker()
@@ -148,8 +151,8 @@ def run(body: Callable[[], object], record: Path | None) -> NoReturn:
 
 
 def _write(failure: FailureRecord, path: Path) -> None:
-    """Write the record; if that fails (no disk space, say), print the report that the launcher
-    would print."""
+    """Write the record of a failure; if that fails (no disk space, say), print the report that the
+    launcher would print."""
     try:
         failure.write(path)
     except OSError:
@@ -196,14 +199,14 @@ def _close_files() -> None:
         with suppress(Exception):
             stream.flush()
         kept |= {id(stream), id(getattr(stream, "buffer", None))}
-    # By type: isinstance could run an object's own code.
+    # Compare types, because isinstance could run an object's own code.
     layered = (_io._TextIOBase, _io._BufferedIOBase)
     files: list[Any] = [
         found
         for found in gc.get_objects()
         if issubclass(type(found), layered) and id(found) not in kept
     ]
-    # The outer layer first: text, then layers in Python (gzip), then the buffer of the file.
+    # Flush outer layers first: text files, then layers in Python (gzip), then the buffers of files.
     for file in sorted(
         files,
         key=lambda found: (not isinstance(found, _io._TextIOBase), type(found).__module__ == "_io"),
@@ -265,8 +268,8 @@ def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def _execute(code: CodeType, **attributes: Any) -> None:
-    """Run code in a new `__main__` module, which stays in place for atexit functions, threads and
-    pickle."""
+    """Run code in a new `__main__` module with these attributes. The module stays in `sys.modules`
+    for atexit functions, threads and pickle."""
     module = ModuleType("__main__")
     module.__dict__.update({"__builtins__": builtins, "__cached__": None, **attributes})
     sys.modules["__main__"] = module

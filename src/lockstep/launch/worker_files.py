@@ -19,23 +19,25 @@ if TYPE_CHECKING:
 
 WORKER = variable("worker")
 STARTED_BY = variable("started_by")
-"""The variable with `WorkerStart.files`, in the environment of every process that a worker starts.
-The launcher uses it to find processes that a worker left running, in any session."""
+"""The environment variable with `WorkerStart.files` that every process that a worker starts
+inherits. By it the launcher finds processes that a worker left running, in any session."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStart:
-    """The launcher's parameters for a process that it starts: JSON in one environment variable. The
-    process removes the variable, so that its own children do not write to the same files."""
+    """The launcher's parameters for a worker process or spare process that it starts: JSON in one
+    environment variable. The process removes the variable, so that its own children do not write to
+    the same files."""
 
     launcher: int
     """Process id of the launcher; the process ends with it."""
     files: str | None = None
-    """`WorkerFiles.stem`. None for a spare process, which has no rank yet."""
+    """The beginning of the paths of the process's files, `WorkerFiles.stem`. None for a spare
+    process, which has no rank yet."""
     channel: int | None = None
     """Descriptor of the connection for recovery in place, which the process inherits."""
     is_replacement: bool = False
-    """True if the process replaces a lost one."""
+    """True if the process replaces a lost worker."""
     imports: Sequence[str] = ()
     """Modules that a spare process imports before it waits."""
 
@@ -44,8 +46,8 @@ class WorkerStart:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> WorkerStart | None:
-        """Read the variable; None without a launcher. Raises `LaunchError` if the variable is
-        damaged."""
+        """Read the parameters from the environment variable; None without a launcher. Raises
+        `LaunchError` if the variable is damaged."""
         if WORKER not in environ:
             return None
         try:
@@ -55,15 +57,15 @@ class WorkerStart:
 
     @classmethod
     def take(cls, environ: MutableMapping[str, str]) -> WorkerStart | None:
-        """Read the variable, and remove it."""
+        """Read the parameters from the environment variable, and remove it."""
         start = cls.read(environ)
         environ.pop(WORKER, None)
         return start
 
 
 def damaged_start(text: str, error: Exception) -> LaunchError:
-    """Return the error for a variable that no launcher has set, or that was set for another
-    process."""
+    """Return the error for a value of the environment variable that no launcher has set, or that
+    was set for another process."""
     return LaunchError(
         f"{WORKER}={text} is not for this process ({error}); a launcher of lockstep sets it for"
         f" each process that it starts; unset {WORKER}"
@@ -72,7 +74,8 @@ def damaged_start(text: str, error: Exception) -> LaunchError:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFiles:
-    """The paths of one worker's files, and of the files that all workers of a start share."""
+    """The paths of the files by which one worker and its launcher inform each other, and of those
+    that all workers of a start share."""
 
     stem: Path
     """Common beginning of the paths of this worker's own files. The shared files are in the same
@@ -83,7 +86,8 @@ class WorkerFiles:
 
     @property
     def marker(self) -> str:
-        """The environment entry that all processes started by the worker have."""
+        """The entry "NAME=VALUE" in the environment of all processes that the worker has
+        started."""
         return f"{STARTED_BY}={self.stem}"
 
     @property
@@ -150,8 +154,8 @@ _files: WorkerFiles | None = None
 
 
 def use_files(stem: str | None) -> WorkerFiles | None:
-    """Set the files of this worker; None if it has none. Called once, before the user's code
-    runs."""
+    """Set the files of this worker, and return them; None if it has none. `stem`: see
+    `WorkerFiles.stem`. Called once, before the user's code runs."""
     global _files
     _files = WorkerFiles(Path(stem)) if stem is not None else None
     return _files
@@ -163,7 +167,7 @@ def defer_kill() -> Iterator[None]:
     if _files is None:
         yield
         return
-    with suppress(OSError):  # this must not prevent the save
+    with suppress(OSError):  # an error here must not prevent the save
         _files.saving.touch()
     try:
         yield
@@ -173,7 +177,7 @@ def defer_kill() -> Iterator[None]:
 
 
 def is_saving() -> bool:
-    """True inside `defer_kill`."""
+    """True while this process saves, inside `defer_kill`."""
     return _files is not None and _files.saving.exists()
 
 
@@ -193,13 +197,14 @@ def request_restart(reason: str) -> None:
 
 
 def note_options_read() -> None:
-    """Tell the launcher that the script reads its options."""
+    """Tell the launcher that the script has read the options of the run, so that it uses
+    lockstep."""
     if _files is not None:
         _files.options_read.touch()
 
 
 def write_failure(record: FailureRecord) -> None:
-    """Write the record of a failure that ends this process, from a thread other than the main
+    """Write the record of a failure that ends this process. Called in a thread other than the main
     one."""
     if _files is not None:
         record.write(_files.failure)

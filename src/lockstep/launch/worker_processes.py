@@ -1,8 +1,9 @@
-"""The worker processes of one start on this machine: their state, and how they end. [Note: the end]
-A worker has failed when its process ends with a status other than 0 or its failure record exists.
-The launcher then waits a moment for simultaneous failures; longer while all failures are lost
-peers, so that it does not miss the cause. Then it stops the other workers, and kills the remaining
-ones. All this takes at most PEER_FAILURES_SECONDS + STOP_SECONDS + KILL_SECONDS.
+"""The worker processes (one for each rank) of one start on this machine: their state, and how they
+end. [Note: the end] A worker has failed when its process ends with a status other than 0 or its
+failure record exists. The launcher then waits a moment for simultaneous failures. It waits longer
+while all failures are errors about lost peers, so that it does not miss the failure that caused
+them. Then it stops the other workers, and kills the remaining ones. All this takes at most
+PEER_FAILURES_SECONDS + STOP_SECONDS + KILL_SECONDS.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ from lockstep.launch.worker_files import STARTED_BY, WorkerFiles, WorkerStart
 
 POLL_SECONDS = 0.05
 FAILURES_SECONDS = 0.3
-"""Seconds that the launcher waits after a failure for simultaneous failures."""
+"""Seconds that the launcher waits after a worker's failure for simultaneous failures of other
+workers."""
 PEER_FAILURES_SECONDS = 3.0
-"""The same limit, while all failures are losses of a peer."""
+"""Seconds that the launcher waits for further failures while all failures are errors about lost
+peers, so that the cause is missing."""
 STOP_SECONDS = 3.0
 """Seconds from SIGTERM to SIGKILL for workers that are stopped because another failed."""
 HOLD_SECONDS = 300.0
@@ -51,11 +54,11 @@ HOLD_SECONDS = 300.0
 compiling."""
 HOLD_POLL_SECONDS = 0.002
 LEAVE_SECONDS = 1.0
-"""After all workers have ended successfully, seconds in which the processes that they started may
-end."""
+"""Seconds in which the processes that workers have started may end, after all workers have ended
+successfully."""
 KILL_SECONDS = 2.0
-"""Seconds that the launcher waits for a killed process. It then leaves a process that the kernel
-blocks."""
+"""Seconds that the launcher waits for the end of a killed process. Then it leaves the process,
+which the kernel blocks."""
 
 
 class WorkerProcess(Protocol):
@@ -72,21 +75,22 @@ class WorkerProcess(Protocol):
 GRACE_SECONDS = dict.fromkeys(signals("SIGQUIT"), 5.0) | dict.fromkeys(
     (*PREEMPTING, *ENDING), END_SECONDS
 )
-"""Seconds from a signal that the launcher passes on to SIGKILL. A second signal ends the wait."""
+"""Signal that the launcher passes on to its workers -> seconds until it kills them. A second signal
+ends the wait."""
 
 
 class SignalForwarding:
-    """Passes signals on to the workers. The first signal ends the run, by a `SignalException` in
-    the main thread; if workers are just being ended, the exception is raised afterwards. A later
-    signal ends the wait."""
+    """Passes signals that the launcher receives on to the workers. The first signal ends the run,
+    by a `SignalException` in the launcher's main thread; if workers are just being ended, the
+    exception is raised afterwards. A later signal ends the wait for the workers."""
 
     def __init__(self, on_interrupt: Callable[[], None]) -> None:
         """`on_interrupt`: called in the handler if the first signal is SIGINT."""
         self._on_interrupt = on_interrupt
         self.received: signal.Signals | None = None
-        """The first signal that arrived; None if there was none."""
+        """The first signal that the launcher received; None if there was none."""
         self.is_impatient = False
-        """True once a second signal has arrived."""
+        """True once the launcher has received a second signal."""
         self.is_ending = False
         """True while the workers are being ended because one has failed: the run then ends with
         this failure."""
@@ -104,7 +108,8 @@ class SignalForwarding:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Raise `SignalException` for a signal at the end of the body instead of inside it."""
+        """A context that raises `SignalException`, for a signal that arrives inside, only at its
+        end."""
         self._is_deferred = True
         try:
             yield
@@ -128,19 +133,19 @@ class SignalForwarding:
 
 
 Start = Callable[[Mapping[str, str]], WorkerProcess]
-"""Starts one worker with these variables added to the environment. Called in order of local
-ranks."""
+"""A function that starts one worker process, with these variables added to the environment. Called
+in order of local ranks."""
 
 
 class Spare:
-    """The launcher's side of a spare process, which has imported torch and lockstep and waits to
+    """A spare process as seen by the launcher: it has imported torch and lockstep, and waits to
     replace a lost worker."""
 
     def __init__(
         self, start: Start, environment: Mapping[str, str], imports: Sequence[str]
     ) -> None:
-        """`environment`: the variables of all workers, without the variables of a rank. `imports`:
-        modules to import."""
+        """`environment`: the environment variables that all workers have, without those of a rank.
+        `imports`: modules that the process imports before it waits."""
         ends = open_channel()
         assert ends is not None, "recovery in place is for Linux"
         self.channel, theirs = ends
@@ -150,8 +155,8 @@ class Spare:
             self.process: WorkerProcess = start({**environment, **told.variables()})
 
     def import_seconds(self) -> float | None:
-        """Duration of the imports, which the script of a spare process saves. None before they are
-        done."""
+        """Duration of the spare process's imports, by which it reaches its training earlier than a
+        new process. None before they are done."""
         if self._import_seconds is None and (message := self.channel.receive(0.0)) is not None:
             self._import_seconds = message["import_seconds"]
         return self._import_seconds
@@ -160,7 +165,7 @@ class Spare:
         return self.process.poll() is None
 
     def become(self, environment: Mapping[str, str]) -> None:
-        """Make the spare process run the script, as the worker with these variables."""
+        """Make the spare process run the script, as the worker with these environment variables."""
         self.channel.send("start", environment=dict(environment))
 
     def end(self) -> None:
@@ -178,7 +183,8 @@ class LaunchedWorker:
     is_asked: bool = False
     """True once the worker was asked to save and end."""
     is_stopped: bool = False
-    """True if the launcher ended the worker, or it ended itself together with other workers."""
+    """True if the launcher ended the worker, or if the worker ended itself because another one had
+    failed."""
     is_preempted: bool = False
     """True if the worker saved and ended on request."""
 
@@ -241,13 +247,13 @@ class WorkerProcesses:
         self.connections.note_replacement(rank)
 
     def adopt(self, others: WorkerProcesses) -> None:
-        """Take over the workers of `others`, which have different ranks."""
+        """Take over the workers of `others`, whose ranks differ from the ranks here."""
         self._workers |= others._workers
         self.connections.by_rank |= others.connections.by_rank
 
     def kill_hanging(self) -> list[tuple[Sequence[int], Mapping[str, Any]]]:
-        """Kill workers that a watchdog reports as hanging. Returns the hanging ranks of other
-        machines, with their records."""
+        """Kill the workers that a watchdog has reported as hanging. Returns the reported ranks of
+        other machines, with the records of the hangs."""
         self.connections.look()
         elsewhere: list[tuple[Sequence[int], Mapping[str, Any]]] = []
         while self.connections.hanging:
@@ -264,7 +270,7 @@ class WorkerProcesses:
             self._workers[rank].signal(signal.SIGKILL)
 
     def drop(self, ranks: Collection[int]) -> None:
-        """Kill these workers if they run, and remove them."""
+        """Kill the workers of these ranks if they run, and forget them."""
         dropped = [self._workers[rank] for rank in ranks]
         for worker in dropped:
             if worker.is_running:
@@ -293,7 +299,7 @@ class WorkerProcesses:
 
     @property
     def healthy(self) -> Sequence[int]:
-        """The running ranks that have not failed."""
+        """The ranks that are running and have not failed."""
         return [rank for rank in self.running if self._workers[rank].failure is None]
 
     @property
@@ -302,7 +308,7 @@ class WorkerProcesses:
 
     @property
     def lost_in_training(self) -> Sequence[int]:
-        """The lost ranks whose training had begun."""
+        """The ranks that have ended or failed after their training had begun."""
         return [rank for rank in self.lost if not self.connections.by_rank[rank].is_starting]
 
     @property
@@ -341,8 +347,9 @@ class WorkerProcesses:
         return bool(self._failures)
 
     def hold(self) -> str | None:
-        """Make the running workers leave their collectives and wait for new ranks. Kills workers
-        that do not do so in time. Returns None, or the reason why it is not possible."""
+        """For a recovery in place, make the running workers leave their collectives and wait for
+        new ranks. Kills workers that do not do so in time. Returns None, or the reason why the
+        workers cannot."""
         began = time.monotonic()
         self.connections.send(self.connections.must_leave(self.running), "lost")
         while missing := set(self.connections.must_leave(self.running)).union(
@@ -353,7 +360,7 @@ class WorkerProcesses:
             if refusal := self.connections.refusal():
                 return refusal
             waited = time.monotonic() - began
-            # A failed worker reports its failure before its record exists.
+            # A failing worker says that it cannot recover before the record of its failure exists.
             if waited > FAILURES_SECONDS and (why_not := self.connections.why_not(self.healthy)):
                 return why_not
             for worker in (self._workers[rank] for rank in missing):
@@ -434,7 +441,7 @@ class WorkerProcesses:
                 os.killpg(worker.process.pid, signal.SIGKILL)
             kill_all(lambda: with_marker(worker.files.marker), KILL_SECONDS)
         worker.is_preempted = returncode == PREEMPTED_STATUS and not worker.files.failure.exists()
-        # shutting down: the worker waited for a lost peer, and ended itself
+        # the launcher is ending all workers: this one waited for a lost peer, and ended itself
         worker.is_stopped |= (returncode == -signal.SIGTERM and worker.is_asked) or (
             returncode == 128 + signal.SIGTERM and self._is_shutting_down
         )
@@ -449,15 +456,15 @@ class WorkerProcesses:
             self._look()
 
     def _files_of(self, rank: int) -> WorkerFiles:
-        """Return the files of a worker; if it has another rank now, the files that it began
-        with."""
+        """Return the files of the worker of this rank. A worker whose rank has changed keeps the
+        files that it began with."""
         if rank in self._workers:
             return self._workers[rank].files
         return WorkerFiles(self.folder / f"{self._name}-{rank}")
 
 
 def _variables(files: WorkerFiles, **told: Any) -> dict[str, str]:
-    """Return the variables by which a worker finds its files. `told`: further fields of
+    """Return the environment variables by which a worker finds its files. `told`: further fields of
     `WorkerStart`."""
     start = WorkerStart(launcher=os.getpid(), files=str(files.stem), **told)
     torch_error = {"TORCHELASTIC_ERROR_FILE": str(files.torch_error)}

@@ -1,4 +1,5 @@
-"""The connection between a worker and its launcher, for recovery in place.
+"""The connection between a worker and its launcher, for recovery in place: when a worker is lost,
+the other workers continue in their processes with a replacement.
 
 [Note: recovery in place] Messages are JSON objects with a `kind`.
 
@@ -33,13 +34,13 @@ from typing import Any
 from lockstep.launch.worker_files import WorkerStart
 
 ENDED = "the training has ended on this process"
-"""The reason why a worker that has finished cannot recover in place."""
+"""The reason that is given for a worker that has finished, which cannot recover in place."""
 _PIECE_BYTES = 1 << 15
 _PIECE_DESCRIPTORS = 253
-"""The largest number of descriptors that Linux passes at once; longer messages are sent in
-pieces."""
+"""The largest number of file descriptors that Linux passes in one packet; messages with more are
+sent in pieces."""
 _FIRST, _LAST = 1, 2
-"""Marks of a message's first and last piece, in the first byte of each."""
+"""Bits that mark a message's first and last piece, in the first byte of the piece."""
 
 
 class Channel:
@@ -49,14 +50,14 @@ class Channel:
         self._text = b""
         self._descriptors: list[int] = []
         self.has_ended = False
-        """True once `receive` has found that the other process has ended."""
+        """True once `receive` has found that the process at the other end has ended."""
 
     def fileno(self) -> int:
         return self._end.fileno()
 
     def send(self, kind: str, descriptors: Sequence[int] = (), **values: Any) -> None:
-        """Send a message of any length. Does nothing if the other process has ended. `descriptors`:
-        open files to share with it."""
+        """Send a message of this kind with `values`, of any length. Does nothing if the other
+        process has ended. `descriptors`: open files to share with it."""
         text = json.dumps({"kind": kind, **values}).encode()
         count = max(
             1, math.ceil(len(text) / _PIECE_BYTES), math.ceil(len(descriptors) / _PIECE_DESCRIPTORS)
@@ -83,7 +84,7 @@ class Channel:
             if not piece:
                 self.has_ended = True
                 return None
-            if piece[0] & _FIRST:  # a partial message comes from a killed sender
+            if piece[0] & _FIRST:  # drop pieces of an earlier message, whose sender was killed
                 for descriptor in self._descriptors:
                     os.close(descriptor)
                 self._text, self._descriptors = b"", []
@@ -96,12 +97,12 @@ class Channel:
         return None
 
     def _is_readable(self, until: float | None) -> bool:
-        """Wait until there is something to read. The socket itself stays blocking, so that `send`
-        waits until the buffer has room."""
+        """Wait until there is something to read, or until the time `until`. True if there is. The
+        socket itself stays blocking, so that `send` waits until the buffer has room."""
         poll = select.poll()
         try:
             poll.register(self._end, select.POLLIN)
-        except ValueError:  # it is closed
+        except ValueError:  # the socket is closed
             self.has_ended = True
             return False
         return bool(poll.poll(None if until is None else max(0.0, until - time.monotonic()) * 1000))
@@ -111,8 +112,8 @@ class Channel:
 
 
 def open_channel() -> tuple[Channel, socket.socket] | None:
-    """Return the launcher's end, and the worker's end, which the worker must inherit. None on
-    systems without such sockets."""
+    """Make a connection. Returns the launcher's channel, and the worker's socket, which the worker
+    must inherit. None on systems without such sockets."""
     if sys.platform != "linux":
         return None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -120,12 +121,13 @@ def open_channel() -> tuple[Channel, socket.socket] | None:
 
 
 def inherited(environment: Mapping[str, str]) -> list[int]:
-    """The descriptors that a process with these variables must inherit."""
+    """The file descriptors that a worker with these environment variables must inherit."""
     told = WorkerStart.read(environment)
     return [] if told is None or told.channel is None else [told.channel]
 
 
 def worker_channel(descriptor: int) -> Channel:
-    """The worker's end of the channel. Child processes of the user's code do not inherit it."""
+    """The worker's end of the connection to its launcher. Child processes that the user's code
+    starts do not inherit it."""
     os.set_inheritable(descriptor, False)
     return Channel(socket.socket(fileno=descriptor))

@@ -1,5 +1,5 @@
-"""The launcher's connections to the workers of one start, for recovery in place. See [Note:
-recovery in place]."""
+"""The launcher's connections to the workers that it has started, for recovery in place. See [Note:
+recovery in place] in `channel`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNKNOWN = "its training had not begun"
 
 @dataclass(slots=True)
 class Connection:
-    """The connection to one worker, and the state known from its messages."""
+    """The launcher's connection to one worker, and what it knows from the worker's messages."""
 
     channel: Channel
     why_not: str | None = UNKNOWN
@@ -26,35 +26,38 @@ class Connection:
     sizes: Sequence[int] = ()
     """The world sizes that the run's plan fits."""
     script_seconds: float = 0.0
-    """Seconds from the script's beginning to its training."""
+    """Seconds from the start of the worker's script to the beginning of its training."""
     at: int = -1
-    """Number of steps done when it left its collectives; -1 if unknown."""
+    """Number of steps that the worker had done when it left its collectives for a recovery; -1 if
+    unknown."""
     refusal: str | None = None
-    """The reason why this worker, asked to recover in place, will end instead; None if it tries."""
+    """The reason why this worker ends although it was asked to recover in place; None if it
+    recovers."""
     is_starting: bool = False
     """True for a replacement whose script has not yet reached its training: it is in no
     collective."""
     step: int | None = None
-    """The step of the worker's state (-1 without a state) while the worker waits for its new rank;
-    else None."""
+    """Number of steps in the worker's state (-1 without a state) while the worker waits for its new
+    rank; None while it does not wait."""
 
 
 @dataclass(slots=True)
 class Connections:
-    """The connections to workers, by rank. Empty if workers cannot recover in place."""
+    """The launcher's connections to its workers, by rank. There are none if workers cannot recover
+    in place."""
 
     unused: str | None
     """The reason why workers cannot recover in place; None if they can, empty if recovery in place
     was not requested."""
     by_rank: dict[int, Connection] = field(default_factory=dict)
     hanging: list[tuple[Sequence[int], Mapping[str, Any]]] = field(default_factory=list)
-    """Ranks that a watchdog has reported as hanging, with the record of that failure."""
+    """Reports of watchdogs: the ranks that hang, with the record of that failure."""
     images: list[dict[int, list[int]]] = field(default_factory=lambda: [{}])
-    """The descriptors of each rank's memory for images, one dict for each start of the run; the
-    current start is last."""
+    """Rank -> descriptors of the shared memory in which it keeps images (copies of training
+    states). One dict for each start of the run; the current start is last."""
     all_offered: bool = False
-    """True once all workers of this start, on all machines, have passed this memory to their
-    launchers."""
+    """True once all workers of this start, on all machines, have passed their launchers the memory
+    with their images."""
 
     @contextmanager
     def opened(self, rank: int) -> Iterator[int | None]:
@@ -90,7 +93,7 @@ class Connections:
         self.by_rank = {ranks[rank]: connection for rank, connection in self.by_rank.items()}
 
     def look(self) -> None:
-        """Read the messages of the workers."""
+        """Read the messages that workers have sent since the last call."""
         for rank in self.by_rank:
             self._read(rank)
 
@@ -115,7 +118,8 @@ class Connections:
                     self.images[-1][rank] = message["descriptors"]
                 case "all-offered":
                     self.all_offered = True
-        # drop the images of earlier starts once those of this start are held on all machines
+        # drop the images of earlier starts once the launchers of all machines hold those of this
+        # start
         if self.all_offered and self.images[-1].keys() == self.by_rank.keys():
             _close(self.images[:-1])
             del self.images[:-1]
@@ -137,14 +141,15 @@ class Connections:
         return None
 
     def refusal(self) -> str | None:
-        """The reason why a worker that was asked to recover in place will end instead; None if all
-        try."""
+        """The reason why a worker ends although it was asked to recover in place; None if all
+        workers recover."""
         self.look()
         refusals = {rank: each.refusal for rank, each in self.by_rank.items() if each.refusal}
         return next((f"rank {rank}: {why}" for rank, why in refusals.items()), None)
 
     def largest_size(self, ranks: Sequence[int]) -> int:
-        """The largest number of these workers that the run's plan fits; 0 if there is none."""
+        """The largest world size that the run's plan fits and that these workers suffice for; 0 if
+        there is none."""
         sizes = next((self.by_rank[rank].sizes for rank in ranks if self.by_rank[rank].sizes), ())
         return max((size for size in sizes if size <= len(ranks)), default=0)
 
@@ -153,16 +158,17 @@ class Connections:
         return max((each.at for each in self.by_rank.values() if each.step is not None), default=-1)
 
     def waiting(self) -> dict[int, int]:
-        """The step of each worker that waits for a new rank, by its rank."""
+        """Rank -> number of steps in its state, for each worker that waits for a new rank."""
         self.look()
         return {rank: each.step for rank, each in self.by_rank.items() if each.step is not None}
 
     def starting(self) -> list[int]:
-        """The ranks of new processes that have not yet reached their training."""
+        """The ranks of replacements whose scripts have not yet reached their training."""
         return [rank for rank, each in self.by_rank.items() if each.is_starting]
 
     def must_leave(self, ranks: Collection[int]) -> list[int]:
-        """The ranks that must leave their step before they can wait for a new rank."""
+        """Those of these ranks that are still in a step, which they must leave before they can wait
+        for a new rank."""
         self.look()
         connections = ((rank, self.by_rank[rank]) for rank in ranks)
         return [rank for rank, each in connections if each.step is None and not each.is_starting]
@@ -173,8 +179,9 @@ class Connections:
                 self.by_rank[rank].channel.send(kind)
 
     def rejoin(self, environments: Mapping[int, Mapping[str, str]], *, lost_at: float) -> None:
-        """Send each waiting worker the variables of its rank, the images, and the time at which the
-        loss was detected, in seconds since 1970."""
+        """Send each waiting worker the environment variables of its new rank, the descriptors of
+        all images, and the time at which the loss was detected (`lost_at`, in seconds since
+        1970)."""
         descriptors = _descriptors(self.images)
         for rank, environment in environments.items():
             connection = self.by_rank[rank]

@@ -1,5 +1,5 @@
-"""Recovery in place, in the launcher: the spare process, and the wait until all workers are ready
-to continue."""
+"""Recovery in place, in the launcher: it keeps a spare process, replaces lost workers, and waits
+until all workers are ready to continue."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from lockstep.launch.termination import HUNG_STATUS
 from lockstep.launch.worker_processes import HOLD_POLL_SECONDS, Spare, Start, WorkerProcesses
 
 QUICK_SECONDS = 1.0
-"""If a spare process needs less time than this to reach its training, other workers wait for it."""
+"""If a spare process can reach its training within this many seconds, the other workers wait for it
+after a loss."""
 START_SECONDS = 60.0
-"""The minimum time that a new process gets to reach its training."""
+"""The least number of seconds that a new process gets to reach its training before it is killed."""
 SAME_STEP = 3
 """Number of losses of the same rank at the same step after which the run ends, because another
 recovery would not help."""
 
 
 class InPlace:
-    """The recoveries of one run on this machine."""
+    """The recoveries in place of one run, in the launcher of this machine."""
 
     def __init__(self, start: Start, *, shrinks: bool, spare_imports: Sequence[str]) -> None:
-        """`shrinks`: True if runs continue without their lost workers. `spare_imports`: modules
-        that a spare process imports."""
+        """`start`: function that starts a worker process. `shrinks`: True if the run continues
+        without lost workers, as far as the plan allows, instead of replacing them. `spare_imports`:
+        modules that a spare process imports."""
         self._start = start
         self._spare_imports = spare_imports
         self._shrinks = shrinks
@@ -41,8 +43,8 @@ class InPlace:
         """Time at which the latest recovery began, in seconds since 1970."""
 
     def keep_spare(self, environment: Mapping[str, str]) -> None:
-        """Start a spare process unless one runs. `environment`: the variables that all workers
-        get."""
+        """Start a process that can replace a lost worker, unless one runs. `environment`: the
+        environment variables that all workers get."""
         if self._spare is not None and not self._spare.is_alive():
             self._spare.end()
             self._spare = None
@@ -50,8 +52,8 @@ class InPlace:
             self._spare = Spare(self._start, environment, self._spare_imports)
 
     def note_losses(self, ranks: Sequence[int], step: int) -> bool:
-        """Record that workers in training were lost after this step (-1: unknown). Returns True if
-        one of them was lost at this step too often."""
+        """Record that workers of these ranks were lost after this step of training (-1: unknown).
+        Returns True if one of them was lost at this step too often."""
         if step < 0:
             return False
         losses = [(rank, step) for rank in ranks]
@@ -64,9 +66,11 @@ class InPlace:
         variables: Callable[[int], Mapping[str, str]],
         newcomers: Callable[[int], tuple[WorkerProcesses, Mapping[int, Mapping[str, str]]]],
     ) -> None:
-        """Replace each worker that has ended by a new process. If that takes long, continue without
-        it, and start a newcomer that joins later. `variables`: the environment variables of a rank.
-        `newcomers`: the `WorkerProcesses` for newcomers, and their variables by rank."""
+        """Replace each worker that has ended by a new process. If that would take long, and the
+        plan fits fewer workers, continue without it, and start a process that joins the run later
+        (a newcomer). A run that shrinks starts no new process if the plan fits fewer workers.
+        `variables`: returns the environment variables of a rank. `newcomers`: returns the
+        `WorkerProcesses` for a number of newcomers, and their variables by rank."""
         took = [each.script_seconds for each in workers.connections.by_rank.values()]
         self._script_seconds = max(self._script_seconds, *took, 0.0)
         if self._newcomers is not None and self.newcomers_are_ready():
@@ -88,7 +92,8 @@ class InPlace:
         self.put(workers, {rank: variables(rank) for rank in workers.lost})
 
     def newcomers_are_ready(self) -> bool:
-        """True if there are newcomers and all wait to join. If one has failed, all are dropped."""
+        """True if there are processes that are to join the run later (newcomers), and all of them
+        wait to join. If one has failed, all are dropped."""
         if self._newcomers is None:
             return False
         if self._newcomers.have_failed() or self._newcomers.lost:
@@ -115,8 +120,9 @@ class InPlace:
         return spare
 
     def _go_on_with_fewer(self, workers: WorkerProcesses) -> int:
-        """Drop the workers that have ended, and further ones until the plan fits. Returns the
-        number of remaining workers; 0 if the plan fits no smaller number."""
+        """Drop the workers that have ended, and further ones until the number of the remaining ones
+        fits the plan. Returns the number of dropped workers; 0 if the plan fits no smaller number,
+        and none is dropped."""
         lost = set(workers.lost)
         survivors = [rank for rank in workers.ranks if rank not in lost]
         kept = workers.connections.largest_size(survivors) if lost else 0
@@ -127,15 +133,16 @@ class InPlace:
         return len(dropped)
 
     def put(self, workers: WorkerProcesses, variables: Mapping[int, Mapping[str, str]]) -> None:
-        """Start processes that wait until the run includes them. `variables`: the environment
-        variables of each, by its rank."""
+        """Start new worker processes, or use the spare one; they wait until the run includes them.
+        `variables`: rank -> environment variables of its process."""
         for rank, each in variables.items():
             workers.replace(rank, self._start, each, self._take_spare())
 
     def all_are_ready(self, workers: WorkerProcesses) -> bool:
-        """Wait until all workers wait for their new ranks. Returns False if a worker ends, or takes
-        far longer than earlier workers to reach its training (it is then killed). On a machine that
-        joins there are no earlier workers."""
+        """Wait until all workers have left their collectives and wait for their new ranks. Returns
+        False if a worker ends, or takes far longer than earlier workers to reach its training (it
+        is then killed). On a machine that joins a run there are no earlier workers, so that no
+        worker is killed for this."""
         limit = max(START_SECONDS, 10 * self._script_seconds) if self._script_seconds else math.inf
         until = time.monotonic() + limit
         while True:
@@ -160,7 +167,7 @@ class InPlace:
 
 
 def is_quick(lost: int, *, script_seconds: float, import_seconds: float | None) -> bool:
-    """True if a spare process can quickly replace the lost workers. `lost`: their number.
+    """True if a spare process can quickly replace the lost workers. `lost`: number of lost workers.
     `script_seconds`: time from a script's start to its training. `import_seconds`: time of the
     spare's imports; None if no spare is ready."""
     if lost != 1:

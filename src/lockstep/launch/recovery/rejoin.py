@@ -19,15 +19,16 @@ from lockstep.launch.recovery.channel import ENDED, Channel
 from lockstep.launch.worker_files import write_failure
 
 STUCK_SECONDS = 2.0
-"""If a wait does not end within this many seconds after an abort, this process ends, and counts as
-lost too."""
+"""If a wait in a collective does not end within this many seconds after the collectives were
+aborted, this process ends, and counts as lost too."""
 NOTICE_SECONDS = 15.0
 """The longest time between an error caused by a lost peer and the launcher's message about the
-loss. Launchers notice the loss of a machine only by its silence."""
+loss. It is long because launchers notice the loss of a machine only by its silence."""
 
 
 class Rejoin:
-    """This process's part in recoveries. Made once, in the training thread."""
+    """A worker's side of recovery in place: it leaves its collectives after the loss of another
+    worker, and gets its new rank from the launcher. Made once, in the training thread."""
 
     def __init__(
         self, channel: Channel, abort: Callable[[], None], waits: Callable[[], object]
@@ -36,14 +37,15 @@ class Rejoin:
         groups; may be called in any thread. `waits`: function that returns the current wait in a
         collective, or None; equal values mean the same wait."""
         self.is_rejoining = _is_replacement
-        """True from the loss until the state of the run is restored."""
+        """True from the loss of another worker until the state of the run is restored."""
         self.trainings = 0
-        """Number of trainings that have begun in this process."""
+        """Number of calls of `ls.train`, or of sessions, that have begun in this process."""
         self.lost_at = self.rejoined_at = 0.0
         """The times at which the launcher detected the latest loss, and at which this process got
         its new rank, in seconds since 1970."""
         self.images: list[int] = []
-        """Descriptors of the images in memory of all processes before the loss."""
+        """File descriptors of the shared memory with images (copies of the training state) that all
+        processes had made before the loss."""
         self._script_seconds = time.monotonic() - _script_began
         self._channel = channel
         self._abort = abort
@@ -61,14 +63,14 @@ class Rejoin:
 
     def announce(self, why_not: str | None, sizes: Sequence[int] = ()) -> None:
         """Tell the launcher that this worker can recover in place, or the reason why it cannot.
-        `sizes`: world sizes that the run's plan fits."""
+        `sizes`: the world sizes that the run's plan fits."""
         self._channel.send(
             "able", why_not=why_not, sizes=list(sizes), script_seconds=self._script_seconds
         )
 
     def report_hang(self, ranks: Sequence[int], record: FailureRecord) -> None:
-        """Make the launcher kill the workers of these ranks. `record`: the record of the
-        failure."""
+        """Tell the launcher that the workers of these ranks hang, so that it kills them. `record`:
+        the record of the hang."""
         self._channel.send("hangs", ranks=list(ranks), record=asdict(record))
 
     def offer_images(self, descriptors: Sequence[int]) -> None:
@@ -88,23 +90,24 @@ class Rejoin:
         self.images = []
 
     def join_at_first(self) -> None:
-        """In a replacement process, wait until the run includes it. Ends the process if the run
-        does not need it. Does nothing in other processes."""
+        """In a process that replaces a lost worker, wait until the run includes it. Ends the
+        process if the run does not need it. Does nothing in other processes."""
         if self._is_new:
             self._is_new = False
             if not self._wait_for_verdict(-1):
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(128 + signal.SIGTERM)  # ends like a process that the launcher stops
+                # the exit status of a process that the launcher stops
+                os._exit(128 + signal.SIGTERM)
 
     def rejoined(
         self, error: BaseException, hold: Callable[[], int | str], *, at: int = -1
     ) -> bool:
         """Return True if `error` came from the loss of another worker, and this process has a new
         rank in the environment. Called in the training thread; a second call for the same error
-        returns the same result. `hold`: keeps this process's state and returns its step (-1 without
-        a state), or returns the reason why this process cannot recover. `at`: number of steps done,
-        -1 if unknown.
+        returns the same result. `hold`: function that keeps this process's state in memory and
+        returns the state's number of steps (-1 without a state), or returns the reason why this
+        process cannot recover. `at`: number of steps that the process has done, -1 if unknown.
         """
         if any(link is self._handled for link in chain(error)):
             return True
@@ -139,8 +142,8 @@ class Rejoin:
             raise ConnectionAbortedError("another process was lost, or joins")
 
     def leave(self, leave_groups: Callable[[], object]) -> None:
-        """Leave the old groups. A message about another loss that arrives meanwhile applies to the
-        new groups."""
+        """Leave the process groups from before the loss, by `leave_groups`. A message about another
+        loss that arrives meanwhile applies to the new groups."""
         leave_groups()
         if self._is_lost.is_set():
             self._abort()
@@ -184,7 +187,8 @@ class Rejoin:
         self._verdicts.put(None)
 
     def _end_if_stuck(self) -> None:
-        """End this process if its wait does not end, because Gloo occasionally loses a wake-up."""
+        """End this process if its wait in a collective does not end after the abort. Gloo
+        occasionally loses a wake-up."""
         waited_for = self._waits_for()
         while not self._has_left.wait(STUCK_SECONDS):
             before, waited_for = waited_for, self._waits_for()
@@ -204,8 +208,9 @@ _rejoin: Rejoin | None = None
 
 
 def use_channel(channel: Channel | None, *, is_replacement: bool) -> None:
-    """Use this connection to the launcher, if any, from now on. Called once, before the user's code
-    runs. `is_replacement`: True if this process replaces a lost one."""
+    """Set this worker's connection to its launcher; None if the launcher does not recover in place.
+    Called once, before the user's code runs. `is_replacement`: True if this process replaces a lost
+    one."""
     global _channel, _script_began, _is_replacement
     _channel, _script_began, _is_replacement = channel, time.monotonic(), is_replacement
 
@@ -225,8 +230,8 @@ def session_was_opened() -> bool:
 
 
 def connect(abort: Callable[[], None], waits: Callable[[], object]) -> Rejoin | None:
-    """Return this process's `Rejoin`, with these arguments; None without a launcher that recovers
-    in place."""
+    """Return a new `Rejoin` for this process, with these arguments; None without a launcher that
+    recovers in place."""
     global _rejoin
     if _rejoin is None and _channel is not None:
         _rejoin = Rejoin(_channel, abort, waits)
