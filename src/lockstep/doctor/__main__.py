@@ -1,5 +1,5 @@
-"""Entry point of one rank. It starts with SIGINT blocked, so that SIGINT prints no traceback, even
-during the imports."""
+"""Entry point of the process of one rank of `lockstep doctor`. It starts with SIGINT blocked, so
+that SIGINT prints no traceback, even during the imports."""
 
 import signal
 import sys

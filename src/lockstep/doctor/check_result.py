@@ -22,12 +22,13 @@ class CheckResult:
     section: Section
     check: str
     verdict: Verdict
-    """`skipped`: not available here, or not run; not a fault by itself."""
+    """`skipped`: what is checked is not available here, or the check did not run; this is not a
+    fault by itself."""
     found: str
     remedy: str = ""
-    """Never empty unless the verdict is `ok`."""
+    """Text that tells the user what to do. Never empty unless the verdict is `ok`."""
     machine: str = ""
-    """Empty if all processes made the check together."""
+    """The machine's name. Empty if all processes made the check together."""
 
     def __post_init__(self) -> None:
         assert self.remedy or self.verdict == "ok", self
@@ -41,7 +42,7 @@ class CheckResult:
 def check_result(
     section: Section, check: str, verdict: Verdict, found: str, remedy: str = ""
 ) -> CheckResult:
-    """Return a result, without the remedy if the verdict is `ok`."""
+    """Return a `CheckResult`, without the remedy if the verdict is `ok`."""
     return CheckResult(section, check, verdict, found, "" if verdict == "ok" else remedy)
 
 

@@ -36,10 +36,11 @@ _OPERATIONS = {
 _UNSUPPORTED_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError)
 """Exceptions that backends raise for an unsupported data type or operation."""
 _NOT_CALLED = {"nccl": ("int16",)}
-"""Data types that are not tested, by backend. In torch 2.11, send, receive and scatter of int16
-leave NCCL's group of calls open: later collectives then neither run nor raise."""
+"""Backend -> data types that are not tested with it. In torch 2.11, send, receive and scatter of
+int16 leave NCCL's group of calls open: later collectives then neither run nor raise."""
 _MOST_CONTRIBUTIONS = 85
-"""Largest number of ranks that contribute to one position of an average in bfloat16."""
+"""Largest number of ranks whose inputs are not 0 at a position, in averages of bfloat16, so that
+sums are exact."""
 _BARRIERS = 3
 _STAGGER_SECONDS = 0.01
 
@@ -60,8 +61,9 @@ class RankGroup:
 
 
 def check(coordinator: ProbeCoordinator, group: RankGroup) -> Iterator[dict[str, Any]]:
-    """Yield a row for each collective, data type and operation. Every rank of the group calls it.
-    The row's `outcomes` list the ranks on which the collective is `unsupported` or `wrong`."""
+    """Call each collective with each data type and operation, and yield a row with the result.
+    Every rank of the group calls it. The row's `outcomes` list the ranks on which the collective is
+    `unsupported` or `wrong`."""
     for collective in COLLECTIVES:
         if collective == "barrier":
             outcomes = _check_barrier(coordinator, group)
@@ -103,7 +105,8 @@ def _outcome(
 
 
 def call(case: CollectiveCase, group: RankGroup) -> Tensor:
-    """Return this rank's output for the defined input, with blocks in rank order."""
+    """Call a collective with the input that `expected_results.rank_input` defines for this rank.
+    Returns the output, with blocks in rank order."""
     values = torch.from_numpy(rank_input(case, group.global_ranks, group.group_rank))
     own = values * (1 if case.data_type.real else 1 + 1j)
     own = own.to(getattr(torch, case.data_type.name)).to(group.device)
@@ -115,7 +118,8 @@ def call(case: CollectiveCase, group: RankGroup) -> Tensor:
 def exchange(
     collective: Collective, own: Tensor, group: RankGroup, *, operation: Operation | None = "sum"
 ) -> Tensor:
-    """Call one collective. `own`, the input, may be overwritten."""
+    """Call one collective of torch.distributed, and return its output. `own`: this rank's input,
+    which may be overwritten."""
     size, process_group = len(group.global_ranks), group.process_group
     block = own.numel() // size
     root_rank = group.global_ranks[root(group.global_ranks)]
@@ -126,8 +130,8 @@ def exchange(
             received = torch.empty_like(own)
             following = group.global_ranks[(group.group_rank + 1) % size]
             preceding = group.global_ranks[group.group_rank - 1]
-            # Not batched: if NCCL rejects a data type, it leaves the batch open. Odd ranks receive
-            # first, because otherwise the ring would deadlock.
+            # Send and receive are not batched: if NCCL rejects a data type, it leaves the batch
+            # open. Odd ranks receive first, because otherwise the ring would deadlock.
             if group.group_rank % 2:
                 dist.recv(received, preceding, group=process_group)
             dist.send(own, following, group=process_group)
@@ -167,8 +171,8 @@ def exchange(
 
 
 def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, size: int) -> str:
-    """Describe the first wrong number; "" if all are right. Averages may differ by the rounding of
-    a sum and a division."""
+    """Describe the first number in `result` that differs from `expected`; "" if there is none.
+    Averages may differ by the rounding of a sum and a division."""
     if result.numel() != len(expected):
         return f"has {result.numel()} numbers, and must have {len(expected)}"
     if case.data_type.real:
@@ -195,7 +199,8 @@ def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, si
 
 
 def _check_barrier(coordinator: ProbeCoordinator, group: RankGroup) -> list[Any]:
-    """Make ranks enter the barrier one after another: none may leave before all have entered."""
+    """Check the barrier: make ranks enter it one after another, and find ranks that leave before
+    all have entered."""
     early, size = None, len(group.global_ranks)
     for number in range(_BARRIERS):
         with coordinator.probe(f"barrier{group.suffix}"):

@@ -1,10 +1,11 @@
-"""Coordination through the store alone, which works when the collectives under test do not.
+"""Coordination of the doctor's ranks through torch's store alone, which works even if the
+collectives under test do not.
 
-[Note: the deadline] A thread watches each probe. It gives up if the probe passes its deadline or
-raises, if the launcher sends SIGTERM, or if another rank has given up. Then it publishes this
-rank's status, collects the statuses of other ranks, writes the results so far and ends the process.
-So neither a collective that hangs nor a rank that fails blocks the doctor. A rank without a status
-is stopped, dead, or out of reach.
+[Note: the deadline] A thread of each rank watches each probe, a step that all ranks take together.
+It gives up if the probe passes its deadline or raises, if the launcher sends SIGTERM, or if another
+rank has given up. Then it publishes this rank's status, collects the statuses of other ranks,
+writes the results so far and ends the process. So neither a collective that hangs nor a rank that
+fails blocks the doctor. A rank without a status is stopped, dead, or out of reach.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ _PREFIX = "lockstep-doctor"
 _ABORT_KEY = "abort"
 _POLL_SECONDS = 0.2
 _STATUS_WAIT_SECONDS = 2.0
-"""Shorter than the launcher's wait after SIGTERM."""
+"""Seconds for which a rank that gives up waits for the statuses of others; shorter than the
+launcher's wait after SIGTERM."""
 _STORE_TIMEOUT_SECONDS = 3600
-"""Longer than any deadline."""
+"""Timeout of the store's requests; longer than any deadline, so that the deadline counts."""
 
 
 class ProbeCoordinator:
-    """Barriers, exchanges of JSON values, and deadlines. For the main thread of each rank."""
+    """Barriers, exchanges of JSON values, and deadlines of probes, through torch's store. Used by
+    the main thread of each rank."""
 
     def __init__(
         self,
@@ -45,7 +48,8 @@ class ProbeCoordinator:
         deadline_seconds: float,
         on_abort: Callable[[list[RankStatus]], None],
     ) -> None:
-        """`on_abort` is called in the watching thread with the collected statuses, and ends the
+        """`deadline_seconds`: the time limit of a probe that gives no other. `on_abort`: called if
+        a rank gives up, in the watching thread, with the collected statuses of ranks; it ends the
         process."""
         self.rank = rank
         self.world_size = world_size
@@ -59,7 +63,7 @@ class ProbeCoordinator:
         self._failed = threading.Event()
         self._aborting = False
         self._main_thread = threading.main_thread().ident
-        # in all threads: the watching thread waits for it
+        # blocked in all threads: the watching thread waits for the signal
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(
             target=self._watch, args=(_connect(),), name="lockstep-doctor-deadline", daemon=True
@@ -67,7 +71,8 @@ class ProbeCoordinator:
 
     @contextmanager
     def probe(self, name: str, deadline_seconds: float | None = None) -> Iterator[None]:
-        """Run a step that all ranks take together. If it raises or is late, all ranks end."""
+        """A context for a step that all ranks take together. If the step raises on a rank, or
+        passes its deadline, all ranks give up and end."""
         with self._lock:
             self._status = RankStatus(rank=self.rank, index=self._status.index + 1, probe=name)
             self._deadline = time.monotonic() + (deadline_seconds or self._deadline_seconds)
@@ -79,7 +84,7 @@ class ProbeCoordinator:
         with self._lock:
             self._deadline = None
             is_over = self._aborting or self._failed.is_set()
-        # another rank's end may cause any later result, so none is reported
+        # results after another rank has ended may be caused by that, so none is reported
         if is_over:
             time.sleep(_STORE_TIMEOUT_SECONDS)  # the watching thread ends the process
 
@@ -120,7 +125,7 @@ class ProbeCoordinator:
                 self._status, location=_location(sys._current_frames().get(self._main_thread or 0))
             )
         statuses = {self.rank: own}
-        with suppress(Exception):  # the machine that holds the store may be down
+        with suppress(Exception):  # the machine that hosts the store may be down
             store.set(f"status/{self.rank}", json.dumps(asdict(own)))
             store.set(_ABORT_KEY, "")
             began = time.monotonic()
@@ -135,8 +140,8 @@ class ProbeCoordinator:
 
 
 def _connect() -> Any:
-    """Connect to the launcher's store. A waiting call blocks its connection, so each thread has its
-    own connection."""
+    """Return a new connection to the launcher's store. A waiting call blocks its connection, so
+    each thread has its own."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return PrefixStore(
         _PREFIX,
@@ -147,12 +152,15 @@ def _connect() -> Any:
 def _has_key(store: Any, name: str) -> bool:
     try:
         return bool(store.check([name]))
-    except Exception:  # the store's machine has ended: the deadline of this rank's probe reports it
+    # the machine that hosts the store has ended: this rank reports it when its probe passes the
+    # deadline
+    except Exception:
         return False
 
 
 def _location(frame: FrameType | None) -> str | None:
-    """Return the line that a thread executes; None if it belongs to torch or the doctor."""
+    """Return the line of code that a thread executes, as text; None if it belongs to torch or the
+    doctor."""
     if frame is None:
         return None
     file = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""Check this machine, start the ranks, and combine their results."""
+"""Checks this machine, starts the ranks that check collectives, and combines all results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from lockstep.options import RunOptions
 
 DEADLINE_SECONDS = 20.0
 WORKER = ("-m", "lockstep.doctor")
-"""The command of a rank. A test may pass a script that first plants a fault."""
+"""The command that starts a rank. A test may pass another script, which first plants a fault."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +83,9 @@ def diagnose(
     worker: Sequence[str] = WORKER,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> Diagnosis:
-    """Check this machine with `nproc` ranks, or several machines, each of which makes this call.
-    `run_dir=None`: the working directory. Raises `LaunchError` if the machines cannot connect."""
+    """Check this machine with `nproc` ranks; or several machines together, each of which makes this
+    call. `run_dir=None`: the working directory. `deadline_seconds`: the time limit of each step
+    that all ranks take together. Raises `LaunchError` if the machines cannot connect."""
     world_size = nproc * (machines.least if machines is not None else 1)
     info = read_machine_info(machines, environ)
     own = [
@@ -132,7 +133,8 @@ _NVIDIA_SECONDS = 10.0
 
 
 def read_machine_info(machines: Machines | None, environ: Mapping[str, str]) -> MachineInfo:
-    """Read this machine's properties. Raises `LaunchError` if it cannot reach the rendezvous."""
+    """Read this machine's properties: its hardware, limits, versions and network. Raises
+    `LaunchError` if it cannot reach the rendezvous."""
     address = address_towards(machines.resolve(), machines.port) if machines is not None else ""
     interface = interface_of(address) if address else None
     descriptors, hard_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -191,7 +193,8 @@ def _free(path: str) -> int | None:
 
 
 def _gpus() -> tuple[tuple[str, ...], str]:
-    """Return the GPUs' names and the driver's version; empty without a driver."""
+    """Return the names of the GPUs that NVIDIA's driver sees, and the driver's version; empty
+    without a driver."""
     rows = [
         line.split(", ")
         for line in _nvidia_smi(

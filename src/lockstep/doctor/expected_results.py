@@ -1,4 +1,5 @@
-"""The output that each collective must have on each rank. Pure.
+"""The inputs of the doctor's collectives, and the output that each collective must have on each
+rank. Has no side effects.
 
 [Note: exact] Each data type represents every input, partial sum and product without rounding, so
 the result does not depend on the order of additions. In a sum over many ranks, most ranks
@@ -36,7 +37,8 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 REDUCTIONS: tuple[Collective, ...] = ("reduce", "all-reduce", "reduce-scatter")
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _ONE_BLOCK_INPUTS = ("send/recv", "broadcast", "reduce", "all-reduce", "gather", "all-gather")
-"""Collectives whose input is one block; the input of the others is one block per rank."""
+"""Collectives whose input on each rank is one block of `BLOCK_SIZE` numbers; the input of the
+others is one block for each rank of the group."""
 
 BLOCK_SIZE = 13
 
@@ -82,7 +84,8 @@ class CollectiveCase:
 
 
 def cases(collective: Collective) -> list[CollectiveCase]:
-    """Return each data type with each operation defined for it. Not defined for the barrier."""
+    """Return the cases in which a collective is checked: each data type with each operation defined
+    for it. The barrier has no cases."""
     if collective not in REDUCTIONS:
         return [CollectiveCase(collective, None, data_type) for data_type in DATA_TYPES]
     pairs = [
@@ -101,8 +104,8 @@ def _is_defined(operation: Operation, data_type: DataType) -> bool:
 
 
 def root(global_ranks: Sequence[int]) -> int:
-    """Return the root's rank in the group: the last rank, because the first is the default
-    everywhere."""
+    """Return the root's rank in the group, for collectives with a root. It is the last rank,
+    because the first is the default everywhere."""
     return len(global_ranks) - 1
 
 
@@ -115,7 +118,8 @@ def rank_input(case: CollectiveCase, global_ranks: Sequence[int], group_rank: in
 def expected_output(
     case: CollectiveCase, global_ranks: Sequence[int], group_rank: int
 ) -> NDArray[Any] | None:
-    """Return one rank's output; None if it is undefined. Only averages are floats."""
+    """Return the output that a collective must have on one rank; None if it is undefined there. The
+    numbers are integers, except for averages."""
     block, own_block = (
         np.arange(BLOCK_SIZE),
         np.arange(BLOCK_SIZE * group_rank, BLOCK_SIZE * (group_rank + 1)),
@@ -153,7 +157,8 @@ def _values_of_rank(
 def _values(
     case: CollectiveCase, global_ranks: Sequence[int], group_ranks: Integers, positions: Integers
 ) -> Integers:
-    """Return the inputs of some ranks, shape (ranks, positions). See [Note: exact]."""
+    """Return the inputs of some ranks at some positions of the array, with shape (ranks,
+    positions). See [Note: exact]."""
     limit, seeds = case.data_type.limit, np.array(global_ranks)[group_ranks]
     if case.operation in ("sum", "avg"):
         most = min(limit, 3)
@@ -172,7 +177,8 @@ def _values(
 def _is_contributor(
     group_ranks: Integers, positions: Integers, size: int, most: int
 ) -> NDArray[np.bool_]:
-    """Choose at most `most` ranks at each position."""
+    """Return, for ranks and positions of the array, True if the rank's input is not 0 there: at
+    most `most` ranks at each position."""
     if most == 0:
         return np.zeros((len(group_ranks), len(positions)), dtype=np.bool_)
     contributes: NDArray[np.bool_] = (group_ranks[:, None] + positions) % -(-size // most) == 0
@@ -189,8 +195,8 @@ def _pseudo_random(seeds: Integers, positions: Integers, below: int) -> Integers
 
 
 def subgroups(size: int) -> dict[str, list[list[int]]]:
-    """Return partitions of the ranks into groups; the groups of a partition run their collectives
-    at the same time."""
+    """Return the partitions of `size` ranks into groups that are checked, by name. The groups of a
+    partition run their collectives at the same time."""
     if size < 4:
         return {"a second group": [list(range(size))]}
     return {

@@ -1,5 +1,5 @@
-"""Checks the file system of a run directory: atomic renames, fsync, locks, clock. It uses real
-files in a temporary folder."""
+"""Checks the file system of a run directory: atomic renames, fsync, locks, and the clock of its
+time stamps. It uses real files in a temporary folder."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Rename = Callable[[Path, Path], object]
 RENAMES = 40
 FILE_BYTES = 256 << 10
 FILES = 8
-"""Number of files in a renamed folder, which imitates a checkpoint."""
+"""Number of files in the folder that is renamed as a test; it imitates a checkpoint."""
 SYNCS = 5
 SLOW_SYNC_SECONDS = 1.0
-"""Slowest acceptable fsync of `FILE_BYTES`; a checkpoint waits for several."""
+"""Longest acceptable seconds of an fsync of `FILE_BYTES` bytes; a checkpoint waits for several."""
 LEAST_FREE_BYTES = 1 << 30
 
 
@@ -41,7 +41,8 @@ class FileSystemInfo:
     """Type of the file system, such as `ext4` or `nfs4`; empty if unknown."""
     free_bytes: int
     rename_fault: str
-    """A fault that another thread saw during a rename; empty if renames are atomic."""
+    """The incomplete file or folder that another thread saw during a rename, as text; empty if
+    renames are atomic."""
     sync_seconds: float | None
     """Median duration of an fsync of a file and its folder; None if it failed."""
     sync_error: str
@@ -54,7 +55,8 @@ class FileSystemInfo:
 
 
 def existing(path: Path) -> Path:
-    """Return the nearest folder that exists. Raises `RunDirectoryError` for a file."""
+    """Return `path`, or its nearest parent that exists. Raises `RunDirectoryError` if that is a
+    file."""
     path = path.absolute()
     parent = next(each for each in (path, *path.parents) if each.exists())
     if not parent.is_dir():
@@ -66,7 +68,7 @@ def existing(path: Path) -> Path:
 
 
 def probe(path: Path, *, rename: Rename = os.rename) -> FileSystemInfo:
-    """Measure the file system of an existing `path`. Raises `OSError`."""
+    """Check the file system that contains the existing folder `path`. Raises `OSError`."""
     folder = Path(tempfile.mkdtemp(prefix=".lockstep-doctor-", dir=path))
     try:
         sync_seconds, sync_error = _measure_sync(folder)
@@ -87,7 +89,8 @@ def probe(path: Path, *, rename: Rename = os.rename) -> FileSystemInfo:
 
 
 def _check_file_renames(folder: Path, rename: Rename) -> str:
-    """Replace a file while a thread reads it: the thread must always read a complete file."""
+    """Replace a file by renames while a thread reads it: the thread must always read a complete
+    file. Returns the first fault; "" if there is none."""
     target = folder / "target"
     contents = [bytes([65 + number]) * FILE_BYTES for number in range(2)]
     target.write_bytes(contents[0])
@@ -110,7 +113,8 @@ def _check_file_renames(folder: Path, rename: Rename) -> str:
 
 
 def _check_folder_renames(folder: Path, rename: Rename) -> str:
-    """Rename folders while a thread lists them: a folder must have all its files."""
+    """Rename folders while a thread lists them: a folder must have all its files whenever it is
+    seen. Returns the first fault; "" if there is none."""
 
     def read() -> str:
         for final in folder.glob("final-*"):
@@ -130,7 +134,8 @@ def _check_folder_renames(folder: Path, rename: Rename) -> str:
 
 
 def _read_during(read: Callable[[], str], change: Callable[[int], None]) -> str:
-    """Make all changes while another thread reads. Returns the first fault; "" if there is none."""
+    """Call `change` with each number while another thread calls `read`, which returns a fault or
+    "". Returns the first fault; "" if there is none."""
     seen: list[str] = []
     ended = threading.Event()
 

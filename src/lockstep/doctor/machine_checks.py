@@ -23,20 +23,22 @@ from lockstep.options import LAUNCHER_VARIABLES
 
 _check = partial(check_result, "machine")
 SHARED_MEMORY_BYTES = 128 << 20
-"""Space in /dev/shm for each process: batches of loader workers, and NCCL's buffers."""
+"""Bytes in /dev/shm that each process needs, for batches of loader workers and NCCL's buffers."""
 MEMORY_BYTES = 1 << 30
-"""Memory of each process; torch alone takes a third of it."""
+"""Bytes of memory that each process needs; torch alone takes a third of it."""
 OPEN_FILES = 1024
-"""Open files of each process: sockets of other ranks, tensors of loader workers."""
+"""Number of open files that each process needs, for connections to other ranks and tensors of
+loader workers."""
 CONTAINER_BRIDGE = re.compile(
     r"docker\d+|br-[0-9a-f]{12}|podman\d+|cni-podman\d+|lxcbr\d+|lxdbr\d+|virbr\d+"
 )
-"""Network bridges of Docker, Podman, LXC and libvirt. The bridges of all hosts may have the same
-address."""
+"""Names of the network bridges of Docker, Podman, LXC and libvirt. The bridges of all hosts may
+have the same address."""
 OTHER_THREADS = 32
-"""Threads of a process beside its compute threads."""
+"""Number of threads that a process needs beside its compute threads."""
 MAX_CLOCK_OFFSET_SECONDS = 0.5
-"""Largest acceptable difference of clocks: a recovery waits 0.5 s for all machines."""
+"""Largest acceptable difference between the clocks of machines: a recovery waits 0.5 s for all
+machines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,18 +49,18 @@ class MachineInfo:
     interface: str | None
     interfaces: tuple[str, ...]
     interface_details: str
-    """Text about the interface; empty if unknown."""
+    """Text about the network interface; empty if unknown."""
     versions: Mapping[str, str]
     """Versions that must be the same on all machines."""
     gpus: int
     gpu_names: tuple[str, ...]
     """Names of the GPUs that the driver sees; empty without a driver."""
     topology: Mapping[str, str]
-    """Links between GPUs: {"0-1": "NV18"}."""
+    """The link between each pair of GPUs, as `nvidia-smi topo` names it: {"0-1": "NV18"}."""
     container: str | None
-    """The engine of the doctor's container; None outside a container."""
+    """The container engine in whose container the doctor runs; None outside a container."""
     process_ids: tuple[str | int, ...]
-    """Result of `process_id_space`."""
+    """Result of `process_id_space`: equal for processes that see each other's process ids."""
     cores: int
     cpu_quota: float | None
     """CPU quota in cores; None: no quota."""
@@ -73,14 +75,15 @@ class MachineInfo:
     """Limit of locked memory; None: no limit."""
     infiniband: tuple[str, ...]
     free_tasks: int | None
-    """Number of processes and threads that may still start. None: no limit."""
+    """Number of processes and threads that may still be started. None: no limit."""
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def machine_checks(
     info: MachineInfo, environ: Mapping[str, str], *, nproc: int, world_size: int
 ) -> list[CheckResult]:
-    """Return the results for one machine. `environ`: the environment of the launcher."""
+    """Return the results of all checks for one machine. `environ`: the environment of the
+    launcher."""
     versions = ", ".join(f"{name} {value}" for name, value in info.versions.items())
     return [
         _check("versions", "ok", versions),
@@ -276,8 +279,8 @@ def clock_check(
 def shared_memory_differences(
     machines: Sequence[str], info: Sequence[Mapping[str, Any]]
 ) -> list[CheckResult]:
-    """Return a result if machines are containers of one host that do not share memory. `info`: the
-    `MachineInfo` of each machine as JSON."""
+    """Return a result if several of the machines are containers of one host that do not share
+    memory. `info`: the `MachineInfo` of each machine as JSON."""
     by_host: dict[str, dict[int, str]] = {}
     for name, each in zip(machines, info, strict=True):
         host, space = each["process_ids"]
@@ -307,7 +310,8 @@ def version_differences(
 
 
 def difference(machines: Sequence[str], values: Sequence[str]) -> str:
-    """Return text about the first difference between machines; empty if there is none."""
+    """Return text about the first machine whose value differs from that of the first machine in the
+    list; empty if all are equal. `values`: a value for each machine."""
     for machine, value in zip(machines, values, strict=True):
         if value != values[0]:
             return f"is {values[0]} on {machines[0]} and {value} on {machine}"
@@ -401,9 +405,9 @@ _COSTLY_VARIABLES: Sequence[tuple[str, Sequence[str], str, str]] = (
     ),
 )
 _FAILING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING",)
-"""Costly variables that break training; the others in `_COSTLY_VARIABLES` slow it down."""
+"""The environment variables in `_COSTLY_VARIABLES` that break training; the others slow it down."""
 _PINNING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
-"""Variables that bind the threads of every process to the same cores."""
+"""Environment variables that bind the threads of all processes to the same cores."""
 _PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy")
 _RELEVANT_PREFIXES = (
     "NCCL_",
@@ -420,8 +424,8 @@ _RELEVANT_PREFIXES = (
 
 
 def environment_checks(environ: Mapping[str, str], *, nproc: int) -> list[CheckResult]:
-    """Return a result for each harmful variable, or one `ok`. `nproc`: processes of this
-    machine."""
+    """Return a result for each harmful environment variable, or a single `ok`. `nproc`: number of
+    processes on this machine."""
 
     def check(name: str, why: str, remedy: str) -> CheckResult:
         verdict: Verdict = "failed" if name in _FAILING else "slow"
@@ -453,7 +457,7 @@ def environment_checks(environ: Mapping[str, str], *, nproc: int) -> list[CheckR
 
 
 def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that should be the same on all machines."""
+    """Return the environment variables that should have the same values on all machines."""
     return {
         name: value
         for name, value in environ.items()

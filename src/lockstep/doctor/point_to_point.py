@@ -1,4 +1,5 @@
-"""Finds the links, ranks and machines that are slower than the others. Pure.
+"""Finds the links, ranks and machines that are slower than the others, from measurements between
+pairs of ranks. Has no side effects.
 
 [Note: outliers] Links of one kind should be alike. A node is a rank of its machine, or a machine. A
 node is slow if even its best link is several times worse than the best links of other nodes. Among
@@ -17,11 +18,12 @@ from typing import Literal, get_args
 from lockstep.doctor.check_result import CheckResult, format_bandwidth, format_duration
 
 SLOW_FACTOR = 3.0
-"""A link is slow if it is this many times worse than the median."""
+"""A link is slow if its bandwidth or latency is this many times worse than the median of links of
+its kind."""
 LATENCY_NOISE_SECONDS = 2e-4
-"""Smaller differences of latency are noise."""
+"""Differences of latency below this many seconds are noise."""
 MANY_RANKS = 64
-"""With more ranks, only ranks of equal local rank are measured between machines."""
+"""With more ranks than this, only ranks with the same local rank are measured between machines."""
 
 Pair = tuple[int, int]
 Metric = Literal["bandwidth", "latency"]
@@ -34,7 +36,7 @@ class PairMeasurement:
     latency_seconds: float
     """Half of the shortest round trip."""
     bytes_per_second: float
-    """The best of a few transfers."""
+    """Bandwidth of the best of a few transfers."""
     kind: str
     """Kind of the link: `machines` between machines; within a machine `NV18`, `PHB`, ..., or
     `local`."""
@@ -48,15 +50,16 @@ class Outlier:
     second."""
     pairs: tuple[Pair, ...]
     value: float
-    """Measured bytes per second, or seconds."""
+    """The measured bandwidth in bytes per second, or latency in seconds."""
     normal: float
-    """Median of the other links."""
+    """The median of the other links, in the same unit."""
     direction: Literal["both", "from", "to"] = "both"
 
 
 def schedule_pairs(machine_of_rank: Sequence[int]) -> list[list[Pair]]:
     """Return every pair of ranks once, in rounds in which each machine takes part at most once, so
-    that no two pairs share a link. `machine_of_rank[r]`: machine of rank r."""
+    that the pairs of a round share no link and can be measured at the same time.
+    `machine_of_rank[r]`: machine of rank r."""
     size = len(machine_of_rank)
     local_ranks = [machine_of_rank[:rank].count(machine_of_rank[rank]) for rank in range(size)]
     rounds: list[list[Pair]] = []
@@ -77,8 +80,8 @@ def schedule_pairs(machine_of_rank: Sequence[int]) -> list[list[Pair]]:
 def find_outliers(
     measurements: Iterable[PairMeasurement], machines: Sequence[str]
 ) -> list[Outlier]:
-    """Return the links and nodes that are slower than others of their kind. `machines[r]`: name of
-    the machine of rank r."""
+    """Return the links and nodes (ranks or machines) that are slower than others of their kind.
+    `machines[r]`: name of the machine of rank r."""
     measurements = list(measurements)
     outliers: list[Outlier] = []
     for metric in get_args(Metric):
@@ -92,7 +95,8 @@ def find_outliers(
 def _outliers(
     measurements: Sequence[PairMeasurement], metric: Metric, node: Callable[[int], str]
 ) -> Iterator[Outlier]:
-    """Yield the outliers of one kind of link. `node`: rank -> its node."""
+    """Yield the outliers among measurements of one kind of link. `node`: returns a rank's node, the
+    rank itself or its machine."""
     costs: dict[tuple[str, str], list[float]] = {}
     pairs: dict[tuple[str, str], list[Pair]] = {}
     for each in measurements:
@@ -129,8 +133,9 @@ def _outliers(
 
 
 def _slow_nodes(cost: Mapping[tuple[str, str], float], end: int, noise: float) -> set[str]:
-    """Return the nodes whose best link is much worse than the best links of other nodes. `end`: 0
-    for senders, 1 for receivers."""
+    """Return the nodes whose best link is much worse than the best links of other nodes. `cost`:
+    (sender, receiver) -> cost of the link, lower is better. `end`: 0 for nodes as senders, 1 as
+    receivers."""
     by_node: dict[str, list[float]] = {}
     for ends, value in cost.items():
         by_node.setdefault(ends[end], []).append(value)
@@ -150,8 +155,8 @@ def _is_worse(value: float, normal: float, noise: float) -> bool:
 def point_to_point_checks(
     measurements: Sequence[PairMeasurement], machines: Sequence[str]
 ) -> list[CheckResult]:
-    """Return a result for each kind of link and each outlier. `machines[r]`: name of rank r's
-    machine."""
+    """Return a check result for each kind of link, and one for each outlier. `machines[r]`: name of
+    rank r's machine."""
     results = []
     for kind in sorted({each.kind for each in measurements}):
         same_kind = [each for each in measurements if each.kind == kind]

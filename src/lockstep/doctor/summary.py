@@ -1,4 +1,5 @@
-"""Turns the results of all ranks into check results. Pure."""
+"""Turns the results of all ranks of the doctor into check results, the rows of its table. Has no
+side effects."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from lockstep.launch.failures import Ending
 _check = partial(check_result, "collectives")
 _processes = partial(check_result, "rendezvous", "processes")
 RENDEZVOUS_PROBES = 2
-"""Probes of the rendezvous: connecting to the store, and creating the process group."""
+"""Names of the probes (steps that all ranks take together) that belong to the rendezvous:
+connecting to the store, and creating the process group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +98,8 @@ def _rendezvous(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]
 
 
 def stalled_check(statuses: Sequence[RankStatus], world_size: int) -> CheckResult:
-    """Return the reason why the probes ended early. `statuses`: at least one."""
+    """Return a check result with the reason why the ranks gave up before the end. `statuses`: the
+    statuses of at least one rank."""
     last = max(statuses, key=lambda status: status.index)
     failed = [status for status in statuses if status.error is not None]
     silent = sorted(set(range(world_size)) - {status.rank for status in statuses})
@@ -191,8 +194,8 @@ def _unsupported_cases(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, str 
 def _unsupported_checks(
     by_collective: Mapping[str, Sequence[Mapping[str, Any]]], backend: str
 ) -> Iterator[CheckResult]:
-    """Yield a result for unsupported types, and one for unsupported operations of supported
-    types."""
+    """Yield a result about data types that the backend does not support, and one about operations
+    that it does not support for other types."""
     types: dict[str, list[str]] = {}
     operations: dict[str, list[str]] = {}
     for collective, rows in by_collective.items():

@@ -1,6 +1,6 @@
 """One rank of the doctor: `python -P -m lockstep.doctor FOLDER DEADLINE_SECONDS`.
 
-FOLDER contains `machine.json`, the launcher's checks of its machine. Each rank writes
+FOLDER contains `machine.json`, what the launcher has found out about its machine. Each rank writes
 `results-RANK.json` there; the results of all ranks that reach the end are equal.
 """
 
@@ -31,7 +31,7 @@ from lockstep.launch import worker
 from lockstep.launch.environment import Environment
 
 RENDEZVOUS_SECONDS = 120.0
-"""Time in which all ranks must import torch and connect."""
+"""Seconds in which all ranks must import torch and connect to each other."""
 
 
 def main(folder: Path, deadline_seconds: float) -> None:
@@ -111,7 +111,8 @@ def _run_probes(
 
 
 def _groups(coordinator: ProbeCoordinator, world: World, backend: str) -> list[RankGroup]:
-    """Return the groups to which this rank belongs. Every rank creates every group."""
+    """Create the process groups that are checked, and return those to which this rank belongs.
+    Every rank creates every group."""
     everyone = list(range(world.size))
     groups = [RankGroup("all ranks", everyone, world.rank, None, world.device, backend)]
     for name, parts in subgroups(world.size).items():

@@ -163,7 +163,7 @@ class WorkerFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How the workers of this machine ended: which failed, were stopped, or finished."""
+    """The end of a run on this machine: which workers failed, were stopped, or finished."""
 
     failures: Sequence[WorkerFailure] = ()
     stopped: Sequence[int] = ()
