@@ -1,5 +1,6 @@
-"""Hooks on the inputs of blocks. A tensor that a block gets several times stays one object. The
-gradients of an input's uses inside a block are summed before they leave the block."""
+"""Hooks on the inputs of a model's blocks. A tensor that a block gets as several arguments stays
+one object. If a block uses an input several times, the gradients of these uses are summed before
+those of uses outside the block are added, as under FSDP2."""
 
 from __future__ import annotations
 
@@ -14,8 +15,10 @@ from lockstep.base.torch_private import changed_grad_tensors, tree_flatten, tree
 
 
 def sum_in_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Make each of `blocks`, and `model`, sum the gradients of an input's uses inside it first, as
-    FSDP2's groups do. Modules without direct parameters are no groups."""
+    """Make each of `blocks`, and `model`, sum the gradients of an input's uses inside it before
+    those of other uses are added, as modules on which `fully_shard` was called do. Modules whose
+    parameters all belong to earlier blocks are left out, because FSDP2 has nothing to gather for
+    them."""
     seen: set[int] = set()
     for module in (*blocks, model):
         own = {id(parameter) for parameter in module.parameters()} - seen
@@ -36,14 +39,16 @@ def _views(*tensors: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _SameAs:
-    """A stand-in for a tensor that occurs earlier in the same call."""
+    """An object passed in place of a tensor that occurs earlier among the arguments of the same
+    call. `place`: the index of that tensor in the flattened arguments."""
 
     place: int
 
 
 class RepeatedInputs:
-    """Hooks of a block that keep a repeated input one object. FSDP2 makes a new tensor for each
-    input: `query is key` would be False, and nn.MultiheadAttention would compute other bits.
+    """Hooks of a block that keep a tensor one object if it is passed as several arguments. FSDP2
+    makes a new tensor for each argument: `query is key` would be False, and nn.MultiheadAttention
+    would compute other bits.
 
     Create it before the block is sharded and install it afterwards, so that its hooks run around
     FSDP2's.

@@ -1,5 +1,5 @@
-"""Wrappers of a block's forward: activation checkpointing and compilation. They do not change
-names, parameters and hooks."""
+"""Wrappers of a block's forward: activation checkpointing and compilation. They do not change the
+names of modules, parameters, or hooks."""
 
 from __future__ import annotations
 
@@ -65,12 +65,11 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
 
 
 class _DrawnAgain:
-    """A context for recomputation that draws the forward's random numbers again. Make it before the
-    forward. It can be entered several times, for `backward(retain_graph=True)`. torch restores
-    generators only on CUDA and XPU, and only for devices of positional arguments: elsewhere, as on
-    MPS, it silently recomputes with other dropout masks
-    (https://github.com/pytorch/pytorch/issues/127676).
-    """
+    """A context for the recomputation of a checkpointed block, in which the random numbers of the
+    block's forward are drawn again. Make it before the forward. It can be entered several times,
+    for `backward(retain_graph=True)`. torch restores generators only on CUDA and XPU, and only for
+    devices of positional arguments: elsewhere, as on MPS, it silently recomputes with other dropout
+    masks (https://github.com/pytorch/pytorch/issues/127676)."""
 
     def __init__(
         self, generators: Sequence[torch.Generator], contexts: Sequence[AbstractContextManager[Any]]
@@ -116,8 +115,8 @@ def _without_cache(item: Any) -> Any:
 
 
 def error_of_compiling(error: BaseException | None, plan: object) -> PlanError | None:
-    """Return a `PlanError` that explains torch's error in a compiled block; None for an error that
-    it does not know. `plan`: the plan that compiles blocks."""
+    """Return a `PlanError` that explains torch's error about a double backward through a compiled
+    block; None for any other error. `plan`: the plan that compiles blocks."""
     said = "does not currently support double backward"
     if not isinstance(error, RuntimeError) or said not in str(error):
         return None
@@ -129,8 +128,9 @@ def error_of_compiling(error: BaseException | None, plan: object) -> PlanError |
 
 
 def compile_forward(block: nn.Module, *, bitwise: bool) -> None:
-    """Compile the block's forward once for each shape, so that ranks execute the same code,
-    whatever shapes each has seen before."""
+    """Compile the block's forward once for each shape of its inputs, so that all ranks execute the
+    same code for a shape, whatever shapes each rank has seen before. `bitwise`: choose
+    deterministic kernels."""
     # fallback_random: dropout has the same masks as in uncompiled code. deterministic: kernels are
     # not chosen by their time, so all ranks and runs sum in the same order.
     block.forward = torch.compile(

@@ -1,5 +1,5 @@
-"""A model's blocks and shared parameters. Plans gather, free, checkpoint or compile one block at a
-time."""
+"""Finds a model's blocks (such as the layers of a transformer) and its shared parameters. Plans
+all-gather, free, checkpoint or compile one block at a time."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.distributed.tensor import DTensor
 from lockstep.base.errors import RecipeError, first_few
 
 LARGE_FRACTION = 1 / 8
-"""If the model has no list of repeated modules, a module with at least this fraction of all
-parameters is a block."""
+"""If the model has no list of modules of one class, a module with at least this fraction of all
+parameters' elements is a block."""
 
 
 def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """Return the names of the model's blocks, in the order of its modules; no block is inside
     another one. May be empty. `patterns`: `Recipe.blocks`. None: the members of the outermost lists
     (`nn.ModuleList`, `nn.Sequential`) whose members have one class; without such lists, the modules
-    that have at least an eighth of all parameters. Modules that share a parameter with another part
-    of the model are left out. Raises `RecipeError` if the patterns do not name blocks."""
+    that have at least an eighth of all parameters. Modules that share a parameter with a module
+    outside of them are left out. Raises `RecipeError` if the patterns do not name blocks."""
     if patterns is None:
         candidates = list(_repeated(model, "")) or list(
             _large(model, "", numel(model) * LARGE_FRACTION)
@@ -52,8 +52,9 @@ def _blocks_matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 def matching_names(
     names: Sequence[str], pattern: str, source: str, example: str = "blocks.*"
 ) -> list[str]:
-    """Return the names that match a pattern, in which `*` stands for any text. Raises
-    `RecipeError`, whose text begins with `source`, if none does."""
+    """Return the module names that match a pattern, in which `*` stands for any text. Raises
+    `RecipeError` if none does. `source`, `example`: the beginning of the error's text, and the
+    pattern that it suggests."""
     matching = [name for name in names if fnmatchcase(name, pattern)]
     if not matching:
         raise RecipeError(
@@ -65,7 +66,8 @@ def matching_names(
 
 
 def check_not_nested(names: Sequence[str], field: str) -> None:
-    """Raise `RecipeError` if `Recipe.<field>` names a module that is inside another one."""
+    """Raise `RecipeError` if one of the modules that `Recipe.<field>` names is inside another
+    one."""
     for name in names:
         if outer := next((other for other in names if name.startswith(f"{other}.")), None):
             raise RecipeError(
@@ -123,7 +125,8 @@ def module_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def shared_names(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several names."""
+    """Return the names of each shared parameter: one list for each parameter that occurs under
+    several names in the model."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -131,8 +134,8 @@ def shared_names(model: nn.Module) -> list[list[str]]:
 
 
 def share_parameter(model: nn.Module, names: Sequence[str]) -> None:
-    """Make the modules with these parameters share one object again: a DTensor if any of them is
-    one, else the first."""
+    """Make the parameters with these names one object again, after a shared parameter was replaced
+    under some of its names. It is the DTensor among them if there is one, else the first."""
     copies = [model.get_parameter(name) for name in names]
     one = next((parameter for parameter in copies if isinstance(parameter, DTensor)), copies[0])
     for name in names:
@@ -141,7 +144,8 @@ def share_parameter(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def pass_through(value: Tensor) -> Tensor:
-    """Replaces the forward of a skipped block whose hooks must still run."""
+    """Return a view of the input. It replaces the forward of a block that a model's forward has
+    skipped, while the block is called only to run its hooks."""
     return value.view_as(value)
 
 

@@ -140,12 +140,14 @@ class ChunkedLogits(Tensor):
 
 
 def hidden_states(tensor: Tensor) -> Tensor:
-    """Return the hidden states of chunked logits; return any other tensor unchanged."""
+    """Return the hidden states from which `ChunkedLogits` are computed; return any other tensor
+    unchanged."""
     return tensor._hidden if isinstance(tensor, ChunkedLogits) else tensor
 
 
 def with_hidden(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `change(tensor)`; for chunked logits, chunked logits with changed hidden states."""
+    """Return `change(tensor)`. For `ChunkedLogits`, return `ChunkedLogits` with the same head,
+    whose hidden states are `change(hidden states)`."""
     if not isinstance(tensor, ChunkedLogits):
         return change(tensor)
     return ChunkedLogits.of(change(tensor._hidden), tensor._head, tensor._class_dim)

@@ -1,7 +1,7 @@
 """Checks that every rank builds the same model, although its factory may read the rank, the clock
-or an unseeded generator. Structure is compared first, because ranks with different parameters would
-deadlock in their collectives. Then checksums of the values are compared; under deferred
-initialization, one tensor at a time."""
+or an unseeded generator. Structure (names, classes, shapes and dtypes) is compared first, because
+ranks with different parameters would deadlock in their collectives. Then checksums of the initial
+values are compared; if these are computed later, tensor by tensor, their checksums are too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def check_structure(model: Any, world: World) -> None:
 
 
 def _first_difference(first: list[Any], other: list[Any]) -> tuple[str, str]:
-    """Return the first name that differs, and the difference as text."""
+    """Return the name of the first module, parameter or buffer that differs between two ranks'
+    models, and the difference as text. `first`, `other`: the results of `_structure` on the two
+    ranks."""
     here, there = dict(first), dict(other)
     for name in {**here, **there}:
         mine, theirs = here.get(name), there.get(name)
@@ -38,8 +40,9 @@ def _first_difference(first: list[Any], other: list[Any]) -> tuple[str, str]:
 
 
 def check_checksums(checksums: Mapping[str, int], world: World) -> None:
-    """Raise `RecipeError` on all ranks if two ranks have different checksums under one name. Every
-    rank calls it."""
+    """Raise `RecipeError` on all ranks if two ranks have different checksums for the same parameter
+    or buffer. Every rank calls it. `checksums`: name -> checksum of the initial value on this
+    rank."""
     if world.size == 1:
         return
     seen: dict[str, tuple[int, int]] = {}
@@ -55,7 +58,8 @@ def check_checksums(checksums: Mapping[str, int], world: World) -> None:
 
 
 def checksums_of(model: Any) -> dict[str, int]:
-    """Return the checksum of every parameter and buffer that has dense bytes, by name."""
+    """Return name -> checksum of the values, for every parameter and buffer of the model that is
+    neither sparse, quantized, lazy nor on the meta device."""
     return {
         name: tensor_checksum(tensor)
         for name, tensor in (_tensors(model) if isinstance(model, nn.Module) else ())
@@ -65,7 +69,8 @@ def checksums_of(model: Any) -> dict[str, int]:
 
 
 def tensor_checksum(tensor: Tensor) -> int:
-    """Return the CRC-32C of the elements in memory order. Copies the tensor only if it has gaps."""
+    """Return the CRC-32C of the tensor's elements in memory order. Copies the tensor only if its
+    memory has gaps."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu()
     dense = dense.permute(sorted(range(dense.dim()), key=dense.stride, reverse=True)).contiguous()
     # A tensor of one element may have any stride and still be contiguous; it could then not be

@@ -1,4 +1,5 @@
-"""Runs forwards of a model, which is whole on this rank or split into a pipeline's stages."""
+"""Runs forwards outside of training steps, of a model that is whole on this rank or split into a
+pipeline's stages."""
 
 from __future__ import annotations
 
@@ -13,35 +14,39 @@ from lockstep.model.pipeline.boundary import Arguments, Chunks, Run
 
 
 class Forwards(Protocol):
-    """Computes forwards outside of microbatches. Every rank of `world` makes the same calls."""
+    """Computes forwards of a model that belong to no microbatch, such as a check before the first
+    step. Every rank of `world` makes the same calls."""
 
     world: World
-    """The ranks that have the model's stages."""
+    """The ranks that together hold the model: those of the pipeline, or this rank alone."""
 
     @property
     def has_output(self) -> bool:
-        """True on the rank that has the model's output."""
+        """True if this rank gets the model's output, as the rank of a pipeline's last stage
+        does."""
 
     @property
     def last_stage(self) -> int:
-        """The stage that computes the model's output."""
+        """The index of the pipeline's stage that computes the model's output."""
 
     def parts_by_stage(self) -> Mapping[int, Sequence[nn.Module]]:
-        """Return the modules that each of this rank's stages calls. A whole model is stage 0."""
+        """Return, for each of this rank's pipeline stages, the modules that the stage calls in
+        order. A model without a pipeline is stage 0."""
 
     def try_forward(self, arguments: Arguments | Chunks, run: Run) -> Any:
-        """Return the model's output, or None on ranks without it. An error is raised on all
-        ranks."""
+        """Return the model's output for these arguments; None on ranks that do not have it. `run`:
+        calls each stage. An error on one rank is raised on all ranks."""
 
 
 class WholeModel:
-    """The forwards of a model that is whole on this rank."""
+    """Computes forwards of a model that is whole on this rank, without other ranks."""
 
     has_output = True
     last_stage = 0
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        """`world`: any world that contains this rank."""
+        """`world`: any group of ranks that contains this rank; this rank's device is taken from
+        it."""
         self.world = replace(world, rank=0, size=1, group=None, owns_group=False)
         self._model = model
 

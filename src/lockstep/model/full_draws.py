@@ -1,5 +1,5 @@
-"""Draws random numbers for sharded tensors: every rank draws the numbers of the full tensor, and
-keeps its part."""
+"""Draws random numbers for DTensors: every rank draws the numbers of the full tensor, and keeps
+those of its shard."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ _FILLING = frozenset(
 
 
 class FullDraws(TorchFunctionMode):
-    """Draws random numbers for a DTensor as one process does, while the body runs. (Torch would
-    draw each rank's part separately.) All ranks must have the same seeds."""
+    """A context in which random functions of a DTensor draw the same numbers as one process does
+    for the full tensor. (Torch would draw each rank's shard separately.) The default generators
+    must have the same seeds on all ranks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -18,6 +18,6 @@ READS = functions_named(
     *("__bool__", "__int__", "__float__", "__index__", "__complex__", "item", "tolist"),
     *("equal", "allclose", "is_nonzero"),
 )
-"""Functions that return a number, or a list of numbers."""
+"""Functions that return a tensor's values, or a fact about them, as Python numbers or bools."""
 ARRAYS = functions_named("numpy", "__array__")
-"""Functions that return an array of numpy."""
+"""Functions that return a tensor's values as a numpy array."""

@@ -69,9 +69,11 @@ class Parallelized:
     pipeline: Pipeline | None
     shared_parameters: Sequence[SharedParameter]
     cut: SequenceCut | None
-    """Calls the model with this rank's tokens; None if the model is called with whole sequences."""
+    """Calls the model with this rank's tokens of each sequence, or with one chunk after another;
+    None if the model is called with whole sequences."""
     experts: Mapping[str, Experts]
-    """The modules of experts in this rank's stages whose experts are divided over ranks."""
+    """Name -> module of experts, for the modules in this rank's pipeline stages whose experts are
+    divided over the ranks of the `expert` axis."""
     expert_leaves: Sequence[Leaves]
     """With bitwise numerics, the leaves of autograd's graph for the parameters of each module of
     experts that is divided over ranks."""
@@ -84,7 +86,8 @@ class Parallelized:
     """Names of modules of transformers that were made to compute one expert after another, so that
     their bits do not depend on the number of ranks."""
     expert_patterns: Sequence[str] | None
-    """The patterns that name the modules of experts; None: these are found by their shapes."""
+    """The patterns of names, from `Recipe`, that give the modules of experts; None: these modules
+    are found by the shapes of their parameters."""
 
 
 def parallelize(

@@ -1,4 +1,4 @@
-"""Replaces a module's parameters by DTensors."""
+"""Replaces the parameters of a module by DTensors, in place."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from lockstep.base.torch_private import own_parameters
 def place_parameters(
     module: nn.Module, mesh: DeviceMesh, placement_of: Callable[[str], Placement]
 ) -> None:
-    """Distribute the parameters that belong to the module itself over `mesh` (one axis), without
-    communication: every rank has the same values. `placement_of`: (name) -> placement."""
+    """Replace the parameters that belong to the module itself (not to submodules) by DTensors on
+    `mesh` (one axis), without communication: every rank must have the same values before.
+    `placement_of`: a function from a parameter's name to its placement."""
     for name, parameter in list(own_parameters(module).items()):
         if parameter is None or isinstance(parameter, DTensor):
             continue

@@ -133,8 +133,8 @@ class RunningStatistics:
             for key in own
             if (name := f"{prefix}.{key}" if prefix else key) in self._others
         }
-        """For each buffer that is neither BatchNorm's nor self-updating: the dict that holds it,
-        and its key there."""
+        """Name of a buffer that no forward may change (neither BatchNorm's nor self-updating) ->
+        the module's dict that holds it, and its key there."""
         named = dict(model.named_parameters())
         self._watched = [*self._others.values(), *named.values()]
         self._names = [
@@ -147,7 +147,8 @@ class RunningStatistics:
 
     @property
     def updates(self) -> bool:
-        """True if forwards update a buffer of the model."""
+        """True if the model has a buffer that its forward may update: BatchNorm's, or
+        self-updating."""
         return bool(self._scratches or self._updating)
 
     def close(self) -> None:
@@ -219,7 +220,8 @@ class RunningStatistics:
             )
 
     def _changed(self) -> str | None:
-        """Describe the first tensor that has changed since `begin`; None if nothing has changed."""
+        """Return text that names the first buffer or parameter that a forward must not change and
+        that has changed since `begin`; None if there is none."""
         if (found := versions(self._watched)) != self._versions:
             pairs = zip(self._names, found, self._versions, strict=True)
             return next(name for name, now, then in pairs if now != then)
@@ -245,7 +247,7 @@ class RunningStatistics:
         else:
             mine = torch.zeros((0, sum(widths)), dtype=torch.float64, device=self._world.device)
         self._rows = []
-        # the slices of a microbatch have equal rows
+        # all slices of a microbatch (SyncBatchNorm) have the same update: take that of the first
         everyone = in_order(mine, count, assignment, self._data)[:: assignment.slices or 1]
         if apply is not False:
             parts = torch.split(everyone, widths, dim=1)
@@ -274,7 +276,7 @@ def self_updating(module: nn.Module) -> Sequence[str]:
     names = list(getattr(module, ATTRIBUTE, ()))
     # the module that torch.nn.utils.parametrizations.spectral_norm makes
     if type(module).__name__ == "_SpectralNorm":
-        # a weight with one dim has none
+        # for a weight with one dim, the module has no such buffers
         names += [name for name in ("_u", "_v") if own_buffers(module).get(name) is not None]
     for hook in forward_pre_hooks(module):
         if isinstance(hook, SpectralNorm):  # the hook that torch.nn.utils.spectral_norm makes
@@ -313,19 +315,20 @@ class SelfUpdatingBuffers:
         self._taken: dict[str, Tensor] | None = None
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Drop the updates of the step before, at the beginning of a step."""
         self._first = None
         self.discard()
 
     def note_microbatch(self) -> None:
-        """Record the end of a forward: keep the updated buffers of this rank's first microbatch."""
+        """Called after a microbatch's forward. Keeps the buffers as this rank's first microbatch of
+        the step has updated them."""
         if self._first is None and self._taken is not None:
             self._first = self._taken
         self.discard()
 
     def reshaped(self) -> str | None:
-        """Describe a buffer whose shape this rank's first microbatch has changed. None if there is
-        none."""
+        """Return text that names a buffer whose shape this rank's first microbatch has changed;
+        None if there is none."""
         for name, updated in (self._first or {}).items():
             if updated.shape != self.kept[name].shape:
                 return (

@@ -80,7 +80,7 @@ class PartLeaf:
         self.shared = shared
         self.part = part
         self.parameter = nn.Parameter(shared.detach())
-        """Gets this part's gradient. It shares memory with the shared parameter."""
+        """The leaf, which gets this part's gradient. It shares memory with the shared parameter."""
         self.gathered: nn.Parameter | None = None
         """The leaf that shares memory with the all-gathered parameter, if parameters are sharded;
         else None."""
@@ -105,7 +105,7 @@ class PartLeaf:
         return [self.parameter if self.gathered is None else self.gathered]
 
     def take(self) -> list[Tensor | None]:
-        """Return the leaf's gradient in a list, and clear it."""
+        """Return the gradient of the leaf of the latest forward, in a list, and set it to None."""
         (leaf,) = self.tensors()
         gradient, leaf.grad = leaf.grad, None
         return [gradient]
@@ -187,7 +187,8 @@ def _separated(value: Any) -> Any:
 
 
 class _Separate(torch.autograd.Function):
-    """The identity. The result and its gradient have the strides of new tensors."""
+    """The identity function, except that the result, and the gradient of the input, have the
+    strides of new contiguous tensors."""
 
     generate_vmap_rule = True
 
@@ -209,7 +210,8 @@ class _Separate(torch.autograd.Function):
 
 
 def _as_new(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy, with the strides of a new tensor of its shape."""
+    """Return the tensor if it has the strides of a new contiguous tensor of its shape, else a copy
+    that has them."""
     sizes = [max(size, 1) for size in tensor.shape]
     strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
     return tensor if tensor.stride() == strides else tensor.reshape(-1).view(tensor.shape)

@@ -47,13 +47,15 @@ CHANGED_INPUT = re.compile(r"RegisterPostBackwardFunction is a view and is being
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the parameters that were all-gathered by a forward without a backward."""
+    """Free the full parameters that FSDP2 has all-gathered and still holds, as after a forward
+    without a backward."""
     for group in fsdp_groups(model):
         group.reshard()
 
 
 def reset_after_error(model: nn.Module) -> None:
-    """After a failed forward, restore the sharded parameters, and FSDP2's state for the step."""
+    """Restore, after a forward that has raised an error, the sharded parameters and FSDP2's state
+    at the beginning of a step."""
     for group in fsdp_groups(model):
         if is_fsdp_root(group):
             group.reset_iter_state()
@@ -84,7 +86,8 @@ def gather_whole(model: nn.Module) -> None:
 
 
 def error_of_change(name: str) -> RecipeError:
-    """Return the error for a forward that changes a parameter."""
+    """Return the error for a forward that has changed the parameter `name` in place, with sharded
+    parameters."""
     return RecipeError(
         f"the model's forward changed its parameter {name!r} (as nn.Embedding does by max_norm):"
         " under shard a copy that is gathered for the forward, and dropped; change it between"
@@ -208,7 +211,7 @@ def shard(
     for module in modules:
         shard_module(module, mesh.shard_mesh(), free_after_forward)
     shard_module(model, mesh.shard_mesh(), free_root)
-    # FSDP2 prefetches blocks in the backward, for which a CPU would otherwise wait
+    # FSDP2 prefetches blocks in the backward; a CPU would wait for each all-gather otherwise
     set_unshard_async(model, on_cpu)
     guard.install()
     if not keep_casts:

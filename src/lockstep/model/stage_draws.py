@@ -1,4 +1,5 @@
-"""Refuses random numbers that a hook draws for the parameters of a pipeline's stage."""
+"""Refuses random numbers that a user's hook draws for parameters of a model that is split into
+pipeline stages."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from lockstep.model.tensor.random_functions import draws
 
 
 class StageDraws(TorchFunctionMode):
-    """While the body runs, refuses random numbers for a tensor that is a parameter or a gradient,
-    or has the shape of one, unless the call has a generator. The default generators have the same
-    seeds on all stages, so each stage would draw the first stage's numbers."""
+    """A context in which a random function raises `RecipeError` if it draws numbers for a parameter
+    or a gradient, or in the shape of one, unless the call has a `generator`. The default generators
+    have the same seeds on all ranks of the pipeline, so each stage would draw the numbers that one
+    process draws for the first stage."""
 
     def __init__(self, models: Iterable[nn.Module], pipeline: int) -> None:
         super().__init__()

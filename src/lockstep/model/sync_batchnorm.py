@@ -198,7 +198,7 @@ class _Normalise(torch.autograd.Function):
             wide - mean.view(shape), (by_scale * deviation).view(shape), value=-1
         )
         if ctx.is_dummy:
-            for_x.zero_()  # a dummy is no part of the microbatch, although it gets the sums
+            for_x.zero_()  # a dummy gets the sums of all slices, but its output is not used
         needs = ctx.needs_input_grad
         return (
             for_x.to(x.dtype),

@@ -1,4 +1,5 @@
-"""Contexts and tolerances for trials: forwards outside of microbatches, before the first step."""
+"""Contexts and tolerances for trials: forwards that belong to no microbatch, and that check a model
+before the first step or inside its first forward."""
 
 from __future__ import annotations
 
@@ -16,24 +17,26 @@ from lockstep.model.shard import reshard
 SINGLE = torch.finfo(torch.float32).eps
 TF32 = 2.0**-10
 ROUNDINGS, SHORT_ROUNDINGS = 16.0, 4.0
-"""Tolerance of the relative error of a result that is computed in another order, in units of the
-dtype's epsilon to the power of 3/4 (1e-4 in float32), or of the epsilon for shorter dtypes (3% in
-bfloat16)."""
+"""Largest allowed relative error between two results of which one is computed in another order.
+`ROUNDINGS` is in units of the dtype's epsilon to the power of 3/4 (1e-4 in float32);
+`SHORT_ROUNDINGS`, for shorter dtypes, in units of the epsilon (3% in bfloat16)."""
 SMALL = 1e-2
-"""A parameter whose largest value is smaller than this counts as zero: errors in its use would not
-show in the output."""
+"""A parameter whose elements are all smaller than this (in magnitude) counts as zero: an error in
+the computation behind it would not show in the model's output."""
 
 _is_inside = ContextVar("inside a trial", default=False)
 
 
 def in_trial() -> bool:
-    """True while a module checks itself by further forwards inside a microbatch's forward."""
+    """Return True while a module's output is checked by further forwards of it, inside a
+    microbatch's forward."""
     return _is_inside.get()
 
 
 @contextmanager
 def trial() -> Iterator[None]:
-    """A context in which `in_trial` is true."""
+    """A context in which `in_trial` returns True: for forwards that check a module, inside a
+    microbatch's forward."""
     before = _is_inside.set(True)
     try:
         yield
@@ -42,14 +45,15 @@ def trial() -> Iterator[None]:
 
 
 def tolerance(tensor: Tensor) -> float:
-    """Return the relative error that rounding explains in a model's output that was computed in
-    another order."""
+    """Return the largest relative difference that rounding explains between `tensor`, a model's
+    output, and the same output computed in another order."""
     eps = epsilon(tensor)
     return ROUNDINGS * eps**0.75 if eps <= SINGLE else SHORT_ROUNDINGS * eps
 
 
 def epsilon(tensor: Tensor) -> float:
-    """Return the epsilon of the shortest dtype in which a model's output may be computed."""
+    """Return the epsilon of the least precise dtype in which a model's output `tensor` may have
+    been computed: its own, autocast's, or TF32."""
     kinds = [tensor.dtype]
     if torch.is_autocast_enabled(tensor.device.type):
         kinds.append(torch.get_autocast_dtype(tensor.device.type))
@@ -60,8 +64,8 @@ def epsilon(tensor: Tensor) -> float:
 
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """A context for forwards outside of microbatches: computes no gradients, and restores
-    generators and buffers."""
+    """A context for forwards outside of microbatches. No gradients are computed in it, and at its
+    end the default generators and the model's buffers are restored."""
     buffers = {each: each.clone() for each in model.buffers()}
     try:
         with torch.no_grad(), accelerator.preserved_generators(device):
@@ -69,14 +73,15 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, before in buffers.items():
-                # avoid a write, which would count as the forward's
+                # a write would increase the version, and look like a change by the forward
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
 
 
 @contextmanager
 def nothing_dropped(model: nn.Module) -> Iterator[None]:
-    """A context in which dropout drops nothing, and BatchNorm takes statistics as in training."""
+    """A context in which all modules are in evaluation mode, so that dropout drops nothing, except
+    BatchNorm, which normalizes with the statistics of the batch."""
     modes = [(each, each.training) for each in model.modules()]
     try:
         for each, _ in modes:
@@ -90,8 +95,8 @@ def nothing_dropped(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def all_in_use(model: nn.Module) -> Iterator[None]:
     """A context in which trained parameters that are (nearly) zero have random values, so that a
-    branch behind a zero gate or layer reaches the output. Equal parameters get the same values on
-    every rank."""
+    branch behind a zero gate or layer contributes to the output. A parameter that several ranks
+    hold gets the same values on each of them."""
     generator, before = torch.Generator(), []
     reshard(model)  # forwards may have left parameters gathered
     try:
@@ -115,6 +120,7 @@ def all_in_use(model: nn.Module) -> Iterator[None]:
 
 
 def _forget_copies(model: nn.Module) -> None:
-    """Free gathered parameters, and autocast's casts of parameters."""
+    """Free the model's all-gathered parameters, and autocast's cached casts of parameters, so that
+    the next forward uses the changed values."""
     reshard(model)
     torch.clear_autocast_cache()

@@ -207,7 +207,8 @@ def _is_output_of_block(node: Any) -> bool:
 
 
 def _may_be_cast(weight: Tensor) -> bool:
-    """False for small weights, and weights that autocast never casts, such as those of norms."""
+    """True if autocast may cast the weight: a plain float32 tensor of two dims or more. (Norms and
+    biases have one dim, and a cast of these would be small.)"""
     return weight.dim() > 1 and weight.dtype is torch.float32 and not is_distributed(weight)
 
 

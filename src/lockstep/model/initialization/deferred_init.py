@@ -51,7 +51,7 @@ class DeferredModel:
 
     module: Any
     """The model that the factory made: its parameters and buffers are on the meta device, other
-    tensors have their values."""
+    tensors that the factory made have their values."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ def replace_contents(tensor: Any, new: Any) -> Any:
 
 
 def _plain_class(tensor: Any) -> Any:
-    """Return the class that a tensor would have if it were not fake."""
+    """Return the class that a tensor would have if it were not a `FakeTensor`."""
     if not isinstance(tensor, FakeTensor):
         return type(tensor)
     if type(tensor) is not FakeTensor:

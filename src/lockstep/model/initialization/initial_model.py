@@ -38,7 +38,8 @@ class InitialModel:
     """The deferred model, which computes values of single tensors; None if the module was
     initialized at once."""
     reason: str | None
-    """The reason why the module was initialized at once although the plan defers it; else None."""
+    """The reason why the module was initialized at once, although it was to be deferred; None if it
+    was deferred, or was not to be."""
 
     checksums: dict[str, int] = field(default_factory=dict)
     """Name of a parameter or buffer -> checksum of its initial value, for those that this rank has

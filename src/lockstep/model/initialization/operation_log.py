@@ -64,7 +64,8 @@ class LoggedOperation:
     args: Any
     kwargs: Any
     outputs: tuple[StorageView | None, ...]
-    """For each returned tensor: the view of a new storage, or None for an alias of an old one."""
+    """For each tensor that the operation returned: its view if the operation made its storage, or
+    None if the storage existed before."""
     reads: frozenset[int]
     writes: frozenset[int]
     fresh: frozenset[int]

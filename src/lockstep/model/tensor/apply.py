@@ -347,7 +347,8 @@ class _TensorParallelForward(OtherForward):
         check: FirstForwardCheck | None,
         layers: Sequence[str],
     ) -> None:
-        """`check`: None on one rank."""
+        """`check`: compares the module's first outputs with those of full layers; None on one
+        rank."""
         self._name = name
         self._called = name or type(module).__name__
         self._features = features

@@ -43,8 +43,8 @@ ROUNDINGS = 8.0
 """Largest allowed relative error (in the norm) between a module's outputs with sharded and with
 full layers, in units of the square root of the dtype's eps (3e-4 in float32)."""
 MAX_GATHERED_ELEMENTS = 2**26
-"""A module is not checked if its sharded layers have more elements than this, and more than half of
-all sharded layers' elements."""
+"""A module is not checked if the full weights of its sharded layers have more elements than this,
+and more than half of the elements of all sharded layers in the model."""
 
 
 class FirstForwardCheck:
@@ -137,14 +137,15 @@ class FirstForwardCheck:
         unchecked.difference_update(inside)
 
     def _size(self, names: Iterable[str]) -> int:
-        """The number of elements in these layers' full weights."""
+        """Return the number of elements in the full parameters of the layers with these names."""
         return sum(
             parameter.numel() for name in names for parameter in self._modules[name].parameters()
         )
 
     @contextmanager
     def _with_full_weights(self, names: list[str]) -> Iterator[None]:
-        """A context in which these layers have their full weights and ignore other ranks."""
+        """A context in which the layers with these names have their full weights, and compute
+        without other ranks."""
         modules = {name: (self._modules | self._on_sequence)[name] for name in names}
         parts = {name: dict(own_parameters(module)) for name, module in modules.items()}
         try:
@@ -237,7 +238,8 @@ def _on_accelerator(given: Any) -> bool:
 
 @contextmanager
 def _same_numbers(given: Any) -> Iterator[None]:
-    """A context that restores torch's generators at its end."""
+    """A context that restores torch's default generators at its end, on the CPU and on the devices
+    of the tensors in `given`."""
     devices = {
         leaf.device
         for leaf in tree_leaves(given)
@@ -248,7 +250,8 @@ def _same_numbers(given: Any) -> Iterator[None]:
 
 
 def _plain(item: Any) -> Any:
-    """Return a call's arguments without objects that a forward may change."""
+    """Return a call's arguments with objects that a forward may change, such as a cache of keys,
+    replaced by None."""
     if isinstance(item, dict):
         return {name: _plain(member) for name, member in item.items()}
     if type(item) in (list, tuple):

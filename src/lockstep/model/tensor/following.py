@@ -107,7 +107,8 @@ def _written(target: Tensor, *item: Any) -> Tensor:
 
 
 def _mark_written(target: Tensor, shard: Shard) -> None:
-    """Mark a tensor into which a shard was written, and its base if it is a view."""
+    """Mark a tensor as sharded after a shard was written into it, and also the tensor of which it
+    is a view. `shard`: the mark."""
     set_mark(target, shard)
     if not is_sharded(base := base_of(target)):
         mark_sharded(base)

@@ -40,7 +40,7 @@ PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 """Types that a function may return besides tensors. Other objects could hold tensors that lockstep
-does not see."""
+does not find, and so does not mark as sharded."""
 EXPANDS = frozenset({Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, torch.broadcast_to})
 REPEATS = frozenset({Tensor.repeat_interleave, torch.repeat_interleave})
 
@@ -104,9 +104,10 @@ class Seen:
     """The ATen operators of one call of a torch function, which was made to record them."""
 
     operators: list[tuple[Kind, str, bool]] = field(default_factory=list)
-    """Each operator's kind and name, and True for an operator of the backward."""
+    """For each operator that ran: its kind (see `operators.Kind`), its name, and True if it ran in
+    the backward."""
     writes: bool = False
-    """True if the call changes one of its arguments."""
+    """True if the call writes to one of its arguments in place."""
     draws: bool = False
     """True if an operator may draw random numbers."""
     returns: str | None = None
@@ -208,7 +209,7 @@ def _operators_of(form: Form, func: Any, args: Any, kwargs: Any) -> Seen | None:
     """Call the function in a form on copies of its tensors, forward and backward. Return the
     operators that ran; None if it fails."""
     seen = Seen()
-    # `lockstep plan` uses tensors without values
+    # `lockstep plan` computes with fake tensors, which need their mode for further ones
     fakes = (each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor))
     mode = next((each.fake_mode for each in fakes), None)
     with nullcontext() if mode is None else mode:

@@ -46,7 +46,8 @@ ROUNDED_ONCE = _set(
 """Operators that round each element once, or twice in a fixed way, at any position in the
 tensor."""
 EXPONENTS = (-2, -1, -0.5, 0, 0.5, 1, 2, 3)
-"""The exponents for which `pow` multiplies, divides, or takes a root."""
+"""The exponents for which torch computes `pow` by a product, quotient or root instead of a power
+function, so that the bits do not depend on an element's position."""
 UNTAGGED = _set(
     "elu_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward"
     " log_sigmoid_backward log_sigmoid_forward mish_backward softplus_backward"

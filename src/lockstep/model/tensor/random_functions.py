@@ -38,7 +38,7 @@ RANDOM = frozenset(_IF_TRAINING) | {
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if a call draws random numbers."""
+    """True if a call of the torch function `func` with these arguments draws random numbers."""
     if func not in RANDOM:
         return False
     place, training = _IF_TRAINING.get(func, (0, None))
@@ -51,7 +51,8 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def writes(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if a random function writes its first argument."""
+    """True if a call of the random function `func` with these arguments writes its first argument
+    in place."""
     if func.__name__.endswith("_"):
         return True
     place = _IF_TRAINING.get(func, (0, None))[0] + 1

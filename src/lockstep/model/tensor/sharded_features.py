@@ -92,7 +92,8 @@ ANSWERS = {
 }
 """Function that reduces all elements to a bool -> the all-reduce of the ranks' bools."""
 OWN_FUNCTIONS = ("lockstep.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
-"""Prefixes of the modules whose autograd.Functions may return a sharded tensor."""
+"""Prefixes of the Python modules of lockstep and torch whose autograd.Functions may return a
+sharded tensor."""
 OWN_HOOKS = (*OWN_FUNCTIONS, "torch.autograd.graph", "torch.utils.module_tracker")
 MATMUL = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
 

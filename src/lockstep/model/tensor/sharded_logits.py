@@ -117,7 +117,7 @@ class SlicedLogits(Tensor):
 
 
 def as_sliced_logits(item: Any, slices: Slices) -> Any:
-    """Return a tensor as `SlicedLogits`; return anything else unchanged."""
+    """Return a plain tensor as `SlicedLogits`; return anything else unchanged."""
     if type(item) is not Tensor:
         return item
     logits = item.as_subclass(SlicedLogits)

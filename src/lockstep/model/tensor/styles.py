@@ -31,12 +31,15 @@ class Style:
     """The dim along which the weight is sharded: the layer's outputs, or its inputs (an embedding's
     vocabulary)."""
     input_layout: Literal["replicated", "sharded", "sequence"]
-    """Layout of the input. `sequence`: this rank's shard of dim 1."""
+    """Layout of the input. `replicated`: equal full tensors on all ranks. `sharded`: this rank's
+    shard of the last dim, the features. `sequence`: this rank's shard of dim 1, the tokens."""
     output_layout: Literal["replicated", "sharded", "sequence", "classes"]
-    """Layout of the output. `sequence` and `classes` are DTensors, sharded along dim 1 and along
-    the last dim."""
+    """Layout of the output: as that of the input, or `classes`, this rank's shard of the logits.
+    The outputs `sequence` and `classes` are DTensors, sharded along dim 1 and along the last
+    dim."""
     slices_input: bool = False
-    """True if the input is a full tensor, from which the layer takes this rank's shard."""
+    """True if the user's code gives the layer a full tensor, from which it takes this rank's shard
+    of the features."""
 
     @property
     def exposes_shards(self) -> bool:
@@ -73,7 +76,7 @@ HUGGING_FACE = {
     "replicated": "replicated",
     "replicated_with_grad_allreduce": "replicated",
 }
-"""Name of a style in transformers -> style."""
+"""Name of a style in the tensor-parallel plans of transformers -> name of a style in `STYLES`."""
 
 SAME_SHARDS: Mapping[str, Mapping[int | None, str]] = {
     "embedding": {0: "embedding", 1: "colwise_gathered"},
