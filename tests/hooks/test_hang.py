@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 
 from lockstep.base.container import process_id_space
+from lockstep.comm import segment
 from lockstep.comm.active_calls import CollectiveCall, open_entries
 from lockstep.hooks.hang import watchdog as module
 from lockstep.hooks.hang.report import Hang, diagnose, different_exchanges, enclosing
@@ -312,20 +313,22 @@ def test_the_statements_around_a_line(tmp_path: Path) -> None:
     assert enclosing(Frame("<stdin>", 5, "f")) == []
 
 
-def test_the_activity_of_a_thread_follows_from_its_samples_calls_and_cpu_time() -> None:
-    assert activity((USER, TORCH), calls=[REDUCE], moves=False, cpu_use=0.0) == "waits"
-    assert activity((USER,), calls=[REDUCE], moves=False, cpu_use=0.0) == "sleeps"
-    assert activity((USER,), calls=[], moves=False, cpu_use=1.0) == "computes"
-    assert activity((USER, TORCH), calls=[REDUCE], moves=True, cpu_use=1.0) == "runs"
+def test_the_activity_of_a_thread_follows_from_its_samples_and_calls() -> None:
+    assert activity((USER, TORCH), calls=[REDUCE], moves=False, is_busy=False) == "waits"
+    assert activity((USER,), calls=[REDUCE], moves=False, is_busy=False) == "sleeps"
+    assert activity((USER,), calls=[], moves=False, is_busy=True) == "computes"
+    assert activity((USER, TORCH), calls=[REDUCE], moves=True, is_busy=True) == "runs"
+    polling = Frame(segment.__file__, 1, "wait")
+    assert activity((USER, polling), calls=[REDUCE], moves=True, is_busy=True) == "waits"
 
 
 def test_a_rank_whose_device_is_in_a_collective_waits_wherever_its_host_is() -> None:
     """`item()` is called at the user's line, and uses a processor fully. A moving host may be what
     is waited for."""
     queued = replace(REDUCE, on_device=True)
-    assert activity((USER,), calls=[queued], moves=False, cpu_use=1.0) == "waits"
-    assert activity((USER,), calls=[queued], moves=False, cpu_use=0.0) == "waits"
-    assert activity((USER,), calls=[queued], moves=True, cpu_use=1.0) == "runs"
+    assert activity((USER,), calls=[queued], moves=False, is_busy=True) == "waits"
+    assert activity((USER,), calls=[queued], moves=False, is_busy=False) == "waits"
+    assert activity((USER,), calls=[queued], moves=True, is_busy=True) == "runs"
     hang = found(snapshot(0, "waits", queued, stack=(USER,)), snapshot(1, "sleeps"))
     assert hang.summary.startswith("rank 1 is waited for: it is in a call that does not return")
     assert "rank 0 waits in all_reduce of float32 (4,), call 7 of default_pg" in hang.report

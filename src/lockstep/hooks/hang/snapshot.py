@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from lockstep.base.contents import is_users_file
-from lockstep.comm import torch_collectives
+from lockstep.comm import segment, torch_collectives
 from lockstep.comm.active_calls import CollectiveCall, active_calls
 from lockstep.logging.phases import Phases
 from lockstep.training.reducers.exchange_order import Exchanges
@@ -137,11 +137,11 @@ def take_snapshot(
     """Take a snapshot of this process, in a fifth of a second. `thread`: the training thread."""
     assert thread.ident is not None
     phase, step, seconds = phases.name, phases.step, phases.seconds
-    before, seen = _cpu_seconds(thread), []
+    seen, runnable = [], 0
     for _ in range(SAMPLES):
         seen.append(_instruction(thread.ident))
+        runnable += _is_runnable(thread)
         time.sleep(SAMPLE_SECONDS)
-    cpu_use = (_cpu_seconds(thread) - before) / (SAMPLES * SAMPLE_SECONDS)
     stacks = {ident: stack_of(frame) for ident, frame in sys._current_frames().items()}
     stack = stacks.pop(thread.ident, ())
     calls = active_calls()
@@ -158,7 +158,7 @@ def take_snapshot(
         seconds=seconds,
         limit_seconds=limit_seconds,
         is_first=is_first,
-        activity=activity(stack, calls=calls, moves=moves, cpu_use=cpu_use),
+        activity=activity(stack, calls=calls, moves=moves, is_busy=runnable > SAMPLES / 2),
         calls=tuple(calls),
         stack=stack,
         exchanges=tuple(exchanges),
@@ -171,22 +171,24 @@ def take_snapshot(
 
 
 def activity(
-    stack: Sequence[Frame], *, calls: Sequence[CollectiveCall], moves: bool, cpu_use: float
+    stack: Sequence[Frame], *, calls: Sequence[CollectiveCall], moves: bool, is_busy: bool
 ) -> Activity:
     """Classify a thread's activity. `moves`: True if its Python code advanced between samples.
-    `cpu_use`: share of the time in which the thread used the processor.
+    `is_busy`: True if the thread used a processor, or waited for one, in most samples.
 
     [Note: waits for the device] A host that waits for its device may be anywhere in native code,
     often with full use of a processor. So a rank whose device is in a collective counts as waiting.
     (If others wait for a rank, its device is in no collective.)
     """
+    innermost = stack[-1].file if stack else ""
+    if calls and innermost == segment.__file__:
+        return "waits"  # in a loop of Python that polls shared memory
     if moves:
         return "runs"
-    innermost = stack[-1].file if stack else ""
     in_call = f"{os.sep}torch{os.sep}" in innermost or innermost.startswith(_LOCKSTEP)
     if any(call.on_device for call in calls) or (calls and in_call):
         return "waits"
-    return "computes" if cpu_use > 0.5 else "sleeps"
+    return "computes" if is_busy else "sleeps"
 
 
 def call_in_stack(stack: Sequence[Frame]) -> CollectiveCall | None:
@@ -233,14 +235,13 @@ def error_with_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
-def _cpu_seconds(thread: threading.Thread) -> float:
-    """Return a thread's processor time; 0 unless on Linux."""
+def _is_runnable(thread: threading.Thread) -> bool:
+    """True if a thread uses a processor or waits for one. False unless on Linux."""
     try:
         with open(f"/proc/self/task/{thread.native_id}/stat", encoding="ascii") as file:
-            fields = file.read().rpartition(")")[2].split()
+            return file.read().rpartition(")")[2].split()[0] == "R"
     except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return False
 
 
 class StackWriter:
