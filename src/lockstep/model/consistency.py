@@ -1,7 +1,7 @@
 """Checks that every rank builds the same model, although its factory may read the rank, the clock
 or an unseeded generator. Structure (names, classes, shapes and dtypes) is compared first, because
 ranks with different parameters would deadlock in their collectives. Then checksums of the initial
-values are compared; if these are computed later, tensor by tensor, their checksums are too."""
+values are compared, for all tensors whose values this rank has computed."""
 
 from __future__ import annotations
 

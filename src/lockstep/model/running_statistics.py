@@ -192,9 +192,9 @@ class RunningStatistics:
             updating.discard()
 
     def check(self, *, compare: bool) -> None:
-        """Raise `RecipeError` if a forward has changed a parameter, a buffer that does not belong
-        to BatchNorm, or the shape of a self-updating buffer. `compare`: as in `begin`; if True,
-        every rank calls it, and all raise the same error."""
+        """Raise `RecipeError` if a forward has changed a parameter, a buffer that is neither
+        BatchNorm's nor self-updating, or the shape of a self-updating buffer. `compare`: as in
+        `begin`; if True, every rank calls it, and all raise the same error."""
         changed = self._changed()
         if compare and self._compares:
             flag = torch.tensor([changed is not None])

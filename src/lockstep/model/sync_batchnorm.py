@@ -45,7 +45,7 @@ class SyncBatchNormExchange:
 
 class SyncBatchNorm(nn.SyncBatchNorm):
     """Torch's layer with a forward that also works on CPUs, and that computes statistics over all
-    slices of a microbatch."""
+    ranks' slices of a microbatch."""
 
     _exchange: SyncBatchNormExchange
 

@@ -99,8 +99,9 @@ class AutocastWeights:
         return cls(dtype, owners)
 
     def gather_short(self, groups: Iterable[nn.Module]) -> None:
-        """Make FSDP2's groups gather these weights in `dtype`, except weights that another module
-        also uses, and small ones: a router may be called outside of autocast."""
+        """Make FSDP2 all-gather these weights in `dtype`, except weights that another module also
+        uses, and small ones: a router may be called outside of autocast. `groups`: the modules on
+        which `fully_shard` was called."""
         for group in groups:
             held = fsdp_parameter_group(group)
             parameters = [] if held is None else held.fsdp_params

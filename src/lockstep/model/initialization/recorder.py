@@ -35,16 +35,16 @@ write."""
 
 
 class CannotDefer(LockstepError):
-    """The model's initialization cannot be deferred. The text names the operation and its line in
-    the user's code."""
+    """The error for a model whose initial values cannot be computed later, tensor by tensor. The
+    text names the operation that prevents it, and its line in the user's code."""
 
 
 class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Seeds torch's default CPU generator with `key(key, n)` before the n-th random operation
-    inside the context. An operation with a `generator` argument draws from that generator;
-    `torch.manual_seed` inside has no effect. Python's and NumPy's generators are seeded once at the
-    start; at the end, all three default generators are seeded. Operations in other threads, and on
-    devices other than the CPU, are not covered."""
+    """A context that seeds torch's default CPU generator by `key` and n (`keys.key(key, n)`) before
+    the n-th random operation inside. An operation with a `generator` argument draws from that
+    generator; `torch.manual_seed` inside has no effect. Python's and NumPy's generators are seeded
+    once at the start; at the end, all three default generators are seeded. Operations in other
+    threads, and on devices other than the CPU, are not covered."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -120,8 +120,8 @@ class Seen:
         return {kind for kind, _, is_backward in self.operators if backward or not is_backward}
 
     def kinds_in_order(self) -> set[Kind]:
-        """Return the kinds of the operators. Those of `IN_ORDER` (not of equal bits, but they keep
-        the order of heads and features) count as "by rows" here."""
+        """Return the kinds of the operators. Those of `IN_ORDER`, which may give a shard other bits
+        but keep the order of heads and features, count as "by rows" here."""
         return {
             "by rows" if name.split(".")[1].rstrip("_") in IN_ORDER else kind
             for kind, name, _ in self.operators

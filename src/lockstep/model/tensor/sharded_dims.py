@@ -93,7 +93,8 @@ def twice_as_many(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
 def check_drawn(func: Any, args: Any, kwargs: Any, shards: Sequence[Shard]) -> None:
     """Raise `RecipeError` if an argument of the function holds random numbers, and the function
     fails if only its sharded arguments have twice as many features or heads: the numbers may have
-    been drawn in a shard's shape. `shards`: the marks of its results."""
+    been drawn in a shard's shape. The same error is raised if the sharded dim of a result is not
+    known. `shards`: the marks of its results."""
     drawn = [each for each in tensors_of(args, kwargs) if mark_of(each) is DRAWN]
     if not drawn:
         return

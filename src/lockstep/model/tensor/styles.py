@@ -149,8 +149,9 @@ def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
 def _source(
     model: nn.Module, given: Mapping[str, str] | None, experts: Collection[str]
 ) -> tuple[str, Mapping[str, str]]:
-    """Return the source of the patterns (for errors), and the patterns. Hugging Face's styles are
-    translated to lockstep's, and its patterns of experts are dropped."""
+    """Return the place that the patterns come from, for errors ("" for a plan of transformers), and
+    the patterns of module names, each with its style. Hugging Face's styles are translated to
+    lockstep's, and its patterns of experts are dropped."""
     if given is not None:
         return "Recipe.tensor", given
     own = getattr(model, "tensor_plan", None)
