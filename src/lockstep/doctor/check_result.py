@@ -1,4 +1,4 @@
-"""The result of one check: a row of the doctor's table. Pure."""
+"""The result of one check: a row of the doctor's table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CheckResult:
 
     @property
     def is_bad(self) -> bool:
-        """True if training would fail or be slow."""
+        """True if training would fail or be slow because of what was found."""
         return self.verdict in _BAD
 
 

@@ -1,4 +1,4 @@
-"""Calls every collective, and compares its output with the expected output."""
+"""Calls every collective of torch.distributed, and compares its output with the expected output."""
 
 from __future__ import annotations
 

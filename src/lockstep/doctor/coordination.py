@@ -89,13 +89,14 @@ class ProbeCoordinator:
             time.sleep(_STORE_TIMEOUT_SECONDS)  # the watching thread ends the process
 
     def record_error(self, error: Exception) -> None:
-        """Record that this rank's part of the probe raised."""
+        """Record, in this rank's status, the error that its part of a probe raised."""
         text = (str(error).splitlines() or [""])[0]
         with self._lock:
             self._status = replace(self._status, error=f"{type(error).__name__}: {text}")
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return each rank's JSON value, in rank order. Every rank calls it."""
+        """Exchange a JSON value through the store. Returns each rank's value, in rank order. Every
+        rank calls it."""
         number, self._exchanges = self._exchanges, self._exchanges + 1
         self._store.set(f"{number}/{self.rank}", json.dumps(value))
         if self.rank == 0:
@@ -105,11 +106,11 @@ class ProbeCoordinator:
         return gathered
 
     def barrier(self) -> None:
-        """Wait until every rank calls it."""
+        """Wait, through the store, until every rank calls it."""
         self.all_gather(None)
 
     def add_to_counter(self, name: str, amount: int) -> int:
-        """Add to a counter that all ranks share. Returns its new value."""
+        """Add `amount` to a counter in the store, which all ranks share. Returns its new value."""
         return int(self._store.add(f"count/{name}", amount))
 
     def _watch(self, store: Any) -> None:

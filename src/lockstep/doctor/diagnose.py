@@ -57,7 +57,7 @@ WORKER = ("-m", "lockstep.doctor")
 class Diagnosis:
     checks: list[CheckResult]
     results: Mapping[str, Any]
-    """Results of the ranks, see `lockstep.doctor.worker`."""
+    """The JSON that a rank writes, see `lockstep.doctor.worker`."""
     ending: Ending
 
     @property

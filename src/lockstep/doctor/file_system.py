@@ -47,7 +47,7 @@ class FileSystemInfo:
     """Median duration of an fsync of a file and its folder; None if it failed."""
     sync_error: str
     lock_fault: str
-    """The reason why flock admits a second holder; empty if flock works."""
+    """The fault of flock, such as a lock that a second holder gets; empty if flock works."""
     clock_offset_seconds: float
     """Seconds by which the file system's clock is ahead of this machine's."""
     lost: str = ""

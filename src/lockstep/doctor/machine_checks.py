@@ -45,13 +45,13 @@ machines."""
 class MachineInfo:
     host: str
     address: str
-    """The address at which other machines reach this one; empty if there are none."""
+    """The address at which other machines reach this one; empty if there are no other machines."""
     interface: str | None
     interfaces: tuple[str, ...]
     interface_details: str
     """Text about the network interface; empty if unknown."""
     versions: Mapping[str, str]
-    """Versions that must be the same on all machines."""
+    """Versions (of Python, torch, ...) that must be the same on all machines: name -> version."""
     gpus: int
     gpu_names: tuple[str, ...]
     """Names of the GPUs that the driver sees; empty without a driver."""
@@ -66,13 +66,13 @@ class MachineInfo:
     """CPU quota in cores; None: no quota."""
     shared_memory_bytes: int | None
     available_memory_bytes: int
-    """Available memory, of the machine or the control group, whichever is less."""
+    """Available memory in bytes, of the machine or of the control group, whichever is less."""
     memory_limit_bytes: int | None
     """Memory limit of the control group; None if it is not below the machine's memory."""
     open_files_limit: int
     open_files_hard_limit: int
     locked_memory_bytes: int | None
-    """Limit of locked memory; None: no limit."""
+    """Limit of locked memory in bytes; None: no limit."""
     infiniband: tuple[str, ...]
     free_tasks: int | None
     """Number of processes and threads that may still be started. None: no limit."""

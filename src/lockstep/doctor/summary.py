@@ -39,7 +39,8 @@ class RankStatus:
 
 
 def summarize(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:
-    """Return all check results. `results`: see `lockstep.doctor.worker`."""
+    """Return all check results. `results`: the JSON that a rank writes, see
+    `lockstep.doctor.worker`. `ending`: how the ranks' processes ended."""
     machines = results["machines"]
     names = machine_names(machines)
     checks = [

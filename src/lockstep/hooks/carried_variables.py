@@ -119,8 +119,9 @@ class CarriedVariables(ControlHook):
                         yield f"{name}.{each}", seen
 
     def _kept_by(self, name: str, kind: type) -> dict[str, bool]:
-        """Return the attributes that the methods of the variable `name`, of class `kind`, keep from
-        one step and use in the loss of a later one, as `kept_by_methods` returns them."""
+        """Return the attributes of the object in the variable `name` (of class `kind`) that its
+        methods compute from the attributes' earlier values and that go into a result, such as the
+        loss. Attribute -> True if the methods only set its items."""
         if name not in self._kept:
             paths = [each.removeprefix(f"{name}.") for each in self._used if each != name]
             self._kept[name] = kept_by_methods(
@@ -249,7 +250,8 @@ def _digest(value: Any) -> str:
 
 
 def code_of(kind: type) -> Iterator[str]:
-    """Yield the code of a class and its base classes, if it is the user's."""
+    """Yield the source code of a class and of its base classes, without classes of lockstep or
+    installed packages."""
     for each in kind.__mro__:
         if is_users(each.__module__):
             # the source file is missing, or was edited since the class was defined

@@ -184,7 +184,8 @@ class Checkpointer:
             self._saver.prepare(tensors)
 
     def is_time(self) -> bool:
-        """True if a save is due by the clock of rank 0."""
+        """True on rank 0 if it is time to save, by `Saving.seconds`; always False on other
+        ranks."""
         interval = self._interval if self.world.rank == 0 else None
         return interval is not None and time.monotonic() - self._since >= interval
 
@@ -215,19 +216,20 @@ class Checkpointer:
         raise_on_all_ranks(self.world, state, CheckpointError)
 
     def wait(self) -> None:
-        """Wait for the save in progress. Every rank calls it."""
+        """Wait for the end of a save in progress. Every rank calls it."""
         while not self._has_ended():
             self._poll(WAIT_SECONDS)
 
     def save_now(self, step: int) -> None:
-        """Save, and wait for the end of the save. Every rank calls it."""
+        """Save the state after `step`, unless it is saved, and wait for the end of the save. Every
+        rank calls it."""
         self.wait()
         if step > self._saved:
             self._save(step)
             self.wait()
 
     def delete_after(self, step: int) -> tuple[list[str], str | None]:
-        """See `Checkpointing.delete_after`."""
+        """Delete the checkpoints of later steps than `step`. See `Checkpointing.delete_after`."""
         self.wait()
         deleted, failure = list[str](), None
         if self.world.rank == 0:
@@ -403,7 +405,8 @@ class Checkpointer:
         restore(reader, self.training.modules, self.training.stateful, self.run.context.mesh)
 
     def _names(self) -> list[CheckpointName]:
-        """The checkpoints, the newest last. Every rank calls it."""
+        """The names of the checkpoints, the newest last, as rank 0 sees them. Every rank calls
+        it."""
         pairs = self._on_rank_0(
             lambda: [[name.step, name.attempt] for name in self.folder.names()], "read"
         )

@@ -1,4 +1,4 @@
-"""The hook that saves a run and resumes it."""
+"""The hook that saves checkpoints of a run, and resumes a run from one."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class Checkpointing(ControlHook):
             self._checkpointer.save_now(run.step)
 
     def wait(self) -> None:
-        """Wait for the save in progress. Every rank calls it."""
+        """Wait for the end of a save in progress. Every rank calls it."""
         if self._checkpointer is not None:
             self._checkpointer.wait()
 
@@ -191,7 +191,8 @@ class Checkpointing(ControlHook):
         return ([], None) if self._checkpointer is None else self._checkpointer.delete_after(step)
 
     def best(self) -> Best | None:
-        """Return the best evaluation so far. Every rank has the same."""
+        """Return the best evaluation so far, by the metric `Saving.best`; the same on every rank.
+        None if there is none."""
         if self._checkpointer is None:
             return None
         return self._checkpointer.scores.best(self._checkpointer.run, self.folder)

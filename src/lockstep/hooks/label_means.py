@@ -25,7 +25,7 @@ class LabelMean:
     """Text for error messages that says which labels the mean is over, or that it has class
     weights."""
     weight: float
-    """The mean weight of a label in this call."""
+    """The sum of the labels' weights in this call, divided by the number of labels."""
     may_differ: bool = True
     """False if the call ignores equally many labels of every sample, such as each row's last
     label."""
@@ -42,7 +42,7 @@ class LabelMeans(CollectivesRefused):  # type: ignore[no-untyped-call]
     """
 
     samples: int
-    """Number of samples whose loss is computed."""
+    """Number of samples in the batch whose loss is computed."""
     found: list[LabelMean] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ class LoopVariables:
     begins, by weak references, with their version counters."""
 
     def __init__(self, saved: Collection[int]) -> None:
-        """`saved`: ids of the tensors that checkpoints hold."""
+        """`saved`: ids of the tensors that checkpoints hold, which are left out."""
         frame = frame_of_script()
         loop = loop_of(frame)
         anew = set() if loop is None else set_anew(loop)
@@ -80,7 +80,7 @@ def loop_of(frame: FrameType) -> ast.For | None:
 
 
 def local_variables(frame: FrameType) -> dict[str, Any]:
-    """Return a copy of a function's or module's own variables."""
+    """Return a copy of the variables of the function or module that the frame executes."""
     variables = frame.f_locals
     by_name = dict(variables)
     # before Python 3.13, a function's frame keeps this dict, and so keeps all its values alive

@@ -76,7 +76,7 @@ class Findings(NamedTuple):
     unchecked: str | None = None
     """The reason why the loss of a microbatch could not be compared with the loss of its halves."""
     talks: str | None = None
-    """Name of the collective that the loss calls."""
+    """Name of the torch.distributed collective that the loss calls."""
 
 
 class Tried(NamedTuple):
@@ -209,7 +209,8 @@ def _takes_outputs(run: Run) -> bool:
 
 
 def _may_fail(run: Run) -> bool:
-    """True if training can go on after a forward that failed on all ranks."""
+    """True if training can go on after a forward that failed on all ranks: it is not compiled, and
+    no pipeline stage has collectives."""
     plan = run.context.plan
     communicate = sum(axis.in_forward for axis in plan.larger)
     stage_has_collectives = plan.divides("layers") and communicate > 1

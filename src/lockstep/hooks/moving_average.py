@@ -1,4 +1,4 @@
-"""The hook that keeps a moving average of the weights."""
+"""The hook that keeps an exponential moving average of the model's parameters."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ class TakenFallbacks:
 
     @classmethod
     def parse(cls, text: str, path: Path) -> TakenFallbacks:
-        """Parse the result of `write`. Raises `RunDirectoryError` for any other text."""
+        """Parse the JSON that `write` has written to `path`. Raises `RunDirectoryError` for any
+        other text."""
         try:
             taken = cls(**json.loads(text))
             Plan(checkpointing=taken.checkpointing, microbatch_splits=taken.microbatch_splits)  # type: ignore[arg-type]  # Plan checks them

@@ -174,7 +174,8 @@ class Disagreement:
     tensors: int
     """Number of parameters of a rank in `ranks` whose gradients of this microbatch differ."""
     first: str
-    """The name of the first such parameter; empty if there is none."""
+    """The name of the first parameter of a rank in `ranks` whose gradient differs; empty if there
+    is none."""
     ranks: Sequence[int]
     """The ranks that computed wrong gradients. If not `is_certain`, one of these ranks did."""
     is_certain: bool

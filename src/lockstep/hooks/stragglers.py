@@ -64,7 +64,8 @@ Times = NDArray[np.float64]
 
 
 class Stragglers(ControlHook):
-    """Measures each rank's times, writes `ranks.jsonl`, and names slow ranks."""
+    """Measures how much time each rank takes for its own work, writes it to `ranks.jsonl`, and
+    reports slow ranks."""
 
     def __init__(self) -> None:
         self._memory_bytes = 0.0
@@ -211,7 +212,7 @@ class MicrobatchPace:
         self._before = seconds
 
     def seconds(self) -> float:
-        """Return the median; NaN before there are enough steps."""
+        """Return the median time per microbatch; NaN before there are enough measurements."""
         return statistics.median(self._latest) if len(self._latest) >= MIN_MEDIAN_OF else math.nan
 
 
@@ -266,8 +267,8 @@ class StragglerFinder:
         self._reported: set[tuple[int, str]] = set()
 
     def add(self, times: Times, seconds: float) -> list[Straggler]:
-        """Add the times of all ranks in a window of `seconds` seconds. Returns the stragglers, over
-        the last windows, that the previous call did not return."""
+        """Add the times of all ranks in a window of `seconds` seconds. Returns the ranks that are
+        stragglers over the last windows, and that were none in the previous call."""
         self._windows.append((seconds, times))
         lengths = [seconds for seconds, _ in self._windows]
         if len(lengths) < MIN_WINDOWS or sum(lengths) < MIN_SECONDS:

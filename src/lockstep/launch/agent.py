@@ -88,7 +88,8 @@ class StartStore:
         self._store.set(_REGROUPS, "")
 
     def regroups(self) -> bool:
-        """True if a machine has called `announce_regroup`."""
+        """True if a machine has called `announce_regroup`: the workers save and end for a
+        restart."""
         try:
             return bool(self._store.check([_REGROUPS]))
         except DistError:
@@ -421,8 +422,8 @@ class Agent(SimpleElasticAgent):
             self._elsewhere = line
 
     def _lost_a_machine(self) -> bool:
-        """True if another machine has left the run. The workers of this machine must then be ended:
-        they may wait for it for minutes."""
+        """True if another machine has left the run, unless the workers save and end for a restart
+        already. Workers that do not may wait for that machine for minutes."""
         self._lost = () if self._elastic is None else self._elastic.lost_machines()
         return bool(self._lost) and (self._is_able or not self._shared.regroups())
 

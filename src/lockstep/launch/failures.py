@@ -78,7 +78,7 @@ class FailureRecord:
     """The failure of a worker, which the worker itself writes as JSON for the launcher."""
 
     time: float
-    """Seconds since the epoch."""
+    """Time of the failure, in seconds since the epoch."""
     status: int
     """The exit status that the worker will have."""
     kind: str
@@ -99,7 +99,7 @@ class FailureRecord:
 
     @classmethod
     def read(cls, path: Path) -> FailureRecord | None:
-        """The record in a file; None if there is no file."""
+        """Read the record that a worker has written to `path`; None if there is no file."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -113,7 +113,7 @@ class FailureRecord:
         return f"{name}: {first}"[:160] if first else name
 
     def is_like(self, other: FailureRecord | None) -> bool:
-        """True if the other's exception has the same type and text."""
+        """True if the exception of the other record has the same type and text."""
         return other is not None and (self.kind, self.message) == (other.kind, other.message)
 
 
@@ -127,11 +127,12 @@ class WorkerFailure:
     """The exit status, or the negated signal number, as in `subprocess`."""
     record: FailureRecord | None = None
     crash: str = ""
-    """The Python stack at a fatal signal. Empty if there was none."""
+    """The Python stack at a fatal signal such as SIGSEGV. Empty if there was none."""
 
     @property
     def status(self) -> int:
-        """Exit status in a shell: 128 + the signal's number after a death by signal."""
+        """The exit status as a shell shows it: 128 + the signal's number after a death by
+        signal."""
         if self.record is not None:
             return self.record.status
         return self.returncode if self.returncode >= 0 else 128 - self.returncode

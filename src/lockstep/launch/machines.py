@@ -86,7 +86,7 @@ class Machines:
         return cls(least, most, host, port, options.node_rank, options.interface, source)
 
     def resolve(self) -> str:
-        """The IP address of the host of the rendezvous. Raises `LaunchError`."""
+        """Look up the IP address of the host of the rendezvous. Raises `LaunchError`."""
         try:
             addresses = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:

@@ -270,11 +270,11 @@ class Silence:
 
 
 class _MachineLostError(Exception):
-    """A machine was lost while other machines waited for it in a rendezvous."""
+    """Raised if a machine was lost while other machines waited for it in a rendezvous."""
 
 
 class _Timeout(RendezvousTimeout):
-    """The timeouts of a rendezvous. `last_call` may change between two rendezvous."""
+    """Torch's timeouts of a rendezvous. `last_call` may change between two rendezvous."""
 
     last_call = timedelta(seconds=LAST_CALL_SECONDS)
 
@@ -288,7 +288,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
     addresses: list[str]
     """Addresses of the machines in the latest rendezvous."""
     hosts_store: bool
-    """True if this process hosts the store."""
+    """True if this process hosts the store of the rendezvous."""
     _timeout: _Timeout
 
     def __init__(self, node: Any, *rest: Any) -> None:
@@ -355,7 +355,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         raise RendezvousTimeoutError
 
     def _meet(self) -> RendezvousInfo | None:
-        """Hold one rendezvous. None if a machine was lost in it."""
+        """Hold one rendezvous with the other machines. Returns None if a machine was lost in it."""
         self._bootstrap_store_info = self._shared_tcp_store_server = None
         with rendezvous_polls_every(RENDEZVOUS_POLL_SECONDS):
             try:

@@ -46,7 +46,7 @@ class BatchScript:
     arguments: Sequence[str] = ()
     """Arguments of the script."""
     run: Sequence[str] = ()
-    """Options of `lockstep run`."""
+    """Options of `lockstep run`, which starts the script."""
     name: str
     nodes: int
     gpus_per_node: int | None = None
@@ -55,7 +55,7 @@ class BatchScript:
     """Number of CPUs for all processes of a node. None: all, because the job uses its nodes
     exclusively."""
     time: str
-    """The time limit in Slurm's format."""
+    """The time limit of the job in Slurm's format."""
     signal_seconds: int = 120
     """Number of seconds before the time limit at which Slurm sends a signal, so that the run saves
     and ends."""
@@ -163,11 +163,11 @@ class SlurmStep:
 
     nodes: Sequence[str]
     tasks: Sequence[int]
-    """Number of tasks on each node."""
+    """Number of tasks on each node, in the order of `nodes`."""
     node: int
     """Index of this node among the step's nodes."""
     task: int
-    """Index of this task among all tasks."""
+    """Index of this task among all tasks of the step."""
     local_task: int
     """Index of this task on its node."""
     port: int

@@ -212,7 +212,7 @@ class _FunctionProcess:
             self.received = None  # the process ended before or while sending its result
 
     def close(self) -> None:
-        """Close the descriptors of the process, at the end."""
+        """Close the descriptors of the process, after it has ended."""
         if self._result is not None:
             self._result.close()
         with suppress(ValueError):  # the process still runs: not even SIGKILL ended it

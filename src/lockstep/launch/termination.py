@@ -31,7 +31,7 @@ PREEMPTING = signals("SIGTERM", "SIGUSR1", "SIGINT")
 ENDING = signals("SIGHUP")
 """Signals that ask one of lockstep's workers to end at once."""
 END_SECONDS = 30.0
-"""Seconds from a request to end to SIGKILL."""
+"""Seconds from a request to end to SIGKILL, for a process that is not saving."""
 SAVE_SECONDS = 600.0
 """Seconds from a request to end to SIGKILL, for a process that is saving."""
 
@@ -205,7 +205,7 @@ def _take_default(number: int) -> None:
 
 
 def tell(text: str) -> None:
-    """Print a line on stderr, in a signal handler."""
+    """Print a line on stderr; may be called in a signal handler."""
     lines = (
         f"\nlockstep: {text}"
         if sys.stderr is not None and sys.stderr.isatty()

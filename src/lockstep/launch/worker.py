@@ -177,7 +177,8 @@ def _leave_as_asked(error: SystemExit, record: Path) -> NoReturn:
 
 
 def _leave(status: int, *, by: int | None = None) -> NoReturn:
-    """End the process, by the signal `by` if given. See [Note: exit]."""
+    """End the process with this exit status, or by the signal `by` if given, without destroying
+    objects. See [Note: exit]."""
     try:
         if status == 0:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are not daemons

@@ -92,17 +92,17 @@ class WorkerFiles:
 
     @property
     def failure(self) -> Path:
-        """The `FailureRecord` that the worker writes."""
+        """The file with the `FailureRecord` that the worker writes if it fails."""
         return self._own("failure")
 
     @property
     def torch_error(self) -> Path:
-        """The file that torch's `@record` writes."""
+        """The file that torch's `@record` decorator writes if the script fails."""
         return self._own("torch")
 
     @property
     def crash(self) -> Path:
-        """The Python stack that faulthandler writes at a fatal signal."""
+        """The file to which faulthandler writes the Python stack at a fatal signal."""
         return self._own("crash")
 
     @property
@@ -118,11 +118,11 @@ class WorkerFiles:
 
     @property
     def restart_request(self) -> Path:
-        """The reason why the worker asks for a restart."""
+        """A file with the reason why the worker asks the launcher for a restart."""
         return self._own("restart")
 
     def remove_own(self) -> None:
-        """Remove this worker's files, for its replacement."""
+        """Remove this worker's files, before a new process replaces it."""
         for path in (
             self.failure,
             self.torch_error,

@@ -85,7 +85,7 @@ class SignalForwarding:
     exception is raised afterwards. A later signal ends the wait for the workers."""
 
     def __init__(self, on_interrupt: Callable[[], None]) -> None:
-        """`on_interrupt`: called in the handler if the first signal is SIGINT."""
+        """`on_interrupt`: called in the signal handler if the first signal is SIGINT."""
         self._on_interrupt = on_interrupt
         self.received: signal.Signals | None = None
         """The first signal that the launcher received; None if there was none."""
@@ -186,7 +186,7 @@ class LaunchedWorker:
     """True if the launcher ended the worker, or if the worker ended itself because another one had
     failed."""
     is_preempted: bool = False
-    """True if the worker saved and ended on request."""
+    """True if the worker saved and ended because a signal, for instance, asked it to."""
 
     @property
     def is_running(self) -> bool:
@@ -294,7 +294,7 @@ class WorkerProcesses:
 
     @property
     def running(self) -> Sequence[int]:
-        """The ranks that were running at the last check."""
+        """The ranks whose processes were running at the last check."""
         return [rank for rank, worker in self._workers.items() if worker.is_running]
 
     @property
@@ -388,7 +388,8 @@ class WorkerProcesses:
         self.stop(signal.SIGTERM, STOP_SECONDS)
 
     def ask(self, number: signal.Signals, grace_seconds: float) -> None:
-        """Make all workers save and end. Ends workers that do not end in time."""
+        """Send the signal `number` to all workers, so that they save and end. Ends workers that do
+        not end within `grace_seconds`."""
         self._files_of(0).signal_forwarded.touch()
         for rank in self.running:
             self._workers[rank].is_asked = True

@@ -174,7 +174,7 @@ def _call(snapshot: StackSnapshot) -> str:
 
 
 def _reason(late: StackSnapshot) -> str:
-    """Return text about what a late rank does, and at which line of the code."""
+    """Return text about what a late rank is doing, and at which line of the code."""
     lines = {process: innermost_line(frames) for process, frames in late.children.items()}
     workers = [
         f"process {process} is at {line}"

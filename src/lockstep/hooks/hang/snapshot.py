@@ -36,7 +36,7 @@ Activity = Literal["waits", "runs", "computes", "sleeps"]
 does not return."""
 STACK_SIGNAL: int = getattr(signal, "SIGURG", 0)  # by default, processes ignore it
 _WRITING_SECONDS = 2.0
-"""Longest wait for another process to write its stack."""
+"""Seconds after which a process stops waiting for another one to write its stack."""
 _POLL_SECONDS = 0.01
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 # bytecode jumps: every sample of a Python loop without a body shows one, a thread in native code
@@ -106,7 +106,7 @@ class StackSnapshot:
 
     @property
     def call(self) -> CollectiveCall | None:
-        """The collective in which the rank waits."""
+        """The collective in which the rank waits; None if it waits in none."""
         return self.calls[0] if self.activity == "waits" and self.calls else None
 
     @property

@@ -108,7 +108,8 @@ class Mailbox:
         return found.decode()
 
     def put_if_new(self, key: str, text: str) -> bool:
-        """Write the text unless the key exists. Returns True if it was written."""
+        """Write the text under `key` unless the store has this key. Returns True if it was
+        written."""
         stored: bytes = self._store.compare_set(key, "", text)
         return stored.decode() == text
 
@@ -152,7 +153,8 @@ class Watchdog:
     that found no difference."""
     _looks_after: float = 0.0
     _is_ending: bool = False
-    """True if native code is about to end this process."""
+    """True if Gloo's native code is about to end this process, because of a tensor of unexpected
+    size."""
     _compared: threading.Event = field(default_factory=threading.Event)
     _reported_since: float | None = None
     _known: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -368,12 +370,14 @@ class Watchdog:
             self._compared.wait(ABORT_SECONDS)
 
     def wait_until_closed(self, seconds: float) -> bool:
-        """Return True if the run has ended within this time; else end the process."""
+        """Return True if the watchdog is closed, because the run has ended, within this time.
+        Otherwise return False, and mark the process as being ended by the watchdog."""
         self.ends_the_process = self._is_ending or not self._closed.wait(seconds)
         return not self.ends_the_process
 
     def _report_alone(self) -> None:
-        """Report only this rank's snapshot, because other ranks cannot be asked."""
+        """Diagnose and report a hang from this rank's snapshot only, because torch's store does not
+        answer."""
         mine = self._snapshot()
         reason = (
             "torch's store does not answer: its process has ended, or the network to it is broken"
@@ -476,7 +480,7 @@ class HangHook(Hook):
         return [module.agreement for module in list(modules)]
 
     def watch(self, run: Run) -> None:
-        """From now on, save `run` if it hangs."""
+        """Tell the hook which run to save if it hangs; until then nothing is saved."""
         self._run = run
 
     @property
@@ -484,7 +488,7 @@ class HangHook(Hook):
         return self._watchdog is not None and self._watchdog.ends_the_process
 
     def close(self) -> None:
-        """Stop watching. May be called again."""
+        """End the watchdog. May be called more than once."""
         if self._native_end is not None:
             self._native_end.close()
         watchdog, self._watchdog = self._watchdog, None
@@ -507,7 +511,9 @@ class HangHook(Hook):
         collected: bool,
         mine: StackSnapshot,
     ) -> None:
-        """Handle a hang, see `Watchdog.on_hang`. Called in the watchdog's thread."""
+        """Report a hang. If a hang is to end the run, then save and end this process, unless the
+        launcher replaces the hanging ranks. Called in the watchdog's thread; for the arguments see
+        `Watchdog.on_hang`."""
         if collected:
             path = self._context.run_dir / f"hang-{mine.step:08d}.txt"
             stacks = f"all stacks: {path}"
@@ -556,7 +562,8 @@ class HangHook(Hook):
         os._exit(status)
 
     def _on_stuck(self) -> None:
-        """End this rank, which waits for a rank that has ended. See `Watchdog.on_stuck`."""
+        """Save if possible, and end this process, which waits for a rank that has ended. See
+        `Watchdog.on_stuck`."""
         error = "a peer was lost: another process of this run ended, or the connection to it broke"
         self._event("run-failed", error=error)
         self._save(HangError("the run was ended while this process waited for another"))

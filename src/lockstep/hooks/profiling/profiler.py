@@ -195,7 +195,8 @@ class Profiler(ControlHook):
         ahead: Sequence[float],
         operators: Sequence[tuple[str, int, float]],
     ) -> str:
-        """Write the merged trace, `summary.json` and `memory.json`. Returns the tables."""
+        """Write the merged trace of all ranks, `summary.json` and `memory.json`. Returns the tables
+        of times and memory as text."""
         traces = {
             rank: json.loads((self._folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
             for rank in range(self._world.size)

@@ -28,7 +28,8 @@ _NOT_COMPUTATION = ("c10d::", "_c10d_functional::", "nccl")
 
 
 def steps_of(text: str) -> range:
-    """Parse `--profile`: "steps=10:13" are steps 10, 11 and 12. Raises `LaunchError`."""
+    """Parse the value of `--profile`: "steps=10:13" are steps 10, 11 and 12. Raises
+    `LaunchError`."""
     match = _STEPS.fullmatch(text)
     steps = range(0) if match is None else range(int(match[1]), int(match[2]))
     if not steps:
@@ -106,13 +107,13 @@ def _with_called(
 
 
 def span(event: Mapping[str, Any]) -> Span:
-    """Return an event's span in the trace's seconds."""
+    """Return the start and stop of an event of a trace, in seconds of the trace's clock."""
     start = float(event["ts"]) / 1e6
     return start, start + float(event["dur"]) / 1e6
 
 
 def union(spans: Iterable[Span], window: Span) -> list[Span]:
-    """Return the union of the spans in the window: sorted spans that do not touch."""
+    """Return the union of the spans, cut to the window: sorted spans that do not touch."""
     found: list[Span] = []
     for start, stop in sorted(
         (max(start, window[0]), min(stop, window[1])) for start, stop in spans
@@ -225,9 +226,9 @@ named."""
 @dataclass(frozen=True, slots=True)
 class KnownTensor:
     cause: str
-    """Cause, one of `CAUSES`; "" if only name, shape and dtype are known."""
+    """The purpose of the memory, one of `CAUSES`; "" if only name, shape and dtype are known."""
     address: int
-    """The beginning of its storage."""
+    """The address at which the tensor's storage begins."""
     size_bytes: int
     name: str
     shape: Sequence[int]
@@ -244,7 +245,8 @@ class MemoryNote:
 
     tensors: Sequence[KnownTensor]
     is_complete: bool
-    """True if the note has all parameters, gradients and optimizer state."""
+    """True if the note contains all parameters, buffers, gradients and optimizer states; False for
+    the outputs of one module."""
 
 
 @dataclass(slots=True)

@@ -77,7 +77,8 @@ class Connections:
         self.by_rank[rank] = Connection(channel)
 
     def note_replacement(self, rank: int) -> None:
-        """Record that the worker of this rank has replaced a lost one."""
+        """Record that the process of this rank is a replacement for a lost worker, whose script has
+        not yet reached its training."""
         replacement = self.by_rank[rank]
         replacement.is_starting, replacement.why_not, replacement.was_able = True, None, True
 
@@ -193,7 +194,7 @@ class Connections:
         self.all_offered = False
 
     def release(self) -> None:
-        """Make the workers that wait for a new rank save and end."""
+        """Make the workers that wait for a new rank save and end instead of continuing with one."""
         for connection in self.by_rank.values():
             if connection.step is not None:
                 connection.step = None

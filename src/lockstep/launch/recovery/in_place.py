@@ -159,7 +159,7 @@ class InPlace:
             time.sleep(HOLD_POLL_SECONDS)
 
     def close(self) -> None:
-        """End the spare process and the newcomers."""
+        """End the spare process, and the new processes that were to join the run."""
         self.drop_newcomers()
         if self._spare is not None:
             self._spare.end()

@@ -39,7 +39,7 @@ class Rejoin:
         self.is_rejoining = _is_replacement
         """True from the loss of another worker until the state of the run is restored."""
         self.trainings = 0
-        """Number of calls of `ls.train`, or of sessions, that have begun in this process."""
+        """Number of trainings (calls of `ls.train`) that have begun in this process."""
         self.lost_at = self.rejoined_at = 0.0
         """The times at which the launcher detected the latest loss, and at which this process got
         its new rank, in seconds since 1970."""
@@ -84,7 +84,7 @@ class Rejoin:
         self._channel.send("all-offered")
 
     def drop_images(self) -> None:
-        """Close the descriptors in `images`."""
+        """Close the file descriptors in `images`."""
         for descriptor in self.images:
             os.close(descriptor)
         self.images = []
@@ -155,7 +155,7 @@ class Rejoin:
         self.announce("its training has failed" if failed else ENDED)
 
     def end_recovery(self) -> None:
-        """Called when the state is restored on all ranks."""
+        """End a recovery: called when the state of the run is restored on all ranks."""
         self.is_rejoining = False
         self._handled = None
         self.drop_images()
@@ -225,7 +225,7 @@ def refuse_recovery(why_not: str) -> None:
 
 
 def session_was_opened() -> bool:
-    """True if `refuse_recovery` was called in this process."""
+    """True if a session was opened in this process, that is, if `refuse_recovery` was called."""
     return _session_was_opened
 
 
