@@ -1,5 +1,5 @@
 """Checks of one machine: versions, devices, memory, threads, limits, network interface, environment
-variables. Pure."""
+variables. Has no side effects."""
 
 from __future__ import annotations
 

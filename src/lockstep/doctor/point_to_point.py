@@ -34,7 +34,7 @@ class PairMeasurement:
     sender: int
     receiver: int
     latency_seconds: float
-    """Half of the shortest round trip."""
+    """Half of the shortest round trip of a small message."""
     bytes_per_second: float
     """Bandwidth of the best of a few transfers."""
     kind: str

@@ -34,7 +34,8 @@ class RankStatus:
     """Number of the probe: all ranks run the same probes in the same order."""
     probe: str
     location: str | None = None
-    """The executed line of the user's or the system's code. None if the rank waits for others."""
+    """The line of code that the rank executes, outside of torch and the doctor. None if there is
+    none, as when it waits for other ranks."""
     error: str | None = None
 
 

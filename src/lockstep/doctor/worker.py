@@ -126,7 +126,8 @@ def _groups(coordinator: ProbeCoordinator, world: World, backend: str) -> list[R
 
 
 def _ranks_that_share(coordinator: ProbeCoordinator, path: Path) -> list[int]:
-    """Return the ranks that can see a file that rank 0 creates in a folder. Every rank calls it."""
+    """Return the ranks that can see a file that rank 0 creates in the folder `path`, because they
+    share its file system. Every rank calls it."""
     if coordinator.rank == 0:
         with tempfile.NamedTemporaryFile(prefix=".lockstep-doctor-", dir=path) as file:
             coordinator.all_gather(Path(file.name).name)

@@ -38,7 +38,7 @@ from lockstep.training.run import Run
 from lockstep.training.state import State, StateReader, damage_in, restore, state_of
 from lockstep.training.training import LoopState, Training
 
-WAIT_SECONDS = 0.5  # ranks that wait for a save ask each other this often if it has ended
+WAIT_SECONDS = 0.5  # ranks that wait for a save ask each other this often whether it has ended
 LAST_SECONDS = 10.0  # after an error, the longest wait for a save in progress
 
 
@@ -68,8 +68,8 @@ class Scores:
         return self.saving.best_of(self.by_name)
 
     def best(self, run: Run, folder: Storage) -> Best | None:
-        """Return the best evaluation so far, including the latest step's. `folder`: the folder of
-        the checkpoints."""
+        """Return the evaluation with the best value of the metric so far, including the one after
+        the latest step; None if there is none. `folder`: the folder of the checkpoints."""
         metric, value, name = self.saving.best, self.now(run), self.best_checkpoint()
         if metric is None:
             return None
@@ -244,8 +244,8 @@ class Checkpointer:
         return deleted, failure
 
     def await_last(self) -> None:
-        """Wait a limited time for this rank's part of the save in progress, without the other
-        ranks."""
+        """After an error, wait a limited time until this rank has written its part of a checkpoint
+        whose save is in progress, without the other ranks."""
         with suppress(RuntimeError):  # the device itself may have failed
             self._poll(LAST_SECONDS)
 

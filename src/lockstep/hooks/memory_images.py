@@ -14,8 +14,8 @@ from lockstep.training.run import Run
 from lockstep.training.state import KnownTensors, state_of
 
 MOST_TIME = 0.01
-"""Largest share of the run time that writing images may take, if each process has state that no
-other process has."""
+"""Largest share of the run time that writing images (copies of the training state in memory) may
+take, if each process has state that no other process has."""
 MOST_TIME_WITH_REPLICAS = 0.002
 """Largest share of the run time that writing images may take, if every process has the whole state:
 images are then needed only if all processes are lost."""
@@ -28,7 +28,7 @@ class MemoryImages(ControlHook):
     because it evicts the processor's caches."""
 
     recovery: Recovery | None
-    """The recovery of the run. None if the run cannot recover in place: it then writes no
+    """The recovery in place of the run. None if the run cannot recover in place: it then writes no
     images."""
     _writer: ImageWriter | None = None
     _known: KnownTensors = field(default_factory=KnownTensors)

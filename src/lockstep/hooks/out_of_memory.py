@@ -244,8 +244,8 @@ class OutOfMemory(ControlHook):
     error."""
 
     def report_change(self, run: Run) -> None:
-        """Record the event that says which fallbacks the plan has and the requested plan has
-        not."""
+        """Record the event that says which fallbacks the run's plan has and the plan that the user
+        requested has not."""
         given = self.given
         plan = self.taken.apply_to(given, run.context.device.type)
         if plan == given:
@@ -314,8 +314,8 @@ class OutOfMemory(ControlHook):
             request_restart(why)
 
     def _write(self, run: Run, plan: Plan, error: BaseException) -> Plan | str:
-        """Write `plan` for the restarted processes. Returns the plan, or the reason why writing
-        failed."""
+        """Write `plan` to the run directory, for the restarted processes. Returns the plan, or the
+        reason why writing failed."""
         failure = {
             "step": run.step,
             "rank": run.context.world.rank,

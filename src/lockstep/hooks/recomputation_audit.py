@@ -186,7 +186,7 @@ class Disagreement:
     """True if three replicas computed this microbatch and two of them agree, so that the third is
     wrong."""
     was_received: bool = False
-    """True if a rank in `ranks` received other values from a rank than the sender says it sent."""
+    """True if a rank in `ranks` received other values than the sending rank has recorded."""
 
     @classmethod
     def of(

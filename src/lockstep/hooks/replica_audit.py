@@ -176,7 +176,8 @@ def replica_difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) 
 Versions = dict[str, list[Any]]
 
 _SAVED = MODULE_ATTRIBUTES | RECURRENT_CACHES | {"state", "param_groups"}
-"""Attributes that need no check here: checkpoints hold them, or another check watches them."""
+"""Attributes of modules and optimizers that are not checked here: checkpoints hold them, or another
+check watches them."""
 
 
 class UnsavedState:

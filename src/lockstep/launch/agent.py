@@ -60,8 +60,8 @@ from lockstep.options import Restart, RunOptions, variable
 
 _REGROUPS = "lockstep/regroups"
 Count = Literal["done", "known"]
-"""Names of the counters of machines in the store. `done`: machines whose workers are done. `known`:
-machines that know that the workers of all machines are done."""
+"""Names of counters in the store, each of which counts machines. `done`: machines whose workers are
+done. `known`: machines that know that the workers of all machines are done."""
 
 
 class StartStore:
@@ -428,8 +428,8 @@ class Agent(SimpleElasticAgent):
         return bool(self._lost) and (self._is_able or not self._shared.regroups())
 
     def _recover(self, worker_group: WorkerGroup) -> None:
-        """Replace the lost workers, and give all workers new ranks. See [Note: recovery in
-        place]."""
+        """Replace the lost workers by new processes, and give all workers new ranks in their
+        processes. See [Note: recovery in place]."""
         while True:
             with self._signals.deferred():
                 known = self._variables(worker_group)

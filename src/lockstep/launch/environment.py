@@ -32,8 +32,8 @@ class Environment(RunOptions):
     local_world_size: int
     """Number of processes on this machine."""
     launcher: Launcher
-    """`python`: no launcher. `torchrun`: any other launcher that sets RANK and WORLD_SIZE. `srun`:
-    a process per Slurm task."""
+    """The launcher that started this process. `python`: none. `torchrun`: any launcher but
+    lockstep's that sets RANK and WORLD_SIZE. `srun`: Slurm's, with a process per task."""
     threads: int
     """Number of intra-op threads: OMP_NUM_THREADS if the user set it (torchrun sets 1 by default),
     otherwise usable CPUs ÷ processes of this machine."""

@@ -86,7 +86,7 @@ class FailureRecord:
     message: str
     """Text of the exception: str(error)."""
     traceback: str
-    """The full traceback, without lockstep's launch frames; for a
+    """The full traceback, without the frames of lockstep's launcher; for a
     `lockstep.base.errors.LockstepError` only its message."""
     user_error: bool
     """True for a `lockstep.base.errors.UserError`: the launcher shows only its message."""
@@ -174,10 +174,11 @@ class Ending:
     preempted: Sequence[int] = ()
     """Ranks that saved and ended because a signal, for instance, asked them to."""
     unkillable: Sequence[int] = ()
-    """Ranks that did not end in time even after SIGKILL, because the kernel blocks them."""
+    """Ranks whose processes did not end in time even after SIGKILL, because they are blocked in the
+    kernel."""
     signal: int | None = None
-    """The signal that the launcher passed on; later failures are consequences of it. None: no
-    signal."""
+    """The signal that the launcher passed on to the workers; later failures are consequences of it.
+    None if there was none."""
     elsewhere: str = ""
     """The cause outside of this machine that ended the run; empty if there is none."""
     has_saved: bool = False

@@ -450,7 +450,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         self._store.set(self._key(f"able-{self._met.index(self._this_node)}"), "")
 
     def all_are_able(self) -> bool:
-        """True if all machines of the latest rendezvous have called `note_able`, or are lost."""
+        """True if all machines of the latest rendezvous have called `note_able`, or are lost, so
+        that the run can recover in place."""
         here = self._participants()
         left = [number for number, node in enumerate(self._met) if node in here]
         return self._are_able(self._round, left)

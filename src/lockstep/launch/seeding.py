@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 SEED = 0
-"""The seed of Python's, NumPy's and torch's default generators in every worker."""
+"""The seed of the default random generators of Python, NumPy and torch in every worker."""
 HASH_SEED = {"PYTHONHASHSEED": "0"}
 """The environment variable that makes the iteration order of a set of strings the same in every
 worker."""

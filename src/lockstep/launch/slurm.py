@@ -39,7 +39,7 @@ _ENDED = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchScript:
-    """The contents of a batch script. Made by `lockstep slurm`, and by `lockstep search
+    """The contents of a Slurm batch script. Made by `lockstep slurm`, and by `lockstep search
     --slurm`."""
 
     script: str = ""
@@ -298,7 +298,7 @@ class JobState:
 
     @property
     def status(self) -> int:
-        """Exit status for a command that followed the job to its end: 0 if the job has
+        """Exit status of a lockstep command that followed the job to its end: 0 if the job has
         completed."""
         return 0 if self.state == "COMPLETED" else self.exit_status or 1
 
@@ -372,8 +372,8 @@ def machines_of(step: SlurmStep, options: LaunchOptions) -> Machines | None:
 
 
 def set_task_variables(environ: MutableMapping[str, str]) -> None:
-    """Set the variables that a launcher would set, if srun itself started this process as one of
-    several."""
+    """Set the environment variables (RANK, WORLD_SIZE, ...) that a launcher would set, if srun
+    itself started this process as one of several."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return
     step = SlurmStep.read(environ)

@@ -45,8 +45,8 @@ _unanswered: str | None = None
 
 
 def in_a_worker() -> None:
-    """Record that this process is one of lockstep's workers. Called once, before the user's code
-    runs."""
+    """Record that this process is one of lockstep's workers, a rank that lockstep's launcher
+    started. Called once, before the user's code runs."""
     global _is_worker
     _is_worker = True
 

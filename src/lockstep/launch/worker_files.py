@@ -217,6 +217,6 @@ def is_shutting_down() -> bool:
 
 
 def was_signal_forwarded() -> bool:
-    """True once the launcher has passed a signal on. Slurm may have sent the signal to this process
-    too."""
+    """True once the launcher has passed a signal on to its workers. Slurm may have sent the signal
+    to this process too, so that it arrives twice."""
     return _files is not None and _files.signal_forwarded.exists()

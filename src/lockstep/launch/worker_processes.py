@@ -103,7 +103,8 @@ class SignalForwarding:
         self._raise_received()
 
     def handling(self) -> AbstractContextManager[None]:
-        """Handle the signals of `GRACE_SECONDS`, in the main thread, unless they are ignored."""
+        """A context that handles the signals of `GRACE_SECONDS` in the main thread, unless they are
+        ignored."""
         return signals_handled(GRACE_SECONDS, self._on_signal)
 
     @contextmanager
@@ -169,7 +170,7 @@ class Spare:
         self.channel.send("start", environment=dict(environment))
 
     def end(self) -> None:
-        """End the spare process, which notices that the launcher has closed the connection."""
+        """End the spare process, by closing the connection to it."""
         self.channel.close()
 
 
@@ -402,7 +403,7 @@ class WorkerProcesses:
 
     def stop(self, number: signal.Signals, grace_seconds: float) -> None:
         """End every worker. Running workers that neither failed nor were asked to end get signal
-        `number`, the others SIGKILL."""
+        `number`. All that still run after `grace_seconds` get SIGKILL."""
         self._look()
         self.connections.release()
         self._files_of(0).signal_forwarded.touch()

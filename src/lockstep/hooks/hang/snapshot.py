@@ -236,7 +236,7 @@ def error_with_line(error: BaseException) -> str:
 
 
 def _is_runnable(thread: threading.Thread) -> bool:
-    """True if a thread uses a processor or waits for one. False unless on Linux."""
+    """True if a thread uses a processor or waits for a free one. False unless on Linux."""
     try:
         with open(f"/proc/self/task/{thread.native_id}/stat", encoding="ascii") as file:
             return file.read().rpartition(")")[2].split()[0] == "R"

@@ -61,8 +61,8 @@ from lockstep.training.run import Run
 
 TICK_SECONDS = 0.2
 ANSWER_SECONDS = 1.2
-"""After this many seconds without a rank's snapshot, the rank that collects them looks if that
-rank's process has ended or is stopped. Such a rank counts as hanging."""
+"""After this many seconds without a rank's snapshot, the rank that collects them checks whether
+that rank's process has ended or is stopped. Such a rank counts as hanging."""
 SILENCE_SECONDS = 10.0
 """A rank that writes no snapshot for this many seconds counts as hanging."""
 # seconds after the launcher begins to end the run, after which the watchdog ends a rank that still
@@ -136,7 +136,8 @@ class Watchdog:
     # `STUCK_SECONDS`
     on_stuck: Callable[[], None]
     agreements: Callable[[], Sequence[StepAgreement]]
-    """Returns, for each model, the object that records its gathers and reductions of shards."""
+    """Returns, for each model, the object that records which shards of it this rank gathers and
+    reduces."""
     has_peer_failed: Callable[[], bool]
     """True if another rank has ended its run with an error. Called repeatedly during a long
     phase."""
@@ -202,7 +203,8 @@ class Watchdog:
                 self._report_alone()
 
     def _is_stuck(self) -> bool:
-        """True if this rank still waits for another rank some time after the run began to end."""
+        """True if this rank still waits for another rank `STUCK_SECONDS` after the launcher began
+        to end the run."""
         self._shutting_down_since = self._shutting_down_since or time.monotonic()
         return (
             time.monotonic() - self._shutting_down_since >= STUCK_SECONDS

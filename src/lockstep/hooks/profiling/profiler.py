@@ -46,8 +46,8 @@ from lockstep.training.train_module import TrainModule
 LISTED_OPERATORS = 10
 CLOCK_EXCHANGES = 9  # number of exchanges that compare the ranks' clocks; the median is used
 _FAILURES = (OSError, ValueError, RuntimeError)
-"""Exceptions for a trace that torch's export did not write completely, which it does not always
-report."""
+"""Exceptions that show that torch's export did not write a trace completely, which the export
+itself does not always report."""
 # the number of the thread under which a trace shows the phases of the training loop
 PHASES_THREAD = 0
 
@@ -223,8 +223,8 @@ class Profiler(ControlHook):
 def _phase_events(
     phases: Sequence[tuple[str, float, float]], offset_seconds: float
 ) -> list[dict[str, Any]]:
-    """Return the phases as events of a trace. `offset_seconds`: the trace's clock minus the clock
-    of the phases."""
+    """Return the phases of the training loop as events of a trace. `offset_seconds`: the trace's
+    clock minus the clock of the phases."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "tid": PHASES_THREAD, "args": {"name": "phases"}},
         {"ph": "M", "name": "thread_sort_index", "tid": PHASES_THREAD, "args": {"sort_index": -1}},

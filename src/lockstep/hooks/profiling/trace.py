@@ -216,8 +216,8 @@ _OF_PATH = {
     "ChunkedTotal": "chunked logits",
     "ChunkedLosses": "chunked logits",
 }
-"""Beginning of an operator's name -> cause of its allocations. Functions of autograd have the names
-of their classes."""
+"""Beginning of an operator's name in a trace -> cause of its allocations. Functions of autograd
+appear there with the names of their classes."""
 _MAKES_MEMORY = ("aten::empty", "aten::new_empty", "aten::resize_")
 """Operators that allocate memory for the operator that calls them, after which the memory is
 named."""

@@ -34,7 +34,8 @@ from typing import Any
 from lockstep.launch.worker_files import WorkerStart
 
 ENDED = "the training has ended on this process"
-"""The reason that is given for a worker that has finished, which cannot recover in place."""
+"""The reason that is given for a worker that has finished its training: it cannot recover in
+place."""
 _PIECE_BYTES = 1 << 15
 _PIECE_DESCRIPTORS = 253
 """The largest number of file descriptors that Linux passes in one packet; messages with more are

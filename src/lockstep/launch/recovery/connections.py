@@ -22,7 +22,8 @@ class Connection:
     why_not: str | None = UNKNOWN
     """The reason why this worker cannot recover in place; None if it can."""
     was_able: bool = False
-    """True once this worker could recover in place: another process can then replace it."""
+    """True once this worker has said that it can recover in place: another process can then replace
+    it."""
     sizes: Sequence[int] = ()
     """The world sizes that the run's plan fits."""
     script_seconds: float = 0.0
@@ -126,8 +127,8 @@ class Connections:
             del self.images[:-1]
 
     def why_not(self, ranks: Collection[int], lost: Collection[int] = ()) -> str | None:
-        """The reason why the workers of these ranks, except the `lost` ones, cannot recover in
-        place; None if they can."""
+        """The reason why the workers of these ranks cannot continue in their processes after the
+        loss of the `lost` ones; None if they can."""
         if self.unused is not None:
             return self.unused
         self.look()

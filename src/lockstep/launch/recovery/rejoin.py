@@ -74,13 +74,13 @@ class Rejoin:
         self._channel.send("hangs", ranks=list(ranks), record=asdict(record))
 
     def offer_images(self, descriptors: Sequence[int]) -> None:
-        """Pass the launcher the memory in which this process keeps images of its own state and of
-        other ranks' states."""
+        """Pass the launcher file descriptors of the shared memory in which this process keeps
+        images (copies) of its own training state and of other ranks' states."""
         self._channel.send("images", descriptors)
 
     def note_all_offered(self) -> None:
-        """Tell the launcher that all ranks have offered their images, so that it can drop the
-        images of earlier starts."""
+        """Tell the launcher that all ranks have called `offer_images`, so that it can drop the
+        images of earlier starts of the run."""
         self._channel.send("all-offered")
 
     def drop_images(self) -> None:
@@ -131,8 +131,8 @@ class Rejoin:
         return True
 
     def refuse(self, why_not: str) -> None:
-        """Tell the launcher that this process will end during a recovery, and that a replacement
-        would end too."""
+        """Tell the launcher that this process ends instead of recovering in place, and that a
+        replacement would end too."""
         self._channel.send("refuses", why_not=why_not)
 
     def raise_if_lost(self) -> None:
@@ -149,8 +149,8 @@ class Rejoin:
             self._abort()
 
     def close(self, *, failed: bool) -> None:
-        """Called at the end of the training: from then on the loss of another worker ends this one
-        too."""
+        """End this object, at the end of the training: from then on the loss of another worker ends
+        this one too."""
         self._has_left.set()
         self.announce("its training has failed" if failed else ENDED)
 
@@ -216,8 +216,8 @@ def use_channel(channel: Channel | None, *, is_replacement: bool) -> None:
 
 
 def refuse_recovery(why_not: str) -> None:
-    """Tell a launcher that recovers in place the reason why this process cannot. Called when a
-    session is opened."""
+    """If the launcher supports recovery in place, tell it the reason why this process cannot
+    recover. Called when a session is opened."""
     global _session_was_opened
     _session_was_opened = True
     if _channel is not None and _rejoin is None:
