@@ -140,8 +140,8 @@ class _TensorMean:
             torch.mul(first[piece].to(self._wide), share, out=self._sum[piece])
 
     def add(self, tensor: Tensor, share: float) -> bool:
-        """Add a model's tensor. Returns False if, at some element, only this tensor or only the sum
-        is infinite."""
+        """Add the tensor of another model, times `share`. Returns False if, at some element, only
+        this tensor or only the sum so far is infinite."""
         for piece in _pieces(self._first):
             first, other = self._first[piece].to(self._wide), tensor[piece].to(self._wide)
             differs = first != other

@@ -38,7 +38,7 @@ _COMMIT = "commit"
 
 
 class StateChangedError(LockstepError):
-    """The tensors have changed since the step that is saved."""
+    """Raised if the tensors to save have changed since the end of the step that is to be saved."""
 
 
 def emergency_save(

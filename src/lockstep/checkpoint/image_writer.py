@@ -31,8 +31,8 @@ from lockstep.comm.world import World
 
 
 class ImageWriter:
-    """Writes this rank's images. Every rank makes one, and calls `prepare` and `write` at the same
-    points."""
+    """Writes this rank's images: copies of its part of the state, in memory. Every rank makes one
+    `ImageWriter`, and calls `prepare` and `write` at the same points."""
 
     def __init__(self, world: World, attempt: str, metadata: JsonObject) -> None:
         """`attempt`: see `CheckpointName`; each start that repeats steps needs a new one.
@@ -99,9 +99,9 @@ class ImageWriter:
     def _agree(
         self, tensors: Mapping[str, Tensor], figures: Sequence[float]
     ) -> tuple[int, list[float]]:
-        """Lay out the shards again if they have changed on any rank. Returns the newest step whose
-        image all ranks have (no rank may overwrite it), and the maximum of each figure over the
-        ranks."""
+        """Assign the shards to ranks again if the shards of any rank have changed. Returns the
+        newest step whose image all ranks have (no rank may overwrite it), and the maximum of each
+        figure over the ranks."""
         # finding a DTensor's shard takes 100 µs; comparing the properties on which it depends takes
         # almost no time
         last = self._last
@@ -143,8 +143,9 @@ class ImageWriter:
 
 
 def image_interval(copy_seconds: float, step_seconds: float, limit: float) -> int:
-    """Return the number of steps between images, at least 1, so that copying takes at most the
-    share `limit` of the time. All ranks pass the seconds of the slowest rank."""
+    """Return the number of steps from one in-memory copy of the state to the next, at least 1, so
+    that copying takes at most the fraction `limit` of the training time. All ranks pass the seconds
+    of the slowest rank."""
     return max(1, math.ceil(copy_seconds / (limit * step_seconds)))
 
 
@@ -158,8 +159,9 @@ _HEADER_TAG, _FILE_TAG, _TEXT_TAG = range(3)
 
 
 def buddy_of_each(local_sizes: Sequence[int]) -> list[int]:
-    """Return each rank's buddy on the next host; ranks are distributed evenly over buddies.
-    `local_sizes`: number of ranks on each of at least two hosts."""
+    """Return, for each rank, the rank on the next host that keeps a copy of its image. The ranks of
+    a host are distributed evenly over the ranks of the next. `local_sizes`: number of ranks on each
+    of at least two hosts."""
     starts = [0, *accumulate(local_sizes)]
     buddies = []
     for host, size in enumerate(local_sizes):
@@ -169,10 +171,10 @@ def buddy_of_each(local_sizes: Sequence[int]) -> list[int]:
 
 
 class Buddies:
-    """Copies of images on other hosts, so that the loss of a whole host loses no state. Each rank
-    sends its image to a *buddy* on the next host. The buddy keeps it in two slots and writes the
-    header last, so that either process may be killed at any moment. Every rank makes the same
-    calls. On a single host they do nothing."""
+    """Copies the images (in-memory copies of the ranks' states) to other hosts, so that the loss of
+    a whole host loses no state. Each rank sends its image to a *buddy* on the next host. The buddy
+    keeps it in two slots and writes the header last, so that either process may be killed at any
+    moment. Every rank makes the same calls. On a single host they do nothing."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -205,8 +207,9 @@ class Buddies:
             memory.allocate(everyone[rank])
 
     def exchange(self, own: Slot, text: bytes, header: Header, common: int) -> float:
-        """Send this rank's complete image to its buddy, and receive other ranks' images. Images of
-        step `common` are not overwritten. Returns the seconds spent waiting for data."""
+        """Send this rank's complete image to its buddy, and receive the images of the ranks whose
+        buddy it is. Images of the step `common`, which all ranks have, are not overwritten. Returns
+        the seconds spent waiting for data."""
         if self._mine is None:
             return 0.0
         receiving = []

@@ -1,5 +1,6 @@
-"""Images of the state in memory: their layout, and reading them under any plan, on any number of
-ranks. A rank may see only the parts on its own machine.
+"""Images: copies of the state in memory. Their layout, and reading them under any plan, on any
+number of ranks. Each rank has written one part of an image; a reading rank may see only the parts
+on its own machine.
 
 The memory of one rank has two slots, one of which is always complete. The memory has no name, and
 exists as long as any process holds its descriptor. A slot starts at a multiple of `SLOT_BYTES`, and
@@ -48,7 +49,8 @@ HEADER_BYTES = _HEADER.size + _SUM.size
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The identity of an image, and the position of its text."""
+    """The identity of an image in memory (step, attempt, rank), and the position of its JSON
+    text."""
 
     name: CheckpointName
     rank: int
@@ -72,7 +74,7 @@ class Header:
 
 
 class Slot:
-    """The memory for one of the two images."""
+    """The memory for one of the two images that a rank keeps."""
 
     def __init__(self, descriptor: int, number: int) -> None:
         self._descriptor = descriptor
@@ -98,7 +100,7 @@ class Slot:
         return FILE_START + len(self.file)
 
     def begin(self, file_header: bytes = b"") -> None:
-        """Invalidate the image, and write the beginning of its file."""
+        """Invalidate the image in this slot, and write the header of the new image's file."""
         self.step = NONE
         self._put(bytes(HEADER_BYTES), 0)
         if file_header:
@@ -160,7 +162,7 @@ class Part:
 
 
 def parts_in(path: str) -> list[Part]:
-    """Map the complete images behind `path`. Raises `OSError`."""
+    """Map the complete images in the memory that `path` names. Raises `OSError`."""
     parts = []
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -177,7 +179,8 @@ def parts_in(path: str) -> list[Part]:
 
 
 class Images:
-    """The images of which every part is visible to some rank."""
+    """The images of which every part (the memory of one rank that wrote it) is visible to some
+    rank."""
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
         """Every rank makes one from the parts that it sees, after all writers have stopped."""
@@ -291,7 +294,7 @@ class ImageReader:
 
 
 def open_images(paths: Sequence[str], world: World) -> Images:
-    """Map the images behind `paths`, such as /proc/4711/fd/12. Raises `OSError`.
+    """Map the images in the memory that `paths` name, such as /proc/4711/fd/12. Raises `OSError`.
 
     Every rank calls it. An image is included if the ranks of `world` together see all its parts,
     written in one start of the run.

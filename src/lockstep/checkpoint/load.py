@@ -37,7 +37,8 @@ SMALL_BYTES = 64 << 10
 
 
 class _Span:
-    """The smallest span of a saved shard's bytes that this rank needs."""
+    """The smallest range of a saved shard's bytes that contains everything that this rank needs of
+    the shard."""
 
     def __init__(
         self, shard: TensorShard, at: int, wanted: Sequence[ShardCopy], state: Mapping[str, Tensor]
@@ -159,8 +160,8 @@ class CheckpointReader:
     def _rest(
         self, everyone: Sequence[Mapping[str, Sequence[Sequence[int]]]], world: World
     ) -> Iterator[_Block]:
-        """Yield this rank's share of the blocks that no rank needs, so that they are verified
-        too."""
+        """Yield this rank's share of the blocks of the files that no rank needs, so that they are
+        verified too."""
         for file, entry in self.manifest.files.items():
             done: set[int] = set()
             for ranges in everyone:
@@ -218,7 +219,8 @@ class CheckpointReader:
 def copies_by_shard(
     state: Mapping[str, Tensor], saved: Sequence[TensorShard]
 ) -> dict[TensorShard, list[ShardCopy]]:
-    """Return the copies that fill this rank's tensors, by saved shard; an empty shard has none."""
+    """Return, for each saved shard, the copies from it to this rank's tensors. An empty shard has
+    none."""
     copies: dict[TensorShard, list[ShardCopy]] = {}
     for copy in plan_copies(state, saved):
         if math.prod(copy.shard.lengths):

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint (hashes of blocks of its files, positions of shards, all other
 state), and reads that are verified with it. Needs no torch.
 
-A part of a file can be read and checked alone, block by block (law 6).
+Each block of a file has its own hash, so a part of a file can be read and verified alone.
 """
 
 from __future__ import annotations

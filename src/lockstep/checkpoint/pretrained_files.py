@@ -1,5 +1,5 @@
 """Reads pretrained weights from safetensors and torch.save files, in parts, without running code
-that the files contain (law 6)."""
+that the files contain."""
 
 from __future__ import annotations
 

@@ -235,8 +235,8 @@ class MappedShards:
 
 
 def _neighbours(layout: FileLayout) -> list[list[TensorShard]]:
-    """Return the shards in the file's order, in groups that are copied at once: small shards up to
-    `GROUP_BYTES` together, each large one alone."""
+    """Return the shards in the order of the file, in groups. Each group is copied at once: small
+    shards up to `GROUP_BYTES` together, each large one alone."""
     groups: list[list[TensorShard]] = []
     room = -1
     for shard in sorted(layout.starts, key=layout.span):

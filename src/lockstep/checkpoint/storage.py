@@ -1,4 +1,4 @@
-"""The storage of checkpoints, and the implementation in a folder (law 6). Needs no torch.
+"""The storage of checkpoints, and the implementation in a folder. Needs no torch.
 
 A checkpoint is written into a hidden folder, its files are synced, and one rename commits it. The
 next start of the run removes hidden folders that a crash has left.

@@ -135,7 +135,8 @@ def _name(job: dict[str, Any]) -> CheckpointName:
 
 
 def _awaited(folder: Storage, name: CheckpointName, file: str, save: str) -> tuple[Any, Any]:
-    """Wait for another rank's note of this save. Returns its file entry and values."""
+    """Wait for the note with which another rank's writer reports that its file of this save is
+    written. Returns the file's entry for the manifest, and the rank's values."""
     while True:
         if (text := folder.read_uncommitted(name, note(file))) is not None:
             try:
@@ -216,7 +217,8 @@ def _words(error: OSError) -> str:
 
 
 def note(file: str) -> str:
-    """Return the name of the note that belongs to `file`."""
+    """Return the name of the note for `file`: a small file that says that `file` is written
+    completely."""
     return f"{file}.json"
 
 
