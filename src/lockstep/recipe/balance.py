@@ -19,8 +19,8 @@ Scores = Literal["softmax", "sigmoid"]
 @with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Balance:
-    """Keeps the load of experts even, and measures it. Each term is added to the loss with its own
-    denominator. Raises `RecipeError`."""
+    """Keeps the load of experts (the number of tokens that each gets) even, and measures it. Each
+    balance term is added to the loss with its own denominator. Raises `RecipeError`."""
 
     coefficient: float = 0.0
     """Factor of each layer's balance loss, E Σ f P over its E experts. f is the number of tokens

@@ -76,7 +76,8 @@ def _digest(text: str) -> str:
 
 
 def other_sources(one: Mapping[str, str], another: Mapping[str, str]) -> list[str]:
-    """Return the names of modules whose digests differ."""
+    """Return the names of modules whose digests differ between `one` and `another`, such as a saved
+    run and this process."""
     return [name for name, digest in one.items() if another.get(name, digest) != digest]
 
 
@@ -100,7 +101,8 @@ Digests = Mapping[str, Mapping[str, str]]
 
 
 class RecipeCode(NamedTuple):
-    """The digests of a recipe's functions at one time."""
+    """The digests of a recipe's functions, taken at one time, for comparison with those of a saved
+    run or of another process."""
 
     digests: Mapping[str, str]
     """One digest per function, which differs between versions of Python. It ignores the contents of
@@ -115,8 +117,8 @@ class RecipeCode(NamedTuple):
 
 
 def code_and_objects_of(recipe: Recipe, unread: Collection[Any] = ()) -> Digests:
-    """Return the digests of each function, including the contents of objects that it uses, except
-    those in `unread`."""
+    """Return the digests of each function of the recipe, including the contents of the objects that
+    the function uses, except the objects in `unread`."""
     ids = frozenset(map(id, unread))
     return {
         name: parts(function, objects=True, unread=ids)

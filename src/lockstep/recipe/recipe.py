@@ -61,7 +61,8 @@ class Sum:
 class Loss:
     """A loss whose denominator is known only after the forward.
 
-    The step minimises Σ total / Σ weight over all microbatches of all ranks.
+    The step minimises Σ `total` / Σ `weight`, where both sums run over all microbatches of the step
+    on all ranks.
     """
 
     total: Tensor
@@ -74,8 +75,8 @@ class Loss:
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A metric that is a mean over the evaluation data: Σ values / number of values. Each sample
-    counts once."""
+    """A metric that is the mean of `values` over the evaluation data: Σ values / number of values.
+    Each sample counts once."""
 
     values: Callable[[Any, Any], Tensor]
     """(output, batch), or without `Recipe.inputs` (model, batch), -> a tensor with a value per
