@@ -218,7 +218,8 @@ class _Autotuner:
         return precisions.candidates(self.context.device)
 
     def _microbatches(self) -> list[Any]:
-        """Return the sizes from 1 to a global batch split evenly over the data ranks."""
+        """Return the microbatch sizes to try: from 1 up to a data rank's even share of the global
+        batch."""
         recipe = self.recipe
         assert recipe.global_batch is not None, "auto is refused with a batch_sampler"
         batch = (
@@ -258,7 +259,8 @@ class _Autotuner:
         return None if fields is None else Measurement(*fields), path
 
     def _fits(self, chosen: Mapping[str, Any]) -> bool:
-        """True if `chosen` has an allowed value for each setting to choose, and nothing else."""
+        """True if `chosen`, an earlier measurement's settings, has an allowed value for each
+        setting to choose, and nothing else."""
         return chosen.keys() == set(self.names) and all(
             (
                 value in self.candidates[name]

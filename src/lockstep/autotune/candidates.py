@@ -30,8 +30,8 @@ def doubling_sizes(most: int) -> list[int]:
 
 
 def timing_order(sizes: Sequence[int], known: int) -> list[int]:
-    """Return the order in which sizes are timed: `known`, then larger ones (often faster), then
-    smaller ones."""
+    """Return the order in which microbatch sizes are timed: `known`, then larger ones (often
+    faster), then smaller ones."""
     return sorted(sizes, key=lambda size: (size < known, abs(size - known)))
 
 
@@ -64,8 +64,8 @@ def loader_workers(fetch_seconds: float, compute_seconds: float, most: int) -> i
 
 
 def prefetch_depth(slowest_seconds: float, compute_seconds: float, workers: int) -> int:
-    """Return the number of microbatches that a worker must prefetch so that they last as long as
-    the slowest fetch takes."""
+    """Return the number of microbatches that each loader worker must prefetch so that computing
+    them takes as long as the slowest fetch."""
     if not workers or compute_seconds <= 0:
         return DEFAULT_PREFETCH
     return min(

@@ -1,4 +1,5 @@
-"""The phases of a rank's work: the current phase, usual durations, totals."""
+"""The phases of a rank's work (such as data loading or the forward): the current phase, usual
+durations, total times."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class _PhaseSeconds:
 
 
 class StreamTimes:
-    """Times of a rank's GPU stream by phase. Times on the host would be wrong: it only queues
-    work."""
+    """Time that a rank's GPU stream spends in each phase. Times on the host would be wrong: it only
+    queues work."""
 
     def __init__(self, create_event: Callable[[], torch.Event]) -> None:
         self._create_event = create_event
@@ -55,7 +56,8 @@ class StreamTimes:
         return self._totals
 
     def _add_first(self) -> None:
-        """Add the first phase, which has ended, to the totals."""
+        """Add the oldest phase whose time is not counted yet, and which the stream has finished, to
+        the totals."""
         name, began = self._events.popleft()
         self._totals[name] += began.elapsed_time(self._events[0][1]) / 1e3
         self._spare.append(began)
@@ -128,7 +130,7 @@ class Phases:
 
     @property
     def waited(self) -> defaultdict[str, float]:
-        """Seconds of each phase's waits for other ranks."""
+        """Seconds that this rank has waited for other ranks in each phase."""
         by_phase = list(self._by_phase.items())
         return defaultdict(float, {name: taken.waited for name, taken in by_phase})
 

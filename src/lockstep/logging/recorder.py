@@ -224,8 +224,8 @@ class Recorder:
             self._directory.write_json("run.json", self._run_json)
 
     def resume(self, step: int, checkpoints: str | None) -> None:
-        """Begin the logs, or continue them after `step`. `checkpoints`: the folder searched for a
-        checkpoint."""
+        """Begin the logs of a new run, or continue those of a resumed run after `step`.
+        `checkpoints`: the folder searched for a checkpoint."""
         self._first_step = step
         if self.is_resumed and not step and checkpoints is not None:
             self.event("no-checkpoint", 0, checkpoints=checkpoints)

@@ -197,7 +197,8 @@ class RunDirectory(Closing):
 
 
 def _check_kinds(path: Path) -> None:
-    """Raise `RunDirectoryError` if a path that the run writes exists, but is no file or folder."""
+    """Raise `RunDirectoryError` if a path that the run will write exists, but is neither a regular
+    file nor a folder."""
     with os.scandir(path) as entries:
         for entry in entries:
             name, is_folder = entry.name, entry.name in _FOLDERS
@@ -218,14 +219,15 @@ def _check_kinds(path: Path) -> None:
 
 
 def note_followed(path: Path, by: Path) -> None:
-    """Record in an ended run's directory that its script now trains in the directory `by`."""
+    """Record in the directory `path` of a run that has ended that its script has continued with
+    another run, in the directory `by`."""
     with suppress(OSError):  # it may be gone
         if (path / RESULT).exists():
             write_atomically(path / _FOLLOWED, f"{by}\n".encode(errors="surrogateescape"))
 
 
 def is_followed(path: Path) -> bool:
-    """True if the script has begun another training after this one."""
+    """True if the script of the run in `path` has begun another run after this one."""
     return os.path.exists(path / _FOLLOWED)  # False too for a name that is too long
 
 

@@ -57,8 +57,9 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 def read_rows(
     folder: Path, name: str, fits: Callable[[Mapping[str, Any]], bool], unreadable: dict[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the valid lines, which must have a step. Counts invalid lines in `unreadable`, except
-    an incomplete last line. Raises `RunDirectoryError`."""
+    """Yield the valid rows of a file of JSON lines. A valid row has a step, and `fits` returns True
+    for it. Counts invalid lines in `unreadable`, except an incomplete last line. Raises
+    `RunDirectoryError`."""
     if not is_there(folder, name):
         return
     with readable(folder / name):

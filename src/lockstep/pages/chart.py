@@ -211,13 +211,13 @@ def legend_note(text: str) -> Html:
 
 
 def grid(y_scale: Scale) -> Html:
-    """Return the lines at the ticks of the vertical axis."""
+    """Return horizontal lines through a chart, one at each tick of the vertical axis."""
     starts = (coordinates((0.0, y_scale.position(tick))) for tick in y_scale.ticks)
     return element("path", kind="grid", d="".join(f"M{start}h{GRAIN}" for start in starts))
 
 
 def coordinates(point: Point) -> str:
-    """Return a point in the syntax of a path's `d` attribute."""
+    """Return a point in the syntax of the `d` attribute of an SVG path."""
     return f"{round(GRAIN * point[0])} {round(GRAIN * (1 - point[1]))}"
 
 

@@ -31,7 +31,7 @@ class Column:
 
 
 class Row(list[Content]):
-    """The cells of a row that has attributes."""
+    """A row of a table, with HTML attributes: its cells and the attributes."""
 
     def __init__(self, cells: Iterable[Content], **attributes: Any) -> None:
         super().__init__(cells)

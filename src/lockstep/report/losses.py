@@ -1,5 +1,5 @@
-"""Finds losses of workers in a run's events, measures the time until the lost steps were repeated,
-and lists the losses. Pure."""
+"""Finds in a run's events where worker processes were lost (crashed or unreachable), measures the
+time until the lost steps were repeated, and lists these losses. Pure."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _PARTS = {"wait": "line-1", "open": "line-0", "steps again": "line-4"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerLoss:
-    """A worker's loss after which the run continued. Fields that the run did not record are
-    None."""
+    """The loss of a worker process after which the run continued. Fields that the run did not
+    record are None."""
 
     time: float
     """Time at which the loss was detected, or else of the last record before it, in seconds since
@@ -57,12 +57,13 @@ class WorkerLoss:
 
     @property
     def seconds(self) -> float:
-        """The sum of the known parts of the time that the loss took."""
+        """The time from the loss until the lost steps were repeated: the sum of its parts that are
+        known."""
         return (self.wait_seconds or 0.0) + self.open_seconds + (self.repeated_seconds or 0.0)
 
     @property
     def kind(self) -> str:
-        """Class of the loss on the page."""
+        """CSS class of this loss on the page."""
         return "in-place" if self.in_place else "restart"
 
     @property
@@ -79,7 +80,7 @@ class WorkerLoss:
 
 
 def losses_of(run: RunHistory) -> list[WorkerLoss]:
-    """Return the losses after which the run continued, in order."""
+    """Return the losses of workers after which the run continued, in order of time."""
     begins = [index for index, event in enumerate(run.events) if event.kind == "run-started"]
     starts = [run.events[begin:end] for begin, end in pairwise([*begins, len(run.events)])]
     steps = ((event.time, event.step) for event in run.events if event.step)
@@ -128,8 +129,8 @@ def _between(progress: _Progress, begin: float, end: float) -> _Progress:
 def _loss(
     before: Sequence[RunEvent], after: Sequence[RunEvent], progress: _Progress
 ) -> WorkerLoss | None:
-    """Return the loss between two starts, without the time of the repeated steps; None if no worker
-    was lost. `progress`: between the two starts."""
+    """Return the loss of a worker between two starts of the run, without the time of the repeated
+    steps; None if no worker was lost. `progress`: the steps done between the two starts."""
     if (recovered := _first(after, "recovered")) is not None:
         wait, opening = seconds_of(recovered, "wait_seconds"), seconds_of(recovered, "open_seconds")
         repeated = recovered.details.get("repeated_steps")
@@ -207,8 +208,8 @@ def _first(events: Sequence[RunEvent], *kinds: str) -> RunEvent | None:
 
 
 def loss_list(run: RunHistory) -> Html | None:
-    """Return the list of losses; None if there were none. If there are more than `MAX_LOSSES`, the
-    losses in the middle are only counted."""
+    """Return the list of a run's losses of workers; None if there were none. If there are more than
+    `MAX_LOSSES`, the losses in the middle are only counted."""
     losses = losses_of(run)
     if not losses:
         return None

@@ -141,7 +141,8 @@ def _order(name: str) -> tuple[int, int]:
 
 
 def _sole_term(runs: Sequence[RunHistory], names: Iterable[str]) -> str | None:
-    """Return the name of the loss's only term, if its values equal the loss in every run."""
+    """Return the name of the loss's only term if, in every run, the term's curve equals that of the
+    loss. Else None."""
     terms = [name for name in names if name.startswith("loss/")]
     series = [run.curves.series for run in runs]
     is_sole = len(terms) == 1 and all(each.get(terms[0]) == each.get("loss") for each in series)
@@ -289,7 +290,8 @@ def _memory(runs: Sequence[RunHistory], figures: Sequence[RenderedFigure]) -> Ht
 
 
 def memory_charts(runs: Sequence[RunHistory]) -> list[Chart]:
-    """Return a chart for each rank: its memory by cause, and in total."""
+    """Return a chart for each rank: its memory over time, in total and by use (such as parameters,
+    gradients or activations)."""
     charts = []
     for run in runs:
         if run.memory is None:

@@ -72,8 +72,8 @@ class Axes:
         *,
         most_cells: int = CELLS,
     ) -> Axes:
-        """Return axes for these kinds of values; each kind has one array for each of the
-        `steps`."""
+        """Return axes for heat maps of several quantities. `kinds`: for each quantity, the values
+        of all ranks at each of the `steps`."""
         size = max((len(row) for rows in kinds for row in rows), default=0)
         per_row = -(-size // MOST_ROWS) or 1
         rows = [(first, min(first + per_row, size) - 1) for first in range(0, size, per_row)]

@@ -160,8 +160,8 @@ def _memory(folder: Path, unreadable: dict[str, int]) -> MemoryProfile | None:
 
 
 def _holder(folder: Path) -> LockHolder | None:
-    """Return the process that holds the directory. Does not try the lock, because that could refuse
-    a run that starts at that moment."""
+    """Return the process that is running in the directory. Reads the lock file without locking it,
+    because a lock could make a run fail that starts at that moment."""
     try:
         values = read_object(folder, "lock", 4096)
         pid, host = values["pid"], str(values["host"])

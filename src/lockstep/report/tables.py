@@ -42,7 +42,8 @@ def state_word(run: RunHistory) -> Html:
 
 
 def state_reason(run: RunHistory) -> str:
-    """Return the reason for the run's state; empty if there is none."""
+    """Return the reason for the run's state, such as why it failed or stopped; empty if there is
+    none."""
     ends = {"failed": "run-failed", "preempted": "preempted", "ended": "stopped"}
     end = next((event for event in reversed(run.events) if event.kind == ends.get(run.state)), None)
     if end is not None:

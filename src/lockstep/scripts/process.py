@@ -44,9 +44,9 @@ class ScriptEnd:
     timed_out: bool = False
 
     def nothing_done(self, line: ScriptLine, *, before: str, needs: str, works: str) -> LaunchError:
-        """Return the error for a script that ended too early. Parts of the text: `before`: the call
-        that the script did not reach; `needs`: what the command needs; `works`: the command line
-        that must work first."""
+        """Return the error for a script that ended before it did what the command needs. Parts of
+        the text: `before`: the call that the script did not reach; `needs`: what the command needs;
+        `works`: the command line that must work first."""
         if self.timed_out:
             return LaunchError(
                 f"{line.script} did not come to {before} in {self.seconds:.0f} s; {needs}; give it"
