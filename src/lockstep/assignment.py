@@ -1,4 +1,5 @@
-"""Assigns samples to steps, and microbatches to ranks. Pure arithmetic on positions."""
+"""Assigns samples to steps, and microbatches to ranks. Pure arithmetic on positions in the order of
+samples."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ def shares(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _shared_out(count: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
-    """Return each rank's contiguous part of range(count), with the sizes of `shares`."""
+    """Return each rank's contiguous part of range(count). `shares` gives the sizes of the parts."""
     return tuple(
         range(start, stop) for start, stop in pairwise(accumulate(shares(count, speeds), initial=0))
     )
@@ -175,11 +176,13 @@ class MicrobatchAssignment:
         return tuple(self.indices(count, rank) for rank in range(self.ranks))
 
     def has_dummies(self, count: int) -> bool:
-        """True if a rank computes a dummy in a step of `count` microbatches."""
+        """True if some rank, having no microbatch left in a round, computes a dummy in a step of
+        `count` microbatches."""
         return self.round_robin and (self.per_round < self.ranks or count % self.per_round != 0)
 
     def with_dummies(self, count: int, rank: int) -> list[tuple[int, bool]]:
-        """Return the rank's microbatches as (index, is_dummy). A dummy's gradient is discarded."""
+        """Return the rank's microbatches as (index, is_dummy). A dummy only takes part in the
+        collectives of the other ranks' forwards; its gradient is discarded."""
         computed = [(index, False) for index in self.indices(count, rank)]
         if self.round_robin:
             rounds = -(-count // self.per_round)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateRequest(ScriptRequest):
-    """Request to evaluate these weights (a file or a Hugging Face folder) instead of training."""
+    """A request of `lockstep evaluate` to a script's processes: evaluate `weights` (a file or a
+    Hugging Face folder) instead of training."""
 
     answered_by: ClassVar[str] = __name__
     calls: str = "evaluate"

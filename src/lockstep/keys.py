@@ -55,8 +55,8 @@ class RandomStream(IntEnum):
 
 
 def key(*parts: int) -> int:
-    """Return an integer in 0..2**64-1 that depends on every part and on their order. Parts are
-    taken modulo 2**64."""
+    """Return a key: an integer in 0..2**64-1 that depends on every one of `parts` and on their
+    order. Parts are taken modulo 2**64."""
     state = 0
     for part in parts:
         state = longer(state, part)

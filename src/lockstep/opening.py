@@ -141,8 +141,8 @@ class RunRequest:
         )
 
     def check_same_as(self, ended: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` if a run that has ended had another recipe. `ended`: that run's
-        run.json."""
+        """Raise `CheckpointError` if a run that has ended, in the run directory of this one, had
+        another recipe. `ended`: that run's run.json."""
         recipe, code, versions = (
             ended.get("recipe"),
             ended.get("code"),
@@ -205,8 +205,9 @@ class RunRequest:
         )
 
     def compared(self, launched: str | None) -> dict[str, Any]:
-        """Return as JSON everything that the script must pass identically on all ranks. `launched`:
-        True if the launcher gives the plan, so that the script's plan does not count."""
+        """Return as JSON the values of this request that the script must pass identically on all
+        ranks. `launched`: True if the launcher gives the plan, so that the script's plan does not
+        count."""
         learned = {
             "seed": self.seed,
             "precision": self.precision,
@@ -361,8 +362,8 @@ def _check_allow_change(asked: RunRequest) -> None:
 def _join(
     request: RunRequest, environment: Environment, *, recovers: bool
 ) -> tuple[World, Sequence[Mapping[str, str]]]:
-    """Join the process group. Also returns the kind of each rank's device. Raises an error if the
-    ranks were launched, or called, with different settings."""
+    """Join the process group. Also returns, for each rank, the name and other properties of its
+    device. Raises an error if the ranks were launched, or called, with different settings."""
     joins = (
         partial(join_over, launcher_store(os.environ))
         if recovers and environment.world_size > 1
@@ -430,8 +431,8 @@ def _record_start(opened: Opened, request: RunRequest, devices: Sequence[Remark 
 
 
 def read_probe(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
-    """The overrides and hooks that a command has requested from this process; none if there is no
-    request."""
+    """The overrides and hooks that a command of lockstep, such as `lockstep verify`, has requested
+    from this process. Both are empty if there is no request."""
     name = answered_by(environ, "install")
     if name is None:
         return Overrides(), ()

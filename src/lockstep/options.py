@@ -92,7 +92,7 @@ COMPARE_EVERY = 100
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A start of the workers after the first one."""
+    """A restart: a start of the workers by the launcher after the first one."""
 
     reason: str
     in_place: bool = False
@@ -129,8 +129,8 @@ class Option:
     call."""
 
     def read(self, text: str, name: str) -> Any:
-        """The value of a variable called `name`. Raises `LaunchError` if the text does not fit the
-        kind."""
+        """The value of a variable called `name`. Raises `LaunchError` if the text is not a value of
+        the option's type."""
         if self.kind is int:
             return non_negative_int(text, name)
         if self.kind is frozenset:
@@ -324,7 +324,7 @@ class RunOptions:
     )
 
     def to_environment(self) -> dict[str, str]:
-        """The variables of the options that were given."""
+        """The environment variables of the options that were given: name -> value as text."""
         given = ((each, getattr(self, each.name)) for each in fields(RunOptions))
         return {
             variable(each.name): option_of(each).write(value)
@@ -538,7 +538,8 @@ class LaunchOptions(RunOptions):
 
 
 def _is_for_script(each: Field[Any]) -> bool:
-    """True for options that workers read, and that only a run of lockstep uses."""
+    """True for options that workers read and that have no effect in a script that does not train
+    with lockstep."""
     return option_of(each).on_command_line and (
         each.name == "stop_after" or each.name in RunOptions.__slots__
     )

@@ -101,12 +101,14 @@ class Order:
     def _round(
         self, number: int, half: NDArray[np.uint64], keys: NDArray[np.uint64]
     ) -> NDArray[np.uint64]:
-        """Return the numbers that a round combines with the other half of the values."""
+        """Return the results of the Feistel network's round function for one half of each value;
+        they are combined with the other half."""
         mask = self._low_mask if number % 2 else self._high_mask
         return _mix(keys + np.uint64(number * GOLDEN % 2**64) + half) & mask
 
     def _rounds_of_all_halves(self, key: int) -> list[NDArray[np.uint64]]:
-        """Return `_round` of each half, in order, for every round."""
+        """Return, for every round, a table of `_round` for all possible halves, in ascending
+        order."""
         halves = np.arange(int(self._high_mask) + 1, dtype=np.uint64)
         keys = np.full_like(halves, key)
         return [self._round(number, halves, keys) for number in range(self._rounds)]

@@ -81,8 +81,8 @@ taken for a typing error."""
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A mesh axis: the things that its ranks divide, and their exchanges. A field of `Plan` with an
-    axis in its metadata adds the axis to the mesh."""
+    """A mesh axis: what its ranks divide among them (such as parameters or microbatches), and when
+    they communicate. A field of `Plan` with an axis in its metadata adds the axis to the mesh."""
 
     name: str
     divides: tuple[Divided, ...]
@@ -393,8 +393,8 @@ class Plan:
             )
 
     def _refuse_with(self, axis: str, *refused: tuple[str, Any, Any, str]) -> None:
-        """Raise `PlanError` if a setting or another axis does not go with `axis`. `refused`: name,
-        value and default of each such setting, and the reason."""
+        """Raise `PlanError` if a setting or another axis cannot be combined with `axis`. `refused`:
+        name, value and default of each such setting, and the reason."""
         for name, value, default, why in refused:
             if value != default:
                 said = f"{name}={_text_of(value)}"
@@ -485,7 +485,8 @@ class Plan:
         return sorted(larger, key=lambda axis: "layers" not in axis.divides)
 
     def divides(self, what: Divided) -> bool:
-        """True if an axis of more than one rank divides `what`."""
+        """True if an axis of more than one rank divides `what`, such as the parameters or the
+        microbatches."""
         return any(what in axis.divides for axis in self.larger)
 
     @property

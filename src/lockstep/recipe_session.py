@@ -63,7 +63,8 @@ class Result:
 
 
 def _check_shorthand(plan: Plan, recipe: Recipe) -> None:
-    """Raise `RecipeError` if lockstep must call the model itself. `recipe`: without inputs."""
+    """Raise `RecipeError` if the plan requires that lockstep itself calls the model, with inputs
+    that the recipe does not name. `recipe`: one without inputs."""
     for applies, what, why in (
         (
             plan.pipeline != 1,

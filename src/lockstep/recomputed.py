@@ -1,5 +1,5 @@
-"""Chooses the microbatches whose gradients several ranks compute, and finds the ranks with wrong
-results. Pure arithmetic."""
+"""Detects ranks that compute wrong results: chooses microbatches whose gradients several ranks
+compute, and finds the ranks whose results differ. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GRADIENT: Position = [math.inf]
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """A microbatch whose gradient several ranks compute, to compare it."""
+    """A microbatch whose gradient several ranks compute, so that their results can be compared."""
 
     microbatch: int
     ranks: tuple[int, ...]
@@ -32,10 +32,12 @@ class Recomputed:
 def recomputed(
     shares: Sequence[Sequence[int]], choose: Callable[[int], int]
 ) -> tuple[Recomputed, ...]:
-    """Choose, for each rank with microbatches, one of them and the ranks that recompute it.
+    """Choose, for each rank that has microbatches, one of its microbatches and the other ranks that
+    recompute it.
 
-    Each rank recomputes at most one microbatch, and decides about at most one. `shares`: the
-    microbatches of each of at least two ranks. `choose`: (number of the choice) -> random integer.
+    Each rank recomputes at most one microbatch as the second rank, and at most one as the third
+    rank, which decides between the first two. `shares`: the microbatches of each of at least two
+    ranks. `choose`: (number of the choice) -> random integer.
     """
     ranks = len(shares)
     first = 1 + choose(0) % (ranks - 1)
@@ -80,8 +82,8 @@ class Computed(NamedTuple):
     """The checksum of each parameter's gradient."""
 
     def first_difference(self, other: Computed) -> Position | None:
-        """Return the first position at which another rank's results differ; None if there is
-        none."""
+        """Return the first position at which the results of another rank for the same microbatch
+        differ from these. None if all are equal."""
         for pair in zip_longest(self.exchanged, other.exchanged):
             if pair[0] != pair[1]:
                 return min(each[0] for each in pair if each is not None)
@@ -89,8 +91,8 @@ class Computed(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """The results of a rank, or of several ranks that exchange inside of layers, in a step in which
-    ranks compare."""
+    """The results of one rank in a step in which ranks recompute each other's microbatches; or of
+    several ranks, if these exchange tensors inside of layers."""
 
     ranks: Sequence[int]
     computed: Sequence[Computed]
@@ -99,7 +101,7 @@ class Reported(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WrongRanks:
-    """The ranks that computed wrong results."""
+    """The ranks that computed wrong results, and the microbatch in which this was detected."""
 
     ranks: Sequence[int]
     """The wrong ranks. If not `is_certain`, at least one of these ranks is wrong."""
@@ -117,11 +119,12 @@ class WrongRanks:
 
 
 def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]) -> WrongRanks:
-    """Return the wrong ranks. At least one microbatch differs. `replicas`: for each data rank, the
-    reports of its ranks (or groups of ranks), in the same order.
+    """Return the ranks that computed wrong results. The results of at least one of the `chosen`
+    microbatches must differ. `replicas`: for each replica of the model, the reports of its ranks
+    (or groups of ranks), in the same order in every replica.
 
-    Exchanges carry a wrong result to the other ranks of the replica, so the ranks that differ first
-    are wrong.
+    A wrong result spreads to the other ranks of a replica when they exchange tensors, so the ranks
+    whose results differ first are the wrong ones.
     """
     votes = [
         (
@@ -152,8 +155,8 @@ def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]
 
 
 def _pairs(values: Sequence[object], right: object | None) -> list[tuple[int, int]]:
-    """Return the pairs of roles with different values. `right`: the value of the second role; None:
-    any."""
+    """Return the pairs of indices whose `values` differ. `right`: the value that the second of a
+    pair must have; None: any."""
     roles = range(len(values))
     return [
         (one, other)
@@ -166,8 +169,8 @@ def _pairs(values: Sequence[object], right: object | None) -> list[tuple[int, in
 def _first_differences(
     one: Sequence[Computed], other: Sequence[Computed]
 ) -> tuple[Position, list[int]]:
-    """Return the first position at which the ranks of two replicas differ, and the ranks that
-    differ there."""
+    """Return the first position at which the results of two replicas differ, and the indices,
+    within the replica, of the ranks whose results differ there."""
     positions = [mine.first_difference(theirs) for mine, theirs in zip(one, other, strict=True)]
     position = min(each for each in positions if each is not None)
     return position, [place for place, each in enumerate(positions) if each == position]

@@ -17,21 +17,22 @@ from lockstep.assignment import contiguous_range
 
 
 def paired_order(chunks: int) -> list[int]:
-    """Return the chunks in the order in which ranks take contiguous shares of them."""
+    """Return the indices of a sequence's chunks in paired order (0, last, 1, last but one, …), of
+    which the ranks take contiguous shares."""
     return [place // 2 if place % 2 == 0 else chunks - 1 - place // 2 for place in range(chunks)]
 
 
 def chunks_of(chunks: int, ranks: int, rank: int) -> list[int]:
-    """Return the chunks of a rank, in paired order. The concatenated shares of all ranks are
-    `paired_order`. If the numbers of chunks and of ranks are powers of two, each rank gets a
-    subtree of the tree over this order (`lockstep.tree`)."""
+    """Return the indices of the chunks that a rank computes, in paired order. The concatenated
+    shares of all ranks are `paired_order`. If the numbers of chunks and of ranks are powers of two,
+    each rank gets a subtree of the tree over this order (`lockstep.tree`)."""
     share = contiguous_range(chunks, rank, ranks)
     return paired_order(chunks)[share.start : share.stop]
 
 
 def spans(tokens: int, chunks: int, ranks: int, rank: int) -> tuple[range, ...]:
-    """Return, for each of a rank's chunks in the order of `chunks_of`, the range of its indices in
-    the sequence."""
+    """Return, for each chunk of a rank, in the order of `chunks_of`, the range of the chunk's
+    tokens in the sequence."""
     return tuple(
         contiguous_range(tokens, chunk, chunks) for chunk in chunks_of(chunks, ranks, rank)
     )
@@ -39,8 +40,8 @@ def spans(tokens: int, chunks: int, ranks: int, rank: int) -> tuple[range, ...]:
 
 @lru_cache(maxsize=64)
 def places(tokens: int, chunks: int, ranks: int, rank: int) -> NDArray[np.int64]:
-    """Return the indices of a rank's tokens in the sequence, in the rank's order. The array is
-    read-only."""
+    """Return the indices in the sequence of the tokens that a rank computes, in the order in which
+    the rank holds them. The array is read-only."""
     found = np.concatenate(
         [np.arange(each.start, each.stop) for each in spans(tokens, chunks, ranks, rank)]
     )

@@ -114,7 +114,8 @@ class Session:
         self._failure: FirstFailure | None = None
 
     def _resolve(self, opened: Opened) -> Context:
-        """Replace the settings that `train` measures."""
+        """Return the context with values for the settings that are `auto`. Overridden in the
+        session of `train`, which measures them."""
         return opened.context
 
     def __enter__(self) -> Self:
@@ -381,8 +382,8 @@ class Session:
         return self.run.full_state_dict(model)
 
     def stop(self, reason: str) -> None:
-        """Ask all ranks to stop training. Any rank may call it; all ranks stop at the next logging
-        step or evaluation."""
+        """Ask all ranks to stop training for `reason`. Any rank may call it; all ranks stop at the
+        next logging step or evaluation."""
         self.run.stop(reason)
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:

@@ -56,7 +56,8 @@ class Counter(Generic[T]):
         self.push_node((self._next, self._next + 1), value)
 
     def push_node(self, node: Node, value: T) -> None:
-        """Add a node of the next leaves, whose sum is `value`."""
+        """Add several leaves at once: `node` covers the next leaves, and `value` is their sum by
+        the tree."""
         if node[0] != self._next or not node[0] < node[1] <= self._count:
             raise ValueError(
                 f"node {node} after leaf {self._next - 1} of {self._count}: nodes must be"
@@ -107,13 +108,13 @@ class LeavesInAnyOrder(Generic[T]):
         self.values[node] = value
 
     def missing(self, leaves: range) -> list[int]:
-        """Return the leaves that have not arrived."""
+        """Return those of `leaves` whose values have not arrived yet."""
         return [leaf for leaf in leaves if leaf not in self._arrived]
 
 
 def fold(nodes: Sequence[Node], values: Sequence[T], count: int, combine: Callable[[T, T], T]) -> T:
-    """Return the sum over the whole tree. `nodes`: nodes that together cover [0, count), in order,
-    such as the covers of all ranks."""
+    """Return the sum of all leaves [0, count) by the tree. `nodes`: nodes that together cover [0,
+    count), in order, such as those of all ranks' `cover`; `values`: the sum of each node."""
     counter = Counter(combine, start=0, count=count)
     for node, value in zip(nodes, values, strict=True):
         counter.push_node(node, value)
