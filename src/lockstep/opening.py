@@ -238,7 +238,7 @@ class Opened:
     context: Context
     environment: Environment
     hooks: Sequence[Hook]
-    """Hooks of the probe."""
+    """Hooks that a command of lockstep has requested, such as `lockstep verify`."""
     request: RunRequest
     """The request with the launcher's settings."""
     given_plan: Plan

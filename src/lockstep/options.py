@@ -39,7 +39,8 @@ STEP_PHASES = ("compute", "exchange", "update", "waiting for the device")
 
 @dataclass(frozen=True, slots=True)
 class WatchdogTimeouts:
-    """The timeout of each phase of a rank."""
+    """The time after which a rank counts as hanging, for each phase of its work (data, step, save,
+    …)."""
 
     fixed_seconds: float | None = None
     """The timeout of every phase. None: a multiple of the phase's usual time."""

@@ -13,10 +13,11 @@ Position = list[float]
 """A position in the order in which the ranks of a replica exchange tensors, which is the same for
 all these ranks. Positions compare as sequences."""
 RECEIVED, WITHIN, SENT = range(3)
-"""The second number of a position (the first is the number of a microbatch's part): a rank
-exchanges tensors before it computes the part, meanwhile, or after it."""
+"""The second number of a position (the first counts the parts into which a microbatch's computation
+is divided): a rank receives tensors before it computes the part, exchanges tensors while it
+computes it, or sends tensors afterwards."""
 GRADIENT: Position = [math.inf]
-"""The position of the gradient, after all exchanges."""
+"""The position that stands for the parameters' gradients, after all exchanges of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ class Reported(NamedTuple):
 
     ranks: Sequence[int]
     computed: Sequence[Computed]
-    """The result of each role of these ranks. A role is an index into `Recomputed.ranks`."""
+    """The results of these ranks in each role. A role is an index into `Recomputed.ranks`: 0
+    computed its own microbatch, 1 recomputed another rank's, 2 decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +111,11 @@ class WrongRanks:
     microbatch: Recomputed
     """A microbatch that one of `ranks` computed and whose gradients differ."""
     role: int
-    """The role of one of `ranks` in the microbatch."""
+    """The role of one of the wrong `ranks` for this microbatch: its index in `microbatch.ranks`."""
     other: int
-    """The role of a data rank with a different result."""
+    """The role (index in `microbatch.ranks`) of a rank with a different result."""
     position: Position
-    """The first position at which the two roles differ."""
+    """The first position at which the results of `role` and `other` differ."""
     has_third: bool
     """True if two data ranks agree on the microbatch, so that another one is wrong."""
 

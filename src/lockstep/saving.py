@@ -180,8 +180,9 @@ def check_out_of_memory(value: str, name: str) -> OutOfMemory:
 def differences(
     saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: frozenset[str] = frozenset()
 ) -> list[str]:
-    """The differences between two results of `Recipe.describe`, as text such as `steps: 100, now
-    200`. Nested fields have paths: evaluation.every."""
+    """The differences between the recipe that a run has saved and the recipe now, both as
+    `Recipe.describe` returns them. Each is a text such as `steps: 100, now 200`. Nested fields have
+    paths: evaluation.every."""
     lines = []
     for name in sorted(saved.keys() | now.keys()):
         if name in allow_change:

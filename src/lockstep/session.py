@@ -45,7 +45,7 @@ from lockstep.training.step import Step
 from lockstep.training.training import Training
 
 TELLING_SECONDS = 1.0
-"""The longest wait for the cause of another rank's end."""
+"""Seconds to wait, after another rank has ended, for the error that ended it."""
 
 
 class Session:

@@ -203,7 +203,8 @@ class Images:
             for (name, size), ranks in sorted(seers.items())
             if len(ranks) == size
         }
-        """Image -> for each rank that wrote a part, the ranks that see it."""
+        """Name of an image -> for each rank that wrote a part of it, the ranks that can read this
+        part."""
 
     @property
     def names(self) -> list[CheckpointName]:

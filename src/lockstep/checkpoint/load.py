@@ -33,7 +33,8 @@ from lockstep.comm.world import World
 
 T = TypeVar("T")
 SMALL_BYTES = 64 << 10
-"""Parts smaller than this are not read directly into their tensor."""
+"""Parts of a file smaller than this number of bytes are read into a buffer first, not directly into
+their tensor."""
 
 
 class _Span:

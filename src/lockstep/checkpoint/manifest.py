@@ -143,7 +143,7 @@ class Manifest:
     step: int
     files: Mapping[str, FileEntry]
     values: JsonObject
-    """The rest of the state."""
+    """The state that is not tensors, as JSON."""
     metadata: JsonObject
     """Recipe, plan, processes, versions and time of the save."""
 

@@ -253,7 +253,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 _left: list[tuple[SharedFile, Tensor]] = []
-"""Memory into which a hanging device may still copy."""
+"""Memory of closed savers, kept because a hanging device may still copy into it."""
 
 
 class _FileContent:

@@ -17,7 +17,8 @@ from lockstep.comm.torch_collectives import waits
 T = TypeVar("T")
 WAITING_FOR_DEVICE = "waiting for the device"
 _MAX_EVENTS = 256
-"""Largest number of CUDA events. Then events that the GPU has passed are reused."""
+"""Largest number of CUDA events. Once there are so many, events that the GPU has already passed are
+reused."""
 FADES = 0.95
 """Factor by which the recorded longest duration decreases each time that a phase ends."""
 

@@ -40,7 +40,8 @@ ROW_NAMES = RESERVED_NAMES | {
     *("loss", "lr", "gradient_norm", "samples_per_second", "weight_per_second"),
     *("memory_bytes", "mfu"),
 }
-"""Names that a run writes in each line of metrics.jsonl."""
+"""Keys that lockstep itself writes in each line of metrics.jsonl, so that no metric of the user may
+have them."""
 _runs_in_launched = 0
 """Number of this process's runs in the launcher's directory and its numbered successors."""
 _opened: list[Path] = []

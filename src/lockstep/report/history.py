@@ -80,12 +80,13 @@ class RankMemory:
     microseconds: list[int]
     """Times since the first profiled step began."""
     bytes_by_cause: dict[str, list[int]]
-    """For each cause: the number of bytes after each time, until the next."""
+    """For each cause of allocations (such as parameters or activations): the number of bytes from
+    each time in `microseconds` until the next."""
     peak_bytes: int
     peak_seconds: float
     peak_phase: str
     at_peak: dict[str, int]
-    """Number of bytes at the peak, by cause."""
+    """Number of allocated bytes at the moment of the highest total, by cause of the allocation."""
     largest: list[tuple[int, str, str]]
     """The largest allocations at the peak: bytes, cause, and name."""
 
@@ -129,7 +130,8 @@ class LockHolder:
     pid: int
     host: str
     alive: bool | None
-    """None if it is unknown, because the process is on another host or in another container."""
+    """True if the process still exists. None if that is unknown, because the process is on another
+    host or in another container."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +193,7 @@ class RunHistory:
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps done, as far as recorded."""
+        """Number of optimizer steps that the run has done, as far as its files show."""
         if self.result is not None:
             return int(self.result.get("steps") or 0)
         return max(self.curves.last_step, self.events[-1].step if self.events else 0)

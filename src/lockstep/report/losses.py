@@ -25,7 +25,7 @@ such an event."""
 MAX_LOSSES = 100
 _MOST_STEPS = 2**53
 _PARTS = {"wait": "line-1", "open": "line-0", "steps again": "line-4"}
-"""Parts of the time, and their colours."""
+"""Parts of the time that a loss took, and their colours on the page."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,11 +45,11 @@ class WorkerLoss:
     """Source of the state: "replica", "image", the name of a checkpoint, or empty if the run
     started from step 0 again."""
     step: int
-    """Number of optimizer steps done in that state."""
+    """Number of optimizer steps done in the state from which the run continued."""
     wait_seconds: float | None
     """Time from the loss until all processes, including new ones, were ready."""
     open_seconds: float
-    """Time from their readiness until the run was open and had its state."""
+    """Time from when all processes were ready until the run was open and its state was loaded."""
     repeated_steps: int | None
     """Number of steps that were computed again."""
     repeated_seconds: float | None = None

@@ -15,7 +15,8 @@ from lockstep.pages.scale import format_number
 from lockstep.report.history import LARGEST, RunHistory
 
 OTHERWISE = frozenset({"seed", "data", "fold"})
-"""Fields, at any depth of a recipe, that may differ between repetitions of it."""
+"""Fields, at any depth of a recipe, that may differ between two runs that count as repetitions of
+the same recipe."""
 METRICS = 400
 """Largest number of metrics of a group that are shown."""
 
