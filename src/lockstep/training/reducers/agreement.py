@@ -1,5 +1,6 @@
-"""Compares what the ranks have done in a step, where all must do the same. The numbers that it
-compares are summed together with the step's losses."""
+"""Checks that in a step all ranks have made the same collectives in the same order, and read the
+same counts of tokens. Each rank encodes its actions in numbers, which are summed over ranks
+together with the step's losses: the sums are 0 if the ranks agree."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Alike(Protocol):
-    """Something that the ranks of a process group must do alike."""
+    """A record of actions that the ranks of a process group must all do in the same way, such as
+    the order of their collectives."""
 
     @property
     def count(self) -> int:
@@ -35,37 +37,43 @@ class Alike(Protocol):
         """Keep this rank's actions since the previous step, so that an error can name them."""
 
     def difference(self) -> str | None:
-        """Return the first difference between the ranks in the last step; None if there is none.
-        Every rank of the process group calls it."""
+        """Return, as text, the first action of the last step in which two ranks differ; None if
+        they agree. Every rank of the process group calls it."""
 
     def error(self, difference: str | None) -> RecipeError:
-        """Return the error. `difference`: None if it cannot be named."""
+        """Return the error for ranks that differ. `difference`: the result of `difference`; None if
+        the action is unknown."""
 
 
 class StepAgreement:
-    """Compares the ranks' actions in each step of one model."""
+    """Compares, in each step of one model, the ranks' orders of collectives, and the counts of
+    tokens that their forwards have read."""
 
     def __init__(
         self, summed: World, alike: Sequence[Alike] = (), counts: CountReads | None = None
     ) -> None:
-        """`summed`: the ranks that sum the numbers of a step. `alike`: comparisons to make, in
-        addition to the orders of exchanges. `counts`: counts that the model's forward has read; if
-        ranks differ in them, they are checked later."""
+        """`summed`: the ranks over which the step's numbers are summed, and so are compared.
+        `alike`: records to compare in addition to the orders of collectives. `counts`: the counts
+        of tokens that the model's forward reads on the host. Ranks may differ in them; `unchecked`
+        then returns this rank's counts, so that the caller can check them."""
         self._summed = summed
         self._alike = list(alike)
         self._counts = counts
         self._orders: dict[int, ExchangeOrder] = {}
         self.doing = Doing()
-        """The part of the step; the reducer sets it, and each exchange reports it."""
+        """The part of the step that this rank computes now, such as "in the forward of microbatch
+        3". The reducer sets it; each recorded collective includes it."""
         self._late: tuple[Tensor, torch.Event, StepCounts | None] | None = None
-        """The previous step's two flags (the ranks' numbers differed; their counts differed) while
-        they are copied to the host, the event of that copy, and this rank's counts."""
+        """For the previous step on an accelerator: two flags (the ranks' actions differed; their
+        counts differed) while they are copied to the host, the event of that copy, and this rank's
+        counts."""
         self._unchecked: StepCounts | None = None
-        """This rank's counts in a step in which the ranks' counts differed."""
+        """This rank's counts of a step in which the ranks' counts differed; otherwise None."""
 
     def over(self, world: World) -> ExchangeOrder | None:
-        """Return the order of exchanges over `world`; None if nothing needs to be compared. Every
-        rank of `summed` calls it."""
+        """Return the record of this rank's collectives over `world`; None if it needs none: `world`
+        has one rank, or uses shared memory, which compares each exchange itself. Every rank whose
+        numbers are summed calls it."""
         if world.size == 1 or world.shared_memory is not None:
             return None
         if id(world) not in self._orders:
@@ -80,12 +88,12 @@ class StepAgreement:
 
     @property
     def _counted(self) -> int:
-        """Number of the values in `numbers` that belong to the counts; these come first."""
+        """Number of the values in `numbers` that encode the counts of tokens; these come first."""
         return 0 if self._counts is None else self._counts.count
 
     def numbers(self) -> list[float]:
-        """Return this rank's numbers. Their sums over `summed` are 0 if and only if the ranks
-        agree."""
+        """Return numbers that encode this rank's actions since the previous step. Their sums over
+        all ranks are 0 if and only if the ranks agree."""
         of_counts = [] if self._counts is None else self._counts.numbers()
         return [*of_counts, *(number for each in self._alike for number in each.numbers())]
 
@@ -97,30 +105,33 @@ class StepAgreement:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the latest exchange began; 0 between steps. Any thread may read it."""
+        """Seconds since this rank began its latest recorded collective; 0 between steps. Any thread
+        may read it."""
         return min(filter(None, (each.seconds for each in self._of_orders())), default=0.0)
 
     def told(self) -> list[Exchanges]:
-        """Return the latest exchanges of this rank. Any thread may call it."""
+        """Return this rank's latest recorded collectives, of the previous step and of this one, for
+        each process group. Any thread may call it."""
         return [told for each in self._of_orders() for told in each.told() if told.calls]
 
     def _of_orders(self) -> list[ExchangeOrder]:
         return list(self._orders.values())
 
     def end_trial(self) -> None:
-        """Note the end of a trial: a forward that belongs to no microbatch."""
+        """Record the end of a trial: a forward that belongs to no microbatch."""
         for each in self._of_orders():
             each.note(END)
 
     def settle(self) -> None:
-        """Note that all ranks have ended the step, or the trial."""
+        """Record that all ranks have ended the step or the trial, so that `seconds` is 0."""
         for each in self._of_orders():
             each.settle()
 
     def compare(self, sums: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        """Raise `RecipeError` if the ranks differ. On an accelerator, whose host need not wait,
-        make a gradient of `parameters` NaN instead, and raise in the next step. Called after
-        `end_step`. `sums`: the ranks' numbers, summed."""
+        """Raise `RecipeError` if the ranks' actions differ. On an accelerator, make a gradient of
+        `parameters` NaN instead, so that the step is not applied, and raise in the next step: the
+        host then need not wait for the device. Called after `end_step`. `sums`: the sums of all
+        ranks' `numbers`."""
         self.settle()
         has_streams = accelerator.has_streams(sums.device)
         is_offloaded = to_local(parameters[0]).is_cpu
@@ -139,21 +150,23 @@ class StepAgreement:
             self._late = copied, accelerator.recorded_event(sums.device), latest
 
     def _take(self, differ: bool, unchecked: StepCounts | None) -> None:
-        """Raise `RecipeError` if the ranks differ. Every rank of `summed` calls it. `unchecked`:
-        this rank's counts, if the ranks' counts differ."""
+        """Raise `RecipeError` if the ranks' actions differ. Every rank whose numbers are summed
+        calls it. `unchecked`: this rank's counts of tokens if the ranks' counts differ, else
+        None."""
         if differ:
             self._refuse()
         self._unchecked = unchecked
 
     def unchecked(self) -> StepCounts | None:
-        """Return this rank's counts of the last step if the ranks' counts differed, and forget
-        them. On an accelerator, they belong to the step before the last."""
+        """Return the counts of tokens that this rank's forwards of the last step have read, if the
+        ranks' counts differed, else None; and forget them. On an accelerator, they belong to the
+        step before the last."""
         counts, self._unchecked = self._unchecked, None
         return counts
 
     def compare_now(self) -> None:
-        """Raise `RecipeError` if the ranks differ. Every rank of `summed` calls it, outside of
-        steps."""
+        """Raise `RecipeError` if the ranks' actions since the last step or evaluation differ. Every
+        rank whose numbers are summed calls it, outside of steps: at the end of an evaluation."""
         if not self.count:
             return
         numbers = self.numbers()
@@ -165,8 +178,8 @@ class StepAgreement:
         self._take(any(sums[self._counted :]), latest if any(sums[: self._counted]) else None)
 
     def refuse_late(self) -> None:
-        """Raise `RecipeError`, on every rank, if the ranks differed in the last step. Waits for the
-        device."""
+        """Raise `RecipeError`, on every rank, if the ranks' actions in the last step differed, and
+        `compare` left the check for later. Waits for the device."""
         before, self._late = self._late, None
         if before is not None:
             copied, event, latest = before
@@ -175,8 +188,8 @@ class StepAgreement:
             self._take(differ, latest if counts_differ else None)
 
     def _refuse(self) -> NoReturn:
-        """Raise `RecipeError` with the first difference. Every rank of `summed` calls it, after
-        `end_step`."""
+        """Raise `RecipeError`, which names the first action in which two ranks differ. Every rank
+        whose numbers are summed calls it, after `end_step`."""
         mine = [each.difference() for each in self._alike]
         everyone = self._summed.gather_values(mine)
         for each, texts in zip(self._alike, zip(*everyone, strict=True), strict=True):

@@ -1,4 +1,4 @@
-"""Gradient compression for replicas: communication hooks for DDP, with error feedback.
+"""Gradient compression for data-parallel ranks: communication hooks for DDP, with error feedback.
 
 (No `from __future__ import annotations` here: DDP checks its hooks' annotations and needs classes.)
 """
@@ -23,13 +23,14 @@ from lockstep.comm.world import World
 from lockstep.recipe.checks import powersgd_rank
 
 MIN_COMPRESSION_RATIO = 2
-"""A matrix is sent as two thin matrices if these are smaller by this factor (torch's default)."""
+"""A gradient matrix is sent as two thin matrices if these have fewer elements by this factor
+(torch's default)."""
 _REVIVING_SEED = 1
 
 
 class Compression(ABC):
-    """Error feedback: the sending rank keeps the error of the compression (`int8`, `powersgd`) and
-    adds it to the next gradient.
+    """Sums DDP's buckets over ranks in compressed form. With error feedback (`int8`, `powersgd`),
+    the sending rank keeps the error of the compression and adds it to the next step's gradient.
 
     (Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes
     SignSGD, 2019.)
@@ -40,31 +41,33 @@ class Compression(ABC):
         self._unit = 1.0
 
     def begin(self, unit: float) -> None:
-        """Begin a step whose gradients contain the factor `unit`, the same on all ranks."""
+        """Begin a step whose gradients contain the factor `unit` (of fp16's loss scale and of the
+        loss's divisor), the same on all ranks. The kept compression errors are rescaled to it."""
         if unit != self._unit:
             self._rescale(unit / self._unit)
             self._unit = unit
 
     @abstractmethod
     def forget(self) -> None:
-        """Discard the residuals, because the step was not applied."""
+        """Discard the kept compression errors, because the step was not applied."""
 
     @abstractmethod
     def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's communication hook: sum the bucket over ranks (no mean). `stats`: the parameter
-        whose gradient must not be rounded."""
+        """DDP's communication hook: sum the bucket over ranks (no mean). `stats`: a parameter in
+        one of the buckets whose gradient holds the step's losses and flags, which must not be
+        rounded."""
 
     @abstractmethod
     def _rescale(self, factor: float) -> None: ...
 
 
 class Bucket(NamedTuple):
-    """A bucket of DDP, with the future of its sum."""
+    """A bucket of DDP, with the future that DDP waits for."""
 
     buffer: Tensor
     gradients: list[Tensor]  # views of the buffer; each has the strides of its parameter
     parameters: list[Tensor]
-    done: torch.futures.Future[Tensor]
+    done: torch.futures.Future[Tensor]  # completed with the buffer, once it holds the sum
 
     @classmethod
     def of(cls, bucket: GradBucket) -> "Bucket":
@@ -72,15 +75,16 @@ class Bucket(NamedTuple):
         return cls(buffer, gradients_of(bucket), bucket.parameters(), accelerator.future(buffer))
 
     def stats_part(self, stats: Tensor) -> Tensor:
-        """The part of the buffer that contains `stats`; empty if it is in another bucket."""
+        """Return the part of the buffer that holds the gradient of `stats`; an empty tensor if
+        `stats` is in another bucket."""
         parts = zip(self.gradients, self.parameters, strict=True)
         return next(
             (gradient for gradient, parameter in parts if parameter is stats), self.buffer[:0]
         )
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of `flat` with the shapes and strides of `gradients`. `flat` is as long as the
-        buffer."""
+        """Return views of `flat`, which is as long as the bucket's buffer, at the offsets and with
+        the shapes and strides of the bucket's gradients."""
         start = self.buffer.storage_offset() - flat.storage_offset()
         return [
             flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in self.gradients
@@ -88,8 +92,8 @@ class Bucket(NamedTuple):
 
 
 class Rounded(Compression):
-    """Rounds each number to a shorter type (see `CompressedAllReduce`), and sends buckets during
-    the backward."""
+    """Compression that rounds each gradient element to a shorter type, and sends each bucket during
+    the backward. (See `CompressedAllReduce`.)"""
 
     def __init__(
         self, world: World, rounding: Rounding, parameters: Sequence[nn.Parameter]
@@ -168,7 +172,8 @@ class Rounded(Compression):
             bucket.done.set_result(bucket.buffer)
 
     def _with_residuals(self, bucket: Bucket, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the parts of `flat` that belong to parameters, and the residual of each."""
+        """Return the parts of `flat`, a tensor in the layout of the bucket's buffer, that belong to
+        the model's parameters; and the kept compression error of each of these parameters."""
         known = [
             (part, self._residuals[id(p)])
             for part, p in zip(bucket.views(flat), bucket.parameters, strict=True)
@@ -178,8 +183,8 @@ class Rounded(Compression):
 
 
 class LowRank(Compression):
-    """Sends each large matrix as the product of two thin matrices, after the backward (PowerSGD;
-    Vogels et al., 2019)."""
+    """Compression that sends the gradient of each large weight matrix as the product of two thin
+    matrices, after the backward (PowerSGD; Vogels et al., 2019)."""
 
     def __init__(self, world: World, rank: int, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(world)
@@ -246,7 +251,7 @@ class LowRank(Compression):
         return current.done
 
     def _sum(self, gradients: dict[int, Tensor]) -> None:
-        """Replace the gradients by their sums over ranks."""
+        """Replace the gradients (by the id of the parameter) by their sums over ranks."""
         thin = [gradients.pop(each.parameter) for each in self._matrices]
         for tensors, add in (
             (list(gradients.values()), partial(dist.all_reduce, group=self._senders.group)),
@@ -275,8 +280,8 @@ class LowRank(Compression):
         flat.mul_(self._senders.size)  # the hook computes the mean
 
     def _revive(self) -> None:
-        """Replace zero columns of thin matrices by random ones: after a zero gradient, they would
-        stay zero."""
+        """Replace zero columns of the thin matrices that torch keeps for the next step by random
+        ones: after a zero gradient, they would stay zero in all later steps."""
         if (kept := self._state.q_memory_dict.get(0)) is None or kept.all():
             return
         ranks = [min(each.rows, each.columns, self._rank) for each in self._matrices]
@@ -299,7 +304,8 @@ class _Matrix(NamedTuple):
 
 
 class _Matrices:
-    """Takes the place of the DDP bucket in the call of torch's hook."""
+    """Has the methods of a DDP bucket that torch's PowerSGD hook calls, for the large gradient
+    matrices of all buckets in one flat tensor."""
 
     def __init__(self, flat: Tensor, matrices: Sequence[_Matrix]) -> None:
         self._flat = flat

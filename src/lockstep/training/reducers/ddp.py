@@ -104,7 +104,8 @@ class DdpReducer:
         compression: Compression | None = None,
         agreement: StepAgreement | None = None,
     ) -> None:
-        """Build the reducer. `compression`: None if `bitwise`."""
+        """Build the reducer. `bitwise`: True to sum gradients in the canonical order; `compression`
+        is then None."""
         world = mesh.summed()
         self._waits_in_torch = world.hierarchy is None and compression is None
         self._parameters = list(parameters)
@@ -169,8 +170,8 @@ class DdpReducer:
     def backward(
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
     ) -> None:
-        """See `GradientReducer.backward`. If the backward has collectives of its own, `reduce`
-        sends the buckets."""
+        """See `GradientReducer.backward`. If the ranks compute microbatches in rounds, because the
+        backward itself has collectives, `reduce` starts DDP's all-reduces."""
         if is_dummy:
             dummy_backward(
                 total, grad_output, self._parameters, own_parameters_only=own_parameters_only
@@ -238,7 +239,7 @@ class DdpReducer:
         self._synchronized = True
         try:
             torch.autograd.backward(self._ddp(total), grad_output, inputs=inputs)
-            # DDP waits for its last all-reduces in C++, without Python's lock
+            # DDP waits for its last all-reduces in C++, without the GIL
             if self._waits_in_torch:
                 waits.seconds += time.perf_counter() - self._complete_at
         except RuntimeError as error:
@@ -247,8 +248,8 @@ class DdpReducer:
             raise RecipeError(READY_TWICE) from error
 
     def _rounded(self, value: Number) -> float:
-        """Return the value rounded as the exchange would round it, so that a single rank records
-        the same bits."""
+        """Return the value rounded to the dtype in which several ranks would exchange it, so that a
+        single rank records the same bits."""
         number = float(value)
         # faster than NumPy's scalars
         return c_float(number).value if self._vector.dtype is torch.float32 else number
@@ -275,8 +276,9 @@ class DdpReducer:
         return leaf
 
     def _ordered_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start this bucket's ordered sum. At the last bucket, finish all sums in the order of
-        buckets, which all ranks share."""
+        """DDP's communication hook under numerics=bitwise: start the bucket's sum in the canonical
+        order. In the last bucket's call, finish the sums of all buckets in the order of buckets,
+        which is the same on all ranks."""
         members = [self._places.get(id(parameter)) for parameter in bucket.parameters()]
         buffer, last_leaf = bucket.buffer(), gradients_of(bucket)
         counter: Counter[list[Tensor]] = Counter(
@@ -309,8 +311,8 @@ class DdpReducer:
 
 
 def _flatten(value: Sequence[Tensor], like: GradBucket) -> Tensor:
-    """Copy the tensors into one flat buffer, with the offsets and strides of the bucket's
-    gradients."""
+    """Return a flat buffer with a copy of the tensors, one for each gradient of the DDP bucket
+    `like`, at the offsets and with the strides of these gradients."""
     buffer = like.buffer()
     flat = torch.zeros_like(buffer)
     start = buffer.storage_offset()

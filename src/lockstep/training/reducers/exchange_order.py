@@ -1,10 +1,11 @@
-"""The order of a rank's exchanges in one process group. It must be the same on all ranks of the
-group.
+"""The order in which a rank calls FSDP2's collectives (here: exchanges) in one process group. It
+must be the same on all ranks of the group.
 
-Shared memory compares the label of each exchange. Gloo and NCCL compare nothing: if ranks exchange
-different blocks of the same size, the sums are wrong; if the sizes differ, the ranks hang or crash.
-So each rank records its exchanges and a digest of their order. The digests are compared at the end
-of each step. While a rank waits, the watchdogs compare the records.
+If the ranks use shared memory, that compares the label of each exchange. Gloo and NCCL compare
+nothing: if ranks exchange different blocks of the same size, the sums are wrong; if the sizes
+differ, the ranks hang or crash. So each rank records its exchanges and a digest of their order. The
+digests are compared at the end of each step. If a rank waits for long, the watchdogs, which detect
+hangs, compare the records.
 """
 
 from __future__ import annotations
@@ -26,32 +27,34 @@ from lockstep.model.shard import error_of_order
 END = 0
 """The label that ends a step, an evaluation or a trial."""
 MOST_TOLD = 50
-"""Number of exchanges, the latest ones, that a rank reports while it waits."""
+"""Largest number of exchanges that a waiting rank reports to the other ranks: its latest ones."""
 
 
 class Doing:
-    """The part of a step that a rank computes now."""
+    """The part of a step that this rank computes now, for errors and hang reports."""
 
     text = ""
-    """For example "in the forward of microbatch 3"."""
+    """For example "in the forward of microbatch 3"; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """The exchanges of a rank in one process group, in one step. Sent as JSON."""
+    """The exchanges of a rank in one process group, in one step. Ranks send it to each other as
+    JSON."""
 
     rank: int
+    """The rank in the whole job."""
     order: int
     """The number of the `ExchangeOrder`, the same on all ranks of the group."""
     group: int
     """The first rank of the group."""
     step: int
-    """Number of steps, evaluations and trials that have ended."""
+    """Number of steps, evaluations and trials that ended before these exchanges."""
     first: int
-    """Number of exchanges in the step before these."""
+    """Number of earlier exchanges of the same step, which `calls` leaves out."""
     calls: tuple[tuple[str, str], ...]
-    """(an exchange, the part of the step): "gathers block 'a'", "in the forward of microbatch
-    3"."""
+    """For each exchange: its label, and the part of the step in which it was called. For example
+    ("gathers block 'a'", "in the forward of microbatch 3")."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Exchanges:
@@ -62,7 +65,8 @@ class Exchanges:
         return f"{self._text(-1)}, exchange {self.first + len(self.calls)} of the step"
 
     def at(self, place: int) -> str:
-        """Return text with the rank, the exchange's label and the part of the step."""
+        """Return text about the exchange with number `place` in the step: the rank, the exchange's
+        label and the part of the step."""
         return f"rank {self.rank} {self._text(place - self.first)}"
 
     def _text(self, place: int) -> str:
@@ -70,8 +74,9 @@ class Exchanges:
 
 
 def first_different_exchange(everyone: Sequence[Exchanges]) -> str | None:
-    """Return the first difference between the exchanges that two ranks have both made; None if
-    there is none. Ranks may be in different steps."""
+    """Return text about the first exchange of a step, made by two ranks, in which their labels
+    differ; None if there is none. Only exchanges of the same process group and the same step are
+    compared; the ranks may be in different steps."""
     alike: dict[tuple[int, int, int], list[Exchanges]] = {}
     for each in everyone:
         alike.setdefault((each.order, each.group, each.step), []).append(each)
@@ -86,11 +91,12 @@ def first_different_exchange(everyone: Sequence[Exchanges]) -> str | None:
 
 
 Calls = list[tuple[int, str]]
-"""The label of each exchange, and the part of the step."""
+"""For each exchange of a step: the number of its label, and the part of the step."""
 
 
 class _Steps(NamedTuple):
-    """The exchanges of two steps. Other threads read them, so a step ends in one assignment."""
+    """The exchanges of the previous step and of this one. Because other threads read them, they are
+    replaced together, in one assignment, when a step ends."""
 
     number: int
     """Number of steps that have ended."""
@@ -101,11 +107,13 @@ class _Steps(NamedTuple):
 
 
 class ExchangeOrder:
-    """The order of this rank's exchanges over `world`."""
+    """Records the order of this rank's exchanges over one process group, and compares it with the
+    other ranks of the group."""
 
     def __init__(self, world: World, summed: World, doing: Doing) -> None:
-        """`summed`: the ranks that sum the numbers of a step, among them `world`; all of them make
-        an `ExchangeOrder`. `doing`: the part of the step at each exchange."""
+        """`world`: the process group. `summed`: the ranks over which the step's numbers are summed.
+        They include `world`, and all of them make an `ExchangeOrder` at the same time, for their
+        own groups. `doing`: the part of the step, which is recorded with each exchange."""
         self._ranks = dist.get_process_group_ranks(world.group)
         # after a failed run, ranks may have made different numbers of orders
         firsts, numbers = zip(
@@ -121,16 +129,17 @@ class ExchangeOrder:
         self._digest = 0
         self._steps = _Steps(0, [], [])
         self._latest: float | None = None
-        """The time of the latest exchange; None once all ranks have ended the step."""
+        """The time at which the latest exchange began; None once all ranks have ended the step."""
 
     def label(self, text: str) -> int:
-        """Return a number for the text. Every rank labels the same texts in the same order."""
+        """Return the number of the label `text`; equal texts have one number. Every rank calls it
+        with the same texts in the same order, so that the numbers agree."""
         if text not in self._labels:
             self._labels.append(text)
         return self._labels.index(text)
 
     def note(self, label: int) -> None:
-        """Note an exchange of this rank."""
+        """Record that this rank begins an exchange. `label`: a number that `label` has returned."""
         self._steps.calls.append((label, self._doing.text))
         self._digest = zlib.crc32(label.to_bytes(4, "little"), self._digest)
         self._latest = time.monotonic()
@@ -141,7 +150,8 @@ class ExchangeOrder:
         return BITS * self._groups
 
     def numbers(self) -> list[float]:
-        """Return the numbers of this rank's digest; see `numbers_of`."""
+        """Return numbers that encode the digest of this rank's exchanges. Their sums over all ranks
+        are 0 if and only if the digests agree in each process group."""
         return numbers_of(
             self._digest,
             rank=self._world.rank,
@@ -151,12 +161,13 @@ class ExchangeOrder:
         )
 
     def end_step(self) -> None:
-        """Keep the step's exchanges, so that an error can name a difference."""
+        """Begin to record the next step. The exchanges of the step that has ended are kept, so that
+        an error can name the one in which ranks differ."""
         self.note(END)
         self._steps = _Steps(self._steps.number + 1, self._steps.calls, [])
 
     def settle(self) -> None:
-        """Note that all ranks have ended the step."""
+        """Record that all ranks have ended the step, so that `seconds` is 0."""
         self._latest = None
 
     @property
@@ -166,7 +177,8 @@ class ExchangeOrder:
         return 0.0 if latest is None else time.monotonic() - latest
 
     def told(self, most: int = MOST_TOLD) -> list[Exchanges]:
-        """Return the exchanges of the previous step and of this one. Any thread may call it."""
+        """Return this rank's exchanges of the previous step, and those of this step; of each, only
+        the latest `most`. Any thread may call it."""
         number, before, calls = self._steps
         return [
             self._exchanges(number - 1, before, most),
@@ -180,8 +192,8 @@ class ExchangeOrder:
         return Exchanges(mine, self._number, min(self._ranks), step, first, texts)
 
     def difference(self) -> str | None:
-        """Return the first difference between the ranks' exchanges in the last step; None if there
-        is none. Every rank of `world` calls it."""
+        """Return text about the first exchange of the last step in which two ranks of the process
+        group differ; None if there is none. Every rank of the group calls it."""
         number, before, _ = self._steps
         mine = self._exchanges(number - 1, before, len(before))
         everyone = self._world.gather_values([mine.rank, mine.step, mine.calls])
@@ -200,8 +212,9 @@ _numbers = count()
 
 
 def numbers_of(digest: int, *, rank: int, size: int, group: int, groups: int) -> list[float]:
-    """Return numbers whose sums over all ranks of all groups are 0 if and only if the digests agree
-    in each group. `rank`, `size`: this rank's number in `group`, and the group's size."""
+    """Return numbers that encode this rank's `digest`. Their sums over all ranks of all process
+    groups are 0 if and only if the ranks' digests agree in each group. `group`, `groups`: index and
+    number of the groups. `rank`, `size`: this rank's rank in its group, and the group's size."""
     row = [0.0] * (BITS * groups)
     row[group * BITS : (group + 1) * BITS] = compared_bits(digest, rank=rank, size=size)
     return row

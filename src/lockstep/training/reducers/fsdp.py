@@ -1,4 +1,5 @@
-"""Gradient reduction for a model sharded by FSDP2, and for hybrid sharding.
+"""Gradient reduction for a model sharded by FSDP2, also with hybrid sharding (FSDP2 within groups
+of ranks that are replicas of each other).
 
 Every rank takes part in each all-gather of a block's parameters and in each reduce-scatter of its
 gradients, so the ranks compute in rounds of one microbatch each. A rank that has no microbatch left
@@ -76,9 +77,10 @@ class FsdpReducer:
         stages: Sequence[nn.Module] = (),
         agreement: StepAgreement | None = None,
     ) -> None:
-        """`leaves`: see `ParameterLeaves`. `part_leaves`: the leaves of a parameter that several
-        parts of the model share; their gradients go to `PartLeaf.parameter`. `stages`: this rank's
-        stages of a pipeline."""
+        """`bitwise`: True to sum gradients in the canonical order. `leaves`: the tensors that keep
+        the gradients of experts apart for the rows of each rank. `part_leaves`: for each parameter
+        that several sequential parts of the model share, the separate tensors that collect each
+        part's gradient. `stages`: this rank's stages of a pipeline; empty without one."""
         reshard(model)  # a forward without a backward may have left parameters gathered
         self._model = model
         self._mesh = mesh
@@ -161,12 +163,14 @@ class FsdpReducer:
             ]
 
     def gradient_versions(self) -> list[int]:
-        """The number of gradients that backwards have accumulated. (Versions would not do: FSDP2
-        writes zeros to gradients that a backward does not compute.)"""
+        """Return, in a list, the number of gradients that backwards have accumulated so far. (The
+        gradients' version counters would not do: FSDP2 also writes zeros to gradients that a
+        backward does not compute.)"""
         return [self._used.accumulations]
 
     def close(self) -> None:
-        """Remove the hooks. The model can still be called while torch's process group exists."""
+        """Remove the hooks, and restore torch's all-gathers, so that the model can still be called
+        while torch's process group exists."""
         self._used.close()
         for handle in self._handles:
             handle.remove()
@@ -174,15 +178,16 @@ class FsdpReducer:
             group.set_custom_all_gather(DefaultAllGather())
 
     def _check_stage(self, group: nn.Module, inputs: Any, output: Any) -> None:
-        """A forward hook: check the uses of weights in the first forward of each part of a
-        stage."""
+        """A forward hook of an FSDP2 group in a pipeline: `_check_uses` for the first forward of
+        each FSDP2 root."""
         if is_fsdp_root(group) and torch.is_grad_enabled():
             self._check_uses(
                 group, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             )
 
     def _check_uses(self, root: nn.Module, outputs: Sequence[Tensor]) -> None:
-        """Check the uses of weights in the graphs of `outputs`, once for each of FSDP2's roots."""
+        """Check in the autograd graphs of `outputs`, once for each FSDP2 root, that weights that
+        are gathered in autocast's precision are used only in matrix products and convolutions."""
         if root not in self._checked:
             for output in outputs:
                 check_uses(self._groups, output)
@@ -199,15 +204,15 @@ class FsdpReducer:
             scatter.begin(count)
         for stage in self._stages:
             stage.round = 0
-            # the pipeline's schedule computes the backwards
+            # a pipeline's schedule computes the backwards, so `backward` does not begin this round
             stage.next_round(is_dummy=False, last=False)
         for each in self._part_sums:
             each.begin(count)
         self._tell("forward", 0)
 
     def _tell(self, what: str, place: int) -> None:
-        """Tell other ranks what this rank computes now. `place`: the microbatch's index on this
-        rank."""
+        """Set the text by which errors and hang reports say what this rank computes now. `what`:
+        "forward" or "backward". `place`: the index of the microbatch among this rank's."""
         if self._mesh.stages.size > 1:  # the schedule computes several microbatches in turn
             return
         of = f"microbatch {self._mine[place]}" if place < len(self._mine) else "a dummy microbatch"
@@ -229,7 +234,7 @@ class FsdpReducer:
 
     def after_backward(self, stage: int, microbatch: int) -> None:
         """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: indices
-        on this rank."""
+        among this rank's stages and microbatches."""
         of_stage = self._stages[stage]
         if self._discards:
             return
@@ -299,7 +304,8 @@ class FsdpReducer:
 
 
 class _Stage:
-    """The rounds of a pipeline's stage, or of the whole model."""
+    """Counts the rounds of microbatches in a step for one stage of a pipeline, or for the whole
+    model, and announces each round to the stage's reduce-scatters."""
 
     def __init__(
         self,
@@ -308,7 +314,7 @@ class _Stage:
         scatters: Sequence[Scatter],
         recording: Recording,
     ) -> None:
-        """`scatters`: one for each of FSDP2's `groups` in the model."""
+        """`groups`: all FSDP2 groups of the model. `scatters`: the reduce-scatter of each."""
         inside = set(module.modules())
         pairs = zip(groups, scatters, strict=True)
         self.scatters = [scatter for group, scatter in pairs if group in inside]
@@ -323,7 +329,7 @@ class _Stage:
         return self._recording.at(self.round)
 
     def clear(self) -> None:
-        """Clear the gradients."""
+        """Set the gradients of the stage's parameters to None."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -333,10 +339,12 @@ class _Stage:
 
 
 class _PartSum:
-    """The ordered sum of the gradients of one part's leaf of a shared parameter."""
+    """The sum, in the canonical order over microbatches, of the gradients that one sequential part
+    of the model computes for a parameter that several parts share."""
 
     def __init__(self, leaf: PartLeaf, mesh: Mesh, place: int) -> None:
-        """`place`: the leaf's index; leaves are numbered after the reducer's parameters."""
+        """`leaf`: the tensor that the part uses in place of the shared parameter. `place`: its
+        index; leaves are numbered after the reducer's parameters."""
         self._leaf = leaf
         self._place = place
         self._device = mesh.world.device
@@ -354,7 +362,8 @@ class _PartSum:
         self.take()  # another model's loss may have left a gradient
 
     def push(self, gradient: Tensor | None) -> None:
-        """Add the gradient of this rank's microbatch to the sum."""
+        """Add the gradient of this rank's microbatch in this round to the sum; None if it did not
+        use the leaf. Every rank calls it."""
         parameter = self._leaf.parameter
         numbers = math.prod(self._shape)
         flat = torch.zeros(numbers + 1, dtype=parameter.dtype, device=self._device)
@@ -373,14 +382,16 @@ class _PartSum:
             parameter.grad = like_parameter(parameter, mine.to(to_local(parameter).device))
 
     def _over_tensor(self, part: Tensor) -> Tensor:
-        """Gather the full tensor from the parts of the tensor axis's ranks."""
+        """Return the full tensor, gathered from the parts that the ranks of the tensor axis
+        hold."""
         if self._dim is None:
             return part
         rows = part.movedim(self._dim, 0).contiguous()
         return self._tensor.gather_rows(rows, [len(rows)] * self._tensor.size).movedim(0, self._dim)
 
     def take(self, checksums: MicrobatchChecksums | None = None) -> Tensor | None:
-        """Return the leaf's gradient, and clear it. `checksums` collects its checksum."""
+        """Return the leaf's gradient (None if there is none), and set it to None. `checksums`: gets
+        the gradient's checksum; None if none is needed."""
         (gradient,) = self._leaf.take()
         if checksums is not None and gradient is not None:
             checksums.add(self._place, to_local(gradient))
@@ -388,8 +399,8 @@ class _PartSum:
 
 
 class _GroupBackwards:
-    """Watches the backwards through one FSDP2 group: in a step, a group can be in only one at a
-    time."""
+    """Watches the backwards through one FSDP2 group, and refuses a backward inside another one and
+    a backward with create_graph=True."""
 
     def __init__(self) -> None:
         self._in_step = False
@@ -403,7 +414,7 @@ class _GroupBackwards:
         self._in_step = False
 
     def watch(self, group: nn.Module, inputs: Any, output: Any) -> None:
-        """A forward hook of the group."""
+        """A forward hook of the group: watch the gradients of its outputs."""
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._check)  # type: ignore[no-untyped-call]
@@ -427,12 +438,16 @@ class _GroupBackwards:
 
 
 class _Own(NamedTuple):
-    """A parameter, with its module and its name there."""
+    """A parameter of a module in an FSDP2 group, and where to find it."""
 
     parameters: dict[str, nn.Parameter | None]
+    """The module's own parameters by name. FSDP2 replaces the entries by all-gathered ones."""
     name: str
+    """The parameter's name in the module."""
     place: int
+    """The parameter's index in the reducer."""
     full_name: str
+    """The parameter's name in the model."""
 
 
 class _UsedParameters:
@@ -493,8 +508,8 @@ class _UsedParameters:
                 raise error_of_change(name)
 
     def _refuse_others(self, own: Sequence[_Own]) -> Any:
-        """Return a forward pre-hook that refuses other tensors in place of parameters, because
-        FSDP2 would not use them."""
+        """Return a forward pre-hook that raises `PlanError` if another tensor is in the place of a
+        parameter (as in `torch.func.functional_call`), because FSDP2 would not use it."""
 
         def before(_: nn.Module, __: Any) -> None:
             for parameters, name, place, full_name in own:
@@ -543,9 +558,10 @@ class _UsedParameters:
 
 
 class ForwardEnds:
-    """Synchronizes ranks at the end of a forward without gradients that has gathered parameters.
-    Otherwise a rank that gathers once more would wait for ranks that already wait in another
-    process group. (After a forward with gradients, the backward compares the exchanges.)"""
+    """Synchronizes ranks at the end of each forward under `torch.no_grad` that has all-gathered
+    parameters. Otherwise a rank that makes one more all-gather than the others would wait for ranks
+    that already wait in another process group. (After a forward with gradients, the exchanges of
+    the backward show such a difference, because shared memory compares their labels.)"""
 
     def __init__(self, memory: SharedMemoryGroup) -> None:
         self.has_gathered = False
@@ -554,7 +570,7 @@ class ForwardEnds:
         self._parts = torch.zeros(memory.size + 1)
 
     def watch(self, group: nn.Module) -> list[Any]:
-        """Watch one of FSDP2's groups. Returns the handles of the hooks."""
+        """Register hooks on one of FSDP2's groups. Returns the hooks' handles."""
         return [
             group.register_forward_pre_hook(self._begin, prepend=True),
             group.register_forward_hook(self._end),
@@ -570,7 +586,7 @@ class ForwardEnds:
 
 
 class SharedMemoryAllGather(AllGather):
-    """The all-gather of a block's parameters through memory that the ranks share."""
+    """An FSDP2 all-gather of a block's parameters through memory that the ranks share."""
 
     def __init__(self, memory: SharedMemoryGroup, label: str, ends: ForwardEnds | None) -> None:
         self._memory = memory
@@ -596,7 +612,8 @@ class SharedMemoryAllGather(AllGather):
 
 
 class NotedAllGather(DefaultAllGather):
-    """Torch's all-gather of a block's parameters, with a record in the order of exchanges."""
+    """Torch's all-gather of a block's parameters, which is also recorded in an `ExchangeOrder`, so
+    that the ranks' orders of collectives can be compared."""
 
     def __init__(self, order: ExchangeOrder, label: str) -> None:
         self._order = order
@@ -626,9 +643,10 @@ class Scatter(ReduceScatter):
         label: str,
         agreement: StepAgreement,
     ) -> None:
-        """`world`: the ranks of the exchange. `parameters`: FSDP2's group, which defines the order
-        and padding of the gradients; None if it has no parameters. `of_experts`: True if the group
-        has experts that are divided over ranks. Their gradient in a dummy's backward is kept,
+        """`world`: the ranks of the reduce-scatter. `replicas`: the ranks that hold the same shard
+        as this rank. `parameters`: FSDP2's parameter group, which defines the order and padding of
+        the gradients; None if it has no parameters. `of_experts`: True if the group has experts
+        that are divided over ranks. Their gradient in a dummy microbatch's backward is kept,
         because it comes from other ranks' tokens. `label`: the group's name in errors."""
         self._of_experts = of_experts
         self._memory = world.shared_memory
@@ -641,9 +659,10 @@ class Scatter(ReduceScatter):
         self._parameters = parameters
         self._in_step = False
         self.checksums: Callable[[], MicrobatchChecksums | None] = lambda: None
-        """Returns what collects the checksums of the gradients that this rank sends now."""
+        """Returns the collector of checksums for the gradients that this rank sends now; None if
+        they are not recorded."""
         self.sends = True
-        """False while gradients are only recorded."""
+        """False while gradients are computed only for their checksums, and are not reduced."""
         self.summed: list[nn.Parameter] = []
         """The parameters whose gradients were also summed over replicas in this step."""
 
@@ -653,13 +672,14 @@ class Scatter(ReduceScatter):
         self.summed = []
 
     def next_round(self, *, is_dummy: bool, last: bool) -> None:
-        """Begin the next round of backwards. `is_dummy`: the round's microbatch is a
-        dummy. `last`: no round follows."""
+        """Begin the next round, in which each rank computes the backward of one microbatch.
+        `is_dummy`: this rank's microbatch is a dummy. `last`: it is the step's last round."""
         self._is_discarded = is_dummy and not self._of_experts
         self._is_last = last
 
     def end_round(self, *, last: bool) -> None:
-        """End the round. After the last round, `.grad` of FSDP2's parameters is the sum."""
+        """End the round. After the last round, `.grad` of each parameter is this rank's shard of
+        the step's sum."""
 
     def end(self) -> None:
         """End the step."""
@@ -707,8 +727,9 @@ class Scatter(ReduceScatter):
 
     def _sum_over_replicas(self, output: Tensor) -> None:
         """Sum a step's gradients over replicas in the last round, on the stream of the
-        reduce-scatters, while the backward computes. `output`: the gradients of the last round, to
-        which this method adds the gradients of earlier rounds (FSDP2 would add them only later)."""
+        reduce-scatters, while the backward computes. `output`: the reduce-scattered gradients of
+        the last round, to which this method adds the gradients of earlier rounds (FSDP2 would add
+        them only later)."""
         trainable = [
             each for each in self._parameters.fsdp_params if each.sharded_param.requires_grad
         ]
@@ -737,11 +758,12 @@ def _label_in(order: ExchangeOrder | None, text: str) -> int:
 
 
 class OrderedScatter(Scatter):
-    """The sum over all microbatches of a step, in the order of `lockstep.tree`, over all data axes
-    at once (`round_sum.py`). Experts that are divided over ranks have one gradient for each
-    microbatch whose rows they compute.
+    """A `Scatter` that sums the gradients of all microbatches of a step in the canonical order of
+    `lockstep.tree`, over shards and replicas at once (`RoundSum`). Experts that are divided over
+    ranks have one gradient for each microbatch whose rows they compute.
 
-    FSDP2 gets zeros, which the sum replaces at the end (on the CPU under offload).
+    FSDP2's reduce-scatter returns zeros to FSDP2. After the last round, the sum replaces them in
+    `.grad` (on the CPU if parameters are offloaded).
     """
 
     def __init__(
@@ -756,8 +778,10 @@ class OrderedScatter(Scatter):
         label: str,
         agreement: StepAgreement,
     ) -> None:
-        """`world`: the ranks over which the gradients are summed. `leaves`: see `ParameterLeaves`.
-        `places`: a parameter's id -> its index in the reducer."""
+        """`world`: the ranks over which the gradients are summed. `replicas`: those among them that
+        hold the same shard. `shards`: number of shards. `leaves`: the tensors that keep the
+        gradients of experts apart for the rows of each rank. `places`: a parameter's id -> its
+        index in the reducer."""
         super().__init__(world, replicas, parameters, label=label, agreement=agreement)
         self._shards = shards
         self._places = places
@@ -798,8 +822,9 @@ class OrderedScatter(Scatter):
             self._write_gradients(self._sum_of_rounds.finish())
 
     def _take_leaves(self) -> list[list[Tensor | None]]:
-        """Return, for each parameter, its gradients for the rows of each rank, and clear them.
-        Returns [] if FSDP2 has the gradients."""
+        """Return, for each parameter of experts, its gradient for the rows of each rank, and clear
+        these gradients. Returns [] if the group has no such experts: FSDP2 then passes the
+        gradients to the reduce-scatter."""
         return [each.take() for each in self._leaves if each.are_apart]
 
     def _in_shards(self, gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
@@ -825,7 +850,8 @@ class OrderedScatter(Scatter):
         return [each.padded_sharded_param_size.numel() for each in self._trainable]
 
     def _write_gradients(self, flat: Tensor) -> None:
-        """Replace the gradients by the sum. `flat`: this rank's padded shards, concatenated."""
+        """Copy the step's sum into `.grad` of the group's parameters. `flat`: the sum, as this
+        rank's padded shards of all parameters, concatenated."""
         gradients = [each.sharded_param.grad for each in self._trainable]
         if any(gradient is None for gradient in gradients):
             return  # no rank has called the modules yet

@@ -1,11 +1,11 @@
 """The user's hooks on the gradients of parameters (`Tensor.register_hook`): each is called once per
 step.
 
-Autograd would call them in each microbatch's backward, with that microbatch's part of the gradient,
+Autograd would call them in each microbatch's backward, with the gradient of that microbatch alone,
 so a hook that is not linear would depend on the split into microbatches; and under FSDP2 it would
 call no hook, because the graph contains all-gathered copies of the parameters. So hooks do nothing
 in these backwards. After the last backward, each is called with the whole gradient: the sum over
-all microbatches and ranks, divided by the loss's weight and by fp16's loss scale.
+all microbatches and ranks, divided by the sum of the loss weights and by fp16's loss scale.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ BEFORE = (
 
 @dataclass(eq=False, slots=True)
 class _OncePerStep:
-    """Replaces a user's hook, and does nothing in a microbatch's backward."""
+    """Replaces a user's hook on a gradient: it does nothing in a microbatch's backward, and calls
+    the user's hook in any other backward."""
 
     function: Callable[[Tensor], Any]
     owner: GradientHooks
@@ -52,9 +53,10 @@ class _OncePerStep:
 
 @contextmanager
 def carried_over(model: nn.Module, plan: object) -> Iterator[None]:
-    """Move the hooks of the model's parameters to the parameters that replace them inside this
-    context. Raises `RecipeError` for post-accumulate-grad hooks, and if a hook may use a parameter
-    that has been replaced."""
+    """A context inside which the model is parallelized by `plan`, which replaces parameters. At its
+    end, the user's gradient hooks of each replaced parameter are moved to the new one. Raises
+    `RecipeError` for post-accumulate-grad hooks, and if something, perhaps a hook, still refers to
+    a parameter that was replaced."""
     refuse_post_accumulate_hooks(model.named_parameters())
     hooked = {
         name: hooks
@@ -86,8 +88,8 @@ def carried_over(model: nn.Module, plan: object) -> Iterator[None]:
 
 
 def refuse_post_accumulate_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise `RecipeError` if one of the parameters has a post-accumulate-grad hook that is not
-    lockstep's."""
+    """Raise `RecipeError` if one of the parameters, given as (name, parameter), has a
+    post-accumulate-grad hook that lockstep did not register."""
     for name, parameter in named:
         if _of_user(post_accumulate_hooks(parameter)):
             raise RecipeError(
@@ -100,21 +102,23 @@ def refuse_post_accumulate_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def refuse_gradient_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise `RecipeError` if one of the parameters has a user's hook on its gradient."""
+    """Raise `RecipeError` if one of the parameters, given as (name, parameter), has a user's
+    gradient hook that `GradientHooks` has not taken over: it was registered after the first
+    step."""
     for name, parameter in named:
         if any(not isinstance(hook, _OncePerStep) for hook in _of_user(gradient_hooks(parameter))):
             raise _changed(name)
 
 
 class GradientHooks:
-    """The hooks on the gradients of a model's parameters. Enter this context around the backwards
-    of a step."""
+    """The user's hooks on the gradients of a model's parameters. As a context, it surrounds the
+    backwards of a step, in which autograd must not call these hooks."""
 
     def __init__(self, model: nn.Module, *, in_pipeline: bool) -> None:
         """`in_pipeline`: True if a pipeline's schedule calls the backwards."""
         self.is_accumulating = in_pipeline
-        """True in the backwards of a step. In other backwards, which users call, hooks work as in
-        torch."""
+        """True in the backwards of a step, in which the user's hooks do nothing. In other
+        backwards, which the user's code calls, hooks work as in torch."""
         self._in_pipeline = in_pipeline
         self._named = dict(model.named_parameters())
         self._parameters = list(self._named.values())
@@ -125,8 +129,9 @@ class GradientHooks:
         return bool(self._hooks)
 
     def begin_loop(self, world: World) -> None:
-        """Take over the hooks, before the first step of a loop. Every rank calls it. Raises
-        `RecipeError`, on all ranks if the hooks of two ranks differ."""
+        """Take over the user's gradient hooks from autograd, before the first step of a loop. Every
+        rank calls it. Raises `RecipeError` for hooks that cannot be called once per step, and, on
+        all ranks, if two ranks have different hooks on a parameter."""
         refuse_post_accumulate_hooks(self._named.items())
         for name, parameter in self._named.items():
             hooks = gradient_hooks(parameter)
@@ -151,8 +156,9 @@ class GradientHooks:
         self.is_accumulating = self._in_pipeline
 
     def check(self) -> None:
-        """Raise `RecipeError` if a hook was added or removed since the loop began. Torch may have
-        called a new hook in a microbatch's backward, and only some ranks may have it."""
+        """Raise `RecipeError` if a gradient hook was added or removed since the loop of steps
+        began. Torch may have called a new hook in a microbatch's backward, and only some ranks may
+        have it."""
         counts = gradient_hook_counts(self._parameters)
         if counts == self._counts and not self._hooks:
             return
@@ -164,9 +170,10 @@ class GradientHooks:
 
     @torch.no_grad()
     def call(self, loss_scale: Tensor | float) -> None:
-        """Call the hooks with the whole gradients, and use the gradients that they return. Every
-        rank calls it, once the gradients are summed. `loss_scale`: fp16's factor in the gradients,
-        which is removed before hooks are called."""
+        """Call each user's hook with its parameter's whole gradient, and replace the gradient by
+        the one that the hook returns. Every rank calls it, after the gradients are summed over
+        ranks. `loss_scale`: fp16's factor in the gradients, which is removed before hooks are
+        called."""
         for name, hooks in self._hooks.items():
             kept = self._named[name].grad
             if kept is None:
@@ -180,7 +187,7 @@ class GradientHooks:
             to_local(kept).copy_(shard_as(kept, gradient))
 
     def close(self) -> None:
-        """Give the hooks back to torch."""
+        """Register the user's hooks with torch again, as they were before `begin_loop`."""
         for parameter in self._parameters:
             hooks = gradient_hooks(parameter)
             hooks.update(
@@ -228,7 +235,7 @@ def _changed(name: str) -> RecipeError:
 
 def _changed_by(hook: Callable[[Tensor], Any], name: str, gradient: Tensor) -> Tensor:
     """Return the gradient of parameter `name` after a hook has changed it. Raises `RecipeError` if
-    the hook returns something else."""
+    the hook returns neither None nor a tensor of the gradient's shape and dtype."""
     try:
         changed = hook(gradient)
     except RuntimeError as error:

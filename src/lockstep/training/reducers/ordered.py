@@ -1,5 +1,5 @@
-"""Gradient reduction in the canonical order after the last backward of the step, for models that
-DDP cannot wrap: stages of a pipeline, and sharded layers."""
+"""Gradient reduction for numerics=bitwise, after the last backward of the step, for models that DDP
+cannot wrap: stages of a pipeline, and layers whose parameters are DTensors (tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from lockstep.training.reducers.step_stats import (
 from lockstep.tree import Counter
 
 BUCKET_BYTES = 32 << 20
-"""Largest size of a bucket: parameters that are summed together."""
+"""Largest size in bytes of a bucket: gradients that are summed over ranks together."""
 
 
 class OrderedReducer:
-    """A `GradientReducer` for a model of which every data rank has the same part, with bitwise
-    numerics. The gradient of each microbatch is a leaf of the tree over microbatches."""
+    """A `GradientReducer` for numerics=bitwise if all data-parallel ranks hold the same part of the
+    model. Gradients are summed in a fixed binary tree, whose leaves are the gradients of single
+    microbatches."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class OrderedReducer:
 
     def after_backward(self, stage: int, microbatch: int) -> None:
         """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: indices
-        on this rank."""
+        among this rank's stages and microbatches."""
         of_stage = self._stages[stage]
         leaf = of_stage.take_leaf(self.recording.at(microbatch))
         if self._discards:
@@ -96,7 +97,7 @@ class OrderedReducer:
     @contextmanager
     def discarding(self) -> Iterator[None]:
         for parameter in self._parameters:
-            parameter.grad = None  # of the sum
+            parameter.grad = None  # after `reduce`, it was the sum
         self._discards = True
         try:
             yield
@@ -138,7 +139,8 @@ class _StageSum:
         self._world = world
 
     def begin(self, mine: range, nodes: TreeNodes) -> None:
-        """Begin a step. `mine`: this rank's microbatches."""
+        """Begin a step. `mine`: indices of this rank's microbatches in the step. `nodes`: the nodes
+        of the summation tree that each rank sends."""
         self.taken = 0
         """Number of microbatches whose gradient has been taken."""
         self._count = len(mine)
@@ -147,8 +149,9 @@ class _StageSum:
         self._counter: Counter[list[Tensor]] = Counter(_add, start=mine.start, count=nodes.count)
 
     def take_leaf(self, checksums: MicrobatchChecksums | None) -> list[Tensor | None]:
-        """Take this rank's parts of the gradients of a microbatch from `.grad`. `checksums`
-        collects their checksums."""
+        """Return the gradients of a microbatch from `.grad` (of a DTensor, this rank's local part;
+        None for an unused parameter), and set `.grad` to None. `checksums`: gets their checksums;
+        None if none are needed."""
         leaf = [_taken(parameter) for parameter in self._parameters]
         if checksums is not None:
             for place, gradient in zip(self._places, leaf, strict=True):
@@ -157,7 +160,7 @@ class _StageSum:
         return leaf
 
     def push(self, leaf: Sequence[Tensor | None]) -> None:
-        """Add the gradients of the next microbatch to the sum."""
+        """Add the gradients of this rank's next microbatch to the sum."""
         self._used |= {place for place, gradient in enumerate(leaf) if gradient is not None}
         pairs = zip(self._parameters, leaf, strict=True)
         self._counter.push(
@@ -198,7 +201,8 @@ class _StageSum:
 
 
 def _taken(parameter: nn.Parameter) -> Tensor | None:
-    """Take this rank's part of a gradient."""
+    """Return this rank's local part of a parameter's gradient, and set `.grad` to None. Returns
+    None if there is no gradient."""
     gradient, parameter.grad = parameter.grad, None
     if gradient is None:
         return None
@@ -208,7 +212,8 @@ def _taken(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
-    """Yield, for each bucket, the indices of its parameters."""
+    """Yield, for each bucket, the indices of its parameters. A bucket has one dtype, and up to
+    `BUCKET_BYTES` bytes or one parameter."""
     kinds: dict[torch.dtype, list[int]] = {}
     for place, parameter in enumerate(parameters):
         kinds.setdefault(parameter.dtype, []).append(place)

@@ -1,8 +1,8 @@
 """Gradient reduction in one exchange after the last backward of the step.
 
-For replicas with shared memory on one host it is the fastest reducer: the CPUs do the exchange, so
-it cannot overlap with the backward, and DDP's copy of every gradient into buckets takes longer than
-the exchange. It also supports DTensors, which DDP does not.
+For data-parallel ranks on one host that exchange through shared memory, it is the fastest reducer:
+the CPUs do the exchange, so it cannot overlap with the backward, and DDP's copy of every gradient
+into buckets takes longer than the exchange. It also supports DTensors, which DDP does not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from lockstep.training.reducers.step_stats import (
 
 
 class PostBackwardReducer:
-    """A `GradientReducer` for a model of which every data rank has the same part."""
+    """A `GradientReducer` for a model of which every data-parallel rank holds the same part (except
+    experts that are divided over ranks)."""
 
     def __init__(
         self,
@@ -38,12 +39,14 @@ class PostBackwardReducer:
         complete: Callable[[Sequence[nn.Parameter]], None] | None = None,
         agreement: StepAgreement | None = None,
     ) -> None:
-        """`complete`: called with the parameters after the last backward, to sum gradients that are
-        still partial."""
+        """`complete`: called with the parameters after the last backward, before the reduction, to
+        sum gradients of which each rank of a model replica has computed only a part. None if there
+        are none."""
         self._parameters = list(parameters)
         self._rank = mesh.data.rank
         self._numbers = mesh.summed()
-        """The ranks over which the numbers of a step are summed with the gradients."""
+        """The ranks over which the step's losses, weights and flags are summed, in the same
+        exchange as the gradients."""
         self._groups: dict[World, list[nn.Parameter]] = {self._numbers: []}
         for parameter in self._parameters:
             self._groups.setdefault(mesh.summed(parameter), []).append(parameter)

@@ -1,5 +1,5 @@
 """The protocol of gradient reducers, which accumulate gradients and sum them over ranks, and the
-choice for a mesh."""
+functions that choose and build one for a device mesh."""
 
 from __future__ import annotations
 
@@ -28,57 +28,62 @@ if TYPE_CHECKING:
 
 
 class GradientReducer(Protocol):
-    """In every step, on every rank: `begin_step`, then `backward` for each microbatch of this rank,
-    then `reduce`."""
+    """Accumulates the gradients of a step and sums them over ranks. In every step, every rank calls
+    `begin_step`, then `backward` for each of its microbatches, then `reduce`."""
 
     def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
-        """Clear the gradients, for a step of `count` microbatches over all ranks. `assignment`: the
-        ranks of the microbatches."""
+        """Clear the gradients, and begin a step of `count` microbatches over all ranks.
+        `assignment`: tells which rank computes which microbatch."""
 
     def backward(
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
     ) -> None:
-        """Accumulate the gradient of `grad_output * total`, the loss of the next microbatch; for a
-        dummy, only take part in collectives.
+        """Accumulate the gradient of `grad_output * total`, where `total` is the loss of this
+        rank's next microbatch. For a dummy microbatch, take part in the backward's collectives and
+        accumulate nothing.
 
-        `own_parameters_only`: True if other models' parameters in the graph get no gradient.
+        `own_parameters_only`: True if only this model's parameters get a gradient, and not those of
+        other models in the graph.
         """
 
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
         """Sum the gradients over all ranks: each `.grad` becomes this rank's shard of the sum, or
-        None if no microbatch used the parameter.
+        None if no microbatch used the parameter. Return the losses, weights and flags of all ranks.
 
         `values`, `weights`: the loss and the weight of each microbatch of this rank; `weights` is
-        None on all ranks or on none.
+        None on all ranks or on none. `flag`: this rank's flag, to be combined with the others'.
         """
 
     def gradient_versions(self) -> list[Any]:
-        """Return values by which a backward can be detected: each one that accumulates a gradient
-        on this rank changes them."""
+        """Return values that change with each backward that accumulates a gradient on this rank, so
+        that the caller can detect such a backward."""
 
     def close(self) -> None:
         """Remove the reducer's hooks from the model."""
 
 
 class RecomputingReducer(GradientReducer, Protocol):
-    """A `GradientReducer` that can also compute the gradient of another rank's microbatch, to
-    compare it."""
+    """A `GradientReducer` that can also compute the gradient of another rank's microbatch, so that
+    the two ranks' results can be compared (to find hardware that computes wrong results)."""
 
     recording: Recording
-    """The microbatch whose gradient is recorded."""
+    """The microbatch of which the checksums are recorded, for the comparison."""
 
     def discarding(self) -> AbstractContextManager[None]:
         """A context in which the gradient of another rank's microbatch is computed, by `recompute`
         or by a pipeline's schedule, and discarded. Enter it before the first `backward` of the
-        step; or after `reduce`, which loses the sum."""
+        step, or after `reduce`; it clears the step's summed gradients then."""
 
     def recompute(self, total: Tensor, grad_output: Tensor) -> None:
-        """Compute the gradient of another rank's microbatch, in the context `discarding`."""
+        """Compute the gradient of `grad_output * total`, the loss of another rank's microbatch.
+        Called in the context `discarding`."""
 
 
 class ReducerChoice(NamedTuple):
+    """The class of reducer for a model, and the reason for it as text for the user."""
+
     reducer: type[DdpReducer | FsdpReducer | OrderedReducer | PostBackwardReducer | RoundsReducer]
     reason: str
 
@@ -86,8 +91,9 @@ class ReducerChoice(NamedTuple):
 def choose_reducer(
     mesh: Mesh, *, bitwise: bool, compressed: bool, in_chunks: bool = False
 ) -> ReducerChoice:
-    """The reducer for a model parallelized on `mesh`. `compressed`: True with gradient compression.
-    `in_chunks`: True if each chunk of a sequence is computed by itself."""
+    """Choose the reducer for a model parallelized on `mesh`. `compressed`: True with gradient
+    compression. `in_chunks`: True if the model computes a sequence chunk by chunk, for
+    numerics=bitwise."""
     if mesh.axis("shard").size > 1 and in_chunks:
         return ReducerChoice(
             RoundsReducer, "numerics=bitwise: chunks of a sequence are computed in turn"
@@ -135,8 +141,10 @@ def build_reducer(
     pipeline: Pipeline | None,
     agreement: StepAgreement,
 ) -> GradientReducer:
-    """Build the reducer of a model. Every rank calls it. `complete`: see `PostBackwardReducer`.
-    `leaves`: see `ParameterLeaves`. `part_leaves`: see `SeparateParts`."""
+    """Build the reducer of a model. Every rank calls it. `complete`: sums gradients of which each
+    rank has only a part; see `PostBackwardReducer`. `leaves`: the tensors that keep the gradients
+    of experts apart for each rank's rows. `part_leaves`: the tensors that keep the gradients of a
+    shared parameter apart for each sequential part of the model."""
     if choice.reducer is FsdpReducer:
         reducer = FsdpReducer(
             model,

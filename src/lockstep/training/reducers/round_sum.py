@@ -1,10 +1,11 @@
 """The sum of gradients over all microbatches of a step, round by round, in the order of
 `lockstep.tree`.
 
-In round r, rank d of the n data ranks has microbatch r * n + d. A gradient is divided into shards,
-and each shard into one slice for each of its replicas. After each backward, an all-to-all sends
-every rank the leaves of its slice, which it pushes into a binary counter. After the last round, the
-replicas of a shard all-gather their slices of the sum.
+In each round, every rank computes one microbatch: in round r, rank d of the n data-parallel ranks
+has microbatch r * n + d. A gradient is divided into shards, and each shard into one slice for each
+rank that holds a copy of it. After each backward, an all-to-all sends every rank its slice of the
+gradients of all the round's microbatches, which the rank adds in the order of the tree. After the
+last round, the ranks that hold copies of a shard all-gather their slices of the sum.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from lockstep.tree import Counter
 
 
 class RoundSum:
-    """The sum of some parameters' gradients. Every rank of `world` makes the same calls."""
+    """The sum of some parameters' gradients over a step's microbatches and over ranks. All these
+    ranks make the same calls."""
 
     def __init__(self, world: World, replicas: World, label: str = "") -> None:
         """`world`: the ranks over which the gradients are summed. `replicas`: the ranks among them
@@ -34,8 +36,9 @@ class RoundSum:
         self._leaves: Tensor | None = None
 
     def add(self, given: Tensor) -> None:
-        """Exchange the gradients of this rank's microbatches in the round: shape (microbatches,
-        shards, elements of a shard). Several calls in a round add up."""
+        """Exchange the gradients that this rank has computed in the round: shape (microbatches,
+        shards, elements of a shard). There is one microbatch, or, for experts, one for each rank
+        whose tokens they compute. The gradients of several calls in a round are added."""
         microbatches, shards, self._numbers = given.shape
         replicas = self._replicas.size
         width = -(-self._numbers // replicas)
@@ -49,11 +52,12 @@ class RoundSum:
 
     @property
     def is_round_empty(self) -> bool:
-        """True if nothing was added in the round."""
+        """True if `add` has not been called in this round."""
         return self._leaves is None
 
     def end_round(self) -> None:
-        """Push the leaves of the round. Dummies come last, and their gradients are dropped."""
+        """Add the round's gradients to the sum, in the order of microbatches. The dummy
+        microbatches of a last round come last, and their gradients are dropped."""
         assert self._leaves is not None, "add comes first"
         for leaf in self._leaves[: max(0, self._remaining)]:
             self._counter.push(leaf)
@@ -61,6 +65,6 @@ class RoundSum:
         self._leaves = None
 
     def finish(self) -> Tensor:
-        """Return this rank's shard of the sum, after the last round."""
+        """Return this rank's shard of the step's sum. Called after the last round."""
         (root,) = self._counter.values
         return self._replicas.gather_rows(root, [len(root)] * self._replicas.size)[: self._numbers]

@@ -1,9 +1,10 @@
-"""Gradient reduction in the canonical order for models whose backward computes gradients of whole
-parameters: models with experts on several ranks, and sharded models that are computed in chunks.
+"""Gradient reduction for numerics=bitwise for models whose backward computes gradients of whole
+parameters: models with experts on several ranks, and sharded models that compute a sequence chunk
+by chunk.
 
-After each backward, the gradients of the round are exchanged (`round_sum.py`). A rank has one
-gradient of its experts for each microbatch whose rows it has computed, and exchanges them only with
-ranks that hold the same experts.
+The ranks compute in rounds of one microbatch each. After each round's backward, its gradients are
+exchanged (`round_sum.py`). A rank has one gradient of its experts for each microbatch whose rows it
+has computed, and exchanges these only with ranks that hold the same experts.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from lockstep.training.reducers.step_stats import (
 
 
 class RoundsReducer:
-    """A `GradientReducer` for bitwise numerics."""
+    """A `GradientReducer` for numerics=bitwise that exchanges the gradients after each round of
+    microbatches (one microbatch on each rank)."""
 
     def __init__(
         self,
@@ -48,8 +50,10 @@ class RoundsReducer:
         stages: Sequence[Sequence[nn.Parameter]] | None = None,
         agreement: StepAgreement | None = None,
     ) -> None:
-        """`model`: under a pipeline, this rank's stages. `parameters`: includes the parameters of
-        the `part_leaves`. `stages`: the parameters of each of this rank's stages; None without a
+        """`model`: under a pipeline, this rank's stages. `leaves`: the tensors that keep the
+        gradients of experts apart for each rank's rows. `part_leaves`: the tensors that keep the
+        gradients of a shared parameter apart for each sequential part of the model; `parameters`
+        includes them. `stages`: the parameters of each of this rank's stages; None without a
         pipeline."""
         self._parameters = list(parameters)
         self._mesh = mesh
@@ -97,7 +101,7 @@ class RoundsReducer:
 
     def after_backward(self, stage: int, microbatch: int) -> None:
         """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: indices
-        on this rank."""
+        among this rank's stages and microbatches."""
         taken = self._take(stage, microbatch)
         if self._discards:
             return
@@ -119,8 +123,10 @@ class RoundsReducer:
         self._take(0, None)
 
     def _take(self, stage: int, microbatch: int | None) -> dict[int, list[Tensor | None]]:
-        """Take and record the gradients of a stage's parameters, by the parameter's index.
-        `microbatch`: as in `Recording.at`."""
+        """Return the gradients of a stage's parameters, by the parameter's index in the reducer,
+        and clear them. A parameter has one gradient, or, for experts, one for the rows of each
+        rank. `microbatch`: index among this rank's, whose checksums are recorded if they are asked
+        for; None for the only one that is computed."""
         checksums = self.recording.at(microbatch)
         taken: dict[int, list[Tensor | None]] = {}
         for place in (place for _, places in self._stages[stage] for place in places):
@@ -136,7 +142,8 @@ class RoundsReducer:
     def _end_round(
         self, stage: int, taken: dict[int, list[Tensor | None]], *, is_dummy: bool
     ) -> None:
-        """`taken`: the result of `_take`."""
+        """Add the gradients of this round's microbatch to the sums over ranks. `taken`: the result
+        of `_take`."""
         self._rounds[stage] += 1
         for place, gradients in taken.items():
             counts = not is_dummy or self._mesh.is_expert(self._parameters[place])
@@ -174,8 +181,8 @@ class RoundsReducer:
         """Do nothing: the model has no hooks."""
 
     def _sums_of(self, places: Sequence[int]) -> list[tuple[RoundSum, list[int]]]:
-        """Return the sums of the parameters at these indices: for each dtype one of experts and one
-        of other parameters."""
+        """Return, for the parameters at the indices `places`, pairs of a `RoundSum` and the indices
+        of its parameters: for each dtype one pair for experts, and one for other parameters."""
         kinds: dict[tuple[bool, torch.dtype], list[int]] = {}
         for place in places:
             parameter = self._parameters[place]
@@ -194,8 +201,8 @@ class RoundsReducer:
             each.take()
 
     def _shards(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """Return the number of shards of the parameter, and the number of elements of a shard with
-        FSDP2's padding."""
+        """Return the number of shards of the parameter, and the number of elements of each shard
+        with FSDP2's padding."""
         shards = self._mesh.shards(parameter).size
         if shards == 1:
             return 1, to_local(parameter).numel()
@@ -205,8 +212,8 @@ class RoundsReducer:
         return shards, -(-rows // shards) * math.prod(others)
 
     def _in_shards(self, gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
-        """Return a gradient as padded shards, one for each rank of the exchange; zeros if it is
-        None."""
+        """Return a gradient as padded shards, one for each rank that holds one: shape (shards,
+        elements of a padded shard). A gradient of None becomes zeros."""
         shards, numbers = self._shards(parameter)
         dtype, device = parameter.dtype, self._mesh.world.device
         padded = torch.zeros(shards, numbers, dtype=dtype, device=device)

@@ -1,9 +1,10 @@
-"""The numbers of a step that are exchanged with the gradients: used parameters, losses, weights,
-the agreement of the ranks, and one flag.
+"""The numbers of a step that ranks exchange together with the gradients: which parameters were
+used, each microbatch's loss and weight, numbers that show if the ranks have made the same calls,
+and one flag.
 
 They are packed into one vector that is summed over the ranks, so a step needs no collective besides
-the gradients'. A microbatch's numbers are zero on all ranks but one, so their sum is exact. (If
-ranks divide the microbatch's tokens, each rank has a part of the numbers.)
+the gradients'. A microbatch's loss and weight are zero on all ranks but one, so their sum is exact.
+(If several ranks divide the microbatch's tokens, each has a part of its loss and weight.)
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from lockstep.comm.world import World
 from lockstep.training.reducers.agreement import StepAgreement
 
 _MAX_LIST_LENGTH = 256
-"""Up to this many values on the CPU are returned as a list, which is faster to read than a
-tensor."""
+"""Up to this many losses of microbatches on the CPU are returned as a list, which is faster to read
+than a tensor."""
 READY_TWICE = (
     "a parameter's gradient was ready twice in one backward, as with reentrant activation"
     " checkpointing; ranks sum each gradient once; pass use_reentrant=False to"
@@ -33,7 +34,8 @@ Number = Tensor | float  # a scalar tensor, or a number if the host has it alrea
 
 
 def gradient_versions(parameters: Sequence[Tensor]) -> list[tuple[int, int] | None]:
-    """Return, for each gradient, its id and its number of writes; None if there is no gradient."""
+    """Return, for each parameter, the id of its gradient and the number of in-place writes to it;
+    None for a parameter without a gradient."""
     return [None if p.grad is None else (id(p.grad), version(p.grad)) for p in parameters]
 
 
@@ -41,16 +43,17 @@ class StepStats(NamedTuple):
     """The numbers of a step, combined over all ranks."""
 
     used: Tensor | list[float]  # (parameters,): 0 if no microbatch used the parameter
-    values: Tensor | list[float]  # shape (microbatches,): each microbatch's part of the loss
+    values: Tensor | list[float]  # shape (microbatches,): each microbatch's loss
     weights: Tensor | None  # shape (microbatches,); None if the forward does not compute weights
     flags: Tensor | bool  # the number of ranks whose flag is set, or True if any is
-    # shape (numbers of `StepAgreement`,): 0 if the ranks agree; None if nothing is compared
+    # shape (`StepAgreement.count`,): 0 if the ranks have made the same calls; None if not compared
     agreement: Tensor | None = None
 
 
 class StepStatsVector:
-    """The layout of the vector: one flag per parameter, a value and a weight per microbatch, the
-    numbers of the agreement, and one flag of this rank."""
+    """Packs a step's numbers into the vector that is summed over ranks, and unpacks the sum. The
+    vector has one flag per parameter, a loss and a weight per microbatch, the numbers of
+    `StepAgreement`, and one flag of this rank."""
 
     def __init__(
         self,
@@ -78,8 +81,9 @@ class StepStatsVector:
         weights: Sequence[Number] | None,
         flag: bool,
     ) -> Tensor:
-        """Return this rank's vector, and end the step of the agreement. `values` and `weights` have
-        one number for each microbatch of `share`."""
+        """Return this rank's vector, and end the step in `StepAgreement`. `used`: 1 for each
+        parameter that this rank's microbatches used, else 0. `share`: indices of this rank's
+        microbatches in the step. `values`, `weights`: the loss and the weight of each of them."""
         row = np.zeros(self.length, dtype=np.float64 if self.dtype is torch.float64 else np.float32)
         row[: self._parameters] = used
         if self._agreement is not None:
@@ -102,8 +106,8 @@ class StepStatsVector:
         return packed
 
     def own_numbers(self) -> Tensor | None:
-        """Return the numbers of the agreement on a single rank, and end its step; None if nothing
-        is compared."""
+        """Return the numbers of `StepAgreement` for a run on a single rank, where no vector is
+        summed, and end the step there; None if nothing is compared."""
         if self._agreement is None or not self._agreement.count:
             return None
         numbers = torch.tensor(self._agreement.numbers())
@@ -111,7 +115,8 @@ class StepStatsVector:
         return numbers
 
     def unpack(self, summed: Tensor, count: int, *, weighted: bool) -> StepStats:
-        """Unpack the sum of all ranks' vectors in a step of `count` microbatches."""
+        """Unpack the sum of all ranks' vectors in a step of `count` microbatches. `weighted`: True
+        if the ranks have packed weights."""
         first, second = self._parameters, self._parameters + self._max_microbatches
         weights = summed[second : second + count].clone() if weighted else None
         has_numbers = self._compared.stop > self._compared.start
@@ -143,12 +148,12 @@ class StepStatsVector:
 
 
 class UnusedParameters:
-    """Sets `.grad` to None if no microbatch used the parameter, because weight decay or momentum
-    would otherwise change it.
+    """Sets a parameter's `.grad` to None if no microbatch of any rank used it, because weight decay
+    or momentum would otherwise change the parameter.
 
     A rank that did not use some parameters must know whether another rank used them. Reading this
-    from the summed vector would make the host wait for the device. So if a rank left some unused in
-    the previous step, the hosts exchange this information.
+    from the summed vector on an accelerator would make the host wait for the device. So if any rank
+    left parameters unused in the previous step, the hosts exchange their flags directly.
     """
 
     def __init__(self, parameters: Sequence[Tensor], world: World) -> None:
@@ -156,12 +161,13 @@ class UnusedParameters:
         self._parameters = parameters
         self._world = world
         self._before: tuple[Tensor, torch.Event] | None = None
-        """The flag "a rank left parameters unused in the previous step", while it is copied to the
-        host."""
+        """The flag "some rank left parameters unused in the previous step", while it is copied to
+        the host, and the event of that copy; None before the first step."""
 
     def clear(self, used: Sequence[float], stats: StepStats) -> None:
-        """Clear the gradients. Every rank calls it. `used`: 1 for each parameter that this rank
-        used, else 0."""
+        """Set the gradients of parameters that no rank used to None. Every rank calls it. `used`: 1
+        for each parameter that this rank's microbatches used, else 0. `stats`: the step's numbers
+        of all ranks."""
         summed: Sequence[float] | Tensor = stats.used
         if (
             isinstance(summed, Tensor)
@@ -180,8 +186,9 @@ class UnusedParameters:
                 parameter.grad = None
 
     def _note(self, summed: Tensor) -> bool:
-        """Record the sum of all ranks' flags. Returns True, on all ranks, if a rank left parameters
-        unused in the previous step."""
+        """Start to copy to the host, for the next step, if some rank left parameters unused in this
+        step. `summed`: for each parameter, the number of ranks that used it. Returns True, on all
+        ranks, if some rank left parameters unused in the previous step."""
         before = self._before
         copied = (summed < self._world.size).any().to("cpu", non_blocking=True)
         self._before = copied, accelerator.recorded_event(summed.device)
