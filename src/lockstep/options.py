@@ -39,8 +39,8 @@ STEP_PHASES = ("compute", "exchange", "update", "waiting for the device")
 
 @dataclass(frozen=True, slots=True)
 class WatchdogTimeouts:
-    """The time after which a rank counts as hanging, for each phase of its work (data, step, save,
-    …)."""
+    """The time after which a rank counts as hanging, for each phase of its work (data, compute,
+    exchange, …)."""
 
     fixed_seconds: float | None = None
     """The timeout of every phase. None: a multiple of the phase's usual time."""
@@ -97,9 +97,9 @@ class Restart:
 
     reason: str
     in_place: bool = False
-    """True if it was a recovery in place."""
+    """True if the workers recovered in place: those that were left kept running."""
     not_in_place: str | None = None
-    """The reason why it was not in place, if that was requested."""
+    """The reason why the recovery was not in place, if one in place was requested."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

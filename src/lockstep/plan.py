@@ -33,7 +33,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "exchange": get_args(Exchange),
     "logits": get_args(Logits),
 }
-"""Setting -> its allowed words."""
+"""Setting of a plan -> the words that are allowed as its value."""
 SETTINGS = (
     *(
         "sharding",
@@ -69,7 +69,8 @@ NOT_IN_SLICES = {
     "context": "chunks of a sequence are computed in threads, and layers in slices are not",
     "expert": "layers are not computed in slices beside experts yet",
 }
-"""Axis -> the reason why `slices` is refused with it."""
+"""Name of an axis -> the reason why a plan with that axis refuses `slices` (layers computed in a
+fixed number of parts)."""
 FIXED_IN_BITWISE = ("slices",)
 """Settings that a run in bitwise numerics must keep when it is resumed; see `changed_bits`."""
 MEASURED = ("threads", "workers", "prefetch")

@@ -253,7 +253,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 _left: list[tuple[SharedFile, Tensor]] = []
-"""Memory of closed savers, kept because a hanging device may still copy into it."""
+"""Memory that is closed otherwise, but kept because a hanging device may still copy into it."""
 
 
 class _FileContent:

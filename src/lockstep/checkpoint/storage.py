@@ -52,7 +52,7 @@ class Storage(Protocol):
     """The storage of a run's checkpoints. Every method may raise `OSError`."""
 
     wait_seconds: float
-    """Seconds between two checks for another process's file."""
+    """Seconds between two checks whether another process has written its file of a checkpoint."""
     readers: int
     """Number of threads that read at the same time."""
 

@@ -22,7 +22,7 @@ from lockstep.pages.scale import (
 
 GRAIN = 10_000
 DOTS = 60
-"""Largest number of points that are all drawn as dots."""
+"""Largest number of points of a curve for which each point is drawn as a dot."""
 COLOURS = 8
 """Number of curve colours in page.css: --line-0 and so on."""
 

@@ -108,7 +108,7 @@ class RecipeCode(NamedTuple):
     """One digest per function, which differs between versions of Python. It ignores the contents of
     objects that the function uses, such as the script's arguments."""
     with_objects: Digests
-    """Digests that include the contents of objects that the functions use."""
+    """Digests of the functions that also include the contents of objects that the functions use."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> RecipeCode:

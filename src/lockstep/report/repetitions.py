@@ -36,7 +36,7 @@ class Group:
 
     runs: list[RunHistory]
     values: dict[str, list[float]]
-    """For each metric, the last value of each run."""
+    """Name of a metric -> its last value in each run of the group."""
 
     @property
     def title(self) -> str:
