@@ -1,4 +1,5 @@
-"""The sequence whose forward runs in this thread."""
+"""The state of the forward that runs in this thread, if ranks divide the tokens of its sequences,
+or if it is computed in chunks."""
 
 from __future__ import annotations
 
@@ -17,37 +18,41 @@ from lockstep.model.context.kernels import Chosen
 
 @dataclass(slots=True)
 class ActiveSequence:
-    """A sequence whose tokens a forward computes on this rank."""
+    """The state of a forward that computes this rank's tokens of each sequence in a microbatch."""
 
     layout: TokenLayout
     exchange: Literal["auto", "keys", "heads"]
     documents: Documents | None
     is_handled: bool = False
-    """True inside an attention that exchanges keys itself."""
+    """True inside code of lockstep that exchanges tensors between ranks itself, such as an
+    attention: calls of torch are then left unchanged."""
     checkpointed_blocks: int = 0
-    """Number of running blocks whose recomputation will enter the sequence again."""
+    """Number of running blocks with activation checkpointing, whose recomputation in the backward
+    will continue this forward."""
     counts: dict[Any, int] = field(default_factory=dict)
-    """Number of calls at each site since the start of the forward."""
+    """Site (kind, file and line of a call of torch) -> number of its calls since the start of the
+    forward."""
     chosen: Chosen = field(default_factory=Chosen)
     """The attention kernels that were used so far."""
     block_masks: dict[Any, Any] = field(default_factory=dict)
-    """Masks of FlexAttention, which the layers of a forward share."""
+    """`BlockMask`s of FlexAttention that the layers of this forward share."""
 
     def places(self) -> Tensor:
-        """Return the positions of this rank's tokens: (tokens,), or (samples, tokens) if rows have
-        different documents."""
+        """Return the positions of this rank's tokens: their indices in the sequence, (tokens,); if
+        rows hold several documents, their indices in the documents, (samples, tokens)."""
         own = self.layout.places
         return own if self.documents is None else self.documents.places(own)
 
 
 class Forward(Protocol):
-    """A forward of a sequence: a context that is entered while the model computes."""
+    """A forward of this rank's tokens: a context (`SequenceMode`) that is entered while the model
+    computes."""
 
     sequence: ActiveSequence
 
     def resumed(self, counts: dict[Any, int]) -> AbstractContextManager[Any]:
-        """Return a context in which a recomputation continues this forward. `counts`: the calls at
-        each site that came before."""
+        """Return a context in which the recomputation of a checkpointed block continues this
+        forward. `counts`: site -> number of its calls before the block."""
 
 
 class _Stack(threading.local):
@@ -59,7 +64,8 @@ _stack = _Stack()
 
 
 def active() -> ActiveSequence | None:
-    """Return the sequence of the forward that runs in this thread, if it is cut or chunked."""
+    """Return the state of the forward that runs in this thread; None unless the forward computes a
+    rank's tokens of sequences, or draws random numbers for each chunk (`SequenceMode`)."""
     return _stack.forwards[-1].sequence if _stack.forwards else None
 
 
@@ -73,8 +79,8 @@ def deactivate() -> None:
 
 @contextmanager
 def in_checkpointed_block() -> Iterator[AbstractContextManager[Any]]:
-    """Run a block whose activations are checkpointed. Yields the context of its recomputation,
-    which can be entered several times."""
+    """A context in which the forward of a block with activation checkpointing runs. Yields the
+    context for the block's recomputation, which can be entered several times."""
     if not _stack.forwards:
         yield nullcontext()
         return
@@ -87,7 +93,8 @@ def in_checkpointed_block() -> Iterator[AbstractContextManager[Any]]:
 
 
 class _Resumed:
-    """Continues a forward in the state that it had when this object was made."""
+    """A context in which a recomputation continues a forward in the state that the forward had when
+    this object was made."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -105,7 +112,8 @@ class _Resumed:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Leave every call in the body unchanged, because the attention exchanges keys itself."""
+    """A context in which `SequenceMode` leaves calls of torch unchanged, because the code inside
+    already exchanges tensors between ranks."""
     sequence = active()
     if sequence is None:
         yield

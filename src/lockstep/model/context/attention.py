@@ -1,4 +1,5 @@
-"""`F.scaled_dot_product_attention` over a sequence that is cut, packed, or draws by chunk."""
+"""`F.scaled_dot_product_attention` over sequences whose tokens are divided among ranks, that hold
+several documents, or whose dropout is drawn for each chunk."""
 
 from __future__ import annotations
 
@@ -43,9 +44,9 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return the attention of this rank's tokens to all tokens of their documents. Every rank calls
-    it. Takes the arguments of torch's function, for this rank's tokens. Raises `RecipeError` and
-    `PlanError`."""
+    """Return the attention of this rank's tokens to all tokens of their documents. Every rank of
+    the axis `context` calls it. The other arguments are those of torch's function, with the
+    queries, keys and values of this rank's tokens. Raises `RecipeError` and `PlanError`."""
     layout, documents = sequence.layout, sequence.documents
     ranks = layout.world.size
     attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
@@ -95,7 +96,8 @@ def _exchange(
 
 
 class ChunkedAttention:
-    """The attention of a rank's chunks (or of all tokens) to the keys of all tokens."""
+    """Computes the attention of this rank's queries (or of all queries) to the keys of all tokens.
+    `attend`: `F.scaled_dot_product_attention` with its scale."""
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class ChunkedAttention:
         self._dropout = dropout
         self._is_causal = is_causal
         self.remade = Remade()
-        """Keys, values and masks, which the backward computes again."""
+        """Keys, values and masks, which autograd does not save: the backward makes them again."""
 
     def of_all_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self._documents is None:
@@ -143,8 +145,8 @@ class ChunkedAttention:
         return self.of_own_chunks(query, key, value)
 
     def of_own_chunks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the attention of this rank's tokens, chunk by chunk, with a mask where a chunk
-        needs one."""
+        """Return the attention of this rank's queries, computed for one chunk of tokens after
+        another, with a mask where a chunk needs one."""
         layout = self._layout
         parts = torch.split(query, layout.widths, 2)
         places: Iterable[int] = range(len(parts))
@@ -156,8 +158,8 @@ class ChunkedAttention:
         )
 
     def _joined_parts(self, parts: Sequence[Tensor]) -> Tensor:
-        """Join the attention of consecutive tokens. The joined tensor, in the memory order that
-        models use, is kept for the backward instead of the parts."""
+        """Concatenate attention outputs of consecutive tokens. Autograd saves the result, in the
+        memory order that models use, instead of the parts."""
         whole = torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
         copies = torch.split(whole.detach(), [part.shape[2] for part in parts], 2)
         for part, copy in zip(parts, copies, strict=True):
@@ -165,7 +167,8 @@ class ChunkedAttention:
         return whole
 
     def _kernel(self, query: Tensor, value: Tensor, *, whole_rows: bool) -> Kernel:
-        """Return the kernel that computes attention within documents."""
+        """Return the fastest kernel that can compute this attention within documents. `whole_rows`:
+        True if there is a query for each key."""
         return self._sequence.chosen.add(
             facts(
                 query,
@@ -179,8 +182,9 @@ class ChunkedAttention:
     def _by(
         self, kernel: Kernel, spans: Sequence[range], query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """Return the attention of the tokens in these spans, in the order of spans, by a kernel
-        that gets the documents."""
+        """Return the attention of the tokens in these spans of indices, in the order of `spans`,
+        computed by `varlen_attn` (which gets the documents' bounds) or FlexAttention (which gets a
+        block mask)."""
         documents, causal = self._documents, self._is_causal
         assert documents is not None, "a kernel is chosen for documents"
         options: Any = {name: self._attend.keywords[name] for name in ("scale", "enable_gqa")}
@@ -198,8 +202,9 @@ class ChunkedAttention:
         return self._attend(query, key, value, is_causal=self._is_causal)
 
     def _chunk(self, span: range, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the attention of one chunk. A causal chunk attends to keys before its end; with
-        documents, to keys from the beginning of its first document on."""
+        """Return the attention of one chunk of queries. If the attention is causal, only keys
+        before the chunk's end are read; with documents, only keys from the beginning of the chunk's
+        first document on."""
         if not len(span):
             return query
         first = 0
@@ -219,8 +224,8 @@ class ChunkedAttention:
         return self._masked(span, 0, query, key, value)
 
     def _masked(self, span: range, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the attention of the tokens in `span` to the keys from token `first` on, with a
-        mask."""
+        """Return the attention of the queries in `span` to the keys from token `first` on, computed
+        with a dense mask."""
         rows = torch.arange(span.start, span.stop, device=query.device)
         keys = torch.arange(first, first + key.shape[2], device=query.device)
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
@@ -246,7 +251,8 @@ class ChunkedAttention:
 
 
 def _of(mask: Tensor, rows: range, keys: range) -> Tensor:
-    """Return some rows and keys of a mask, either of whose dims may have size 1."""
+    """Return a part of a mask of shape (..., queries, keys), either of whose last two dims may have
+    size 1: the queries in `rows` and the keys in `keys`."""
     if mask.shape[-2] > 1:
         mask = mask[..., rows.start : rows.stop, :]
     return mask[..., keys.start : keys.stop] if mask.shape[-1] > 1 else mask

@@ -1,5 +1,6 @@
-"""The calls of a model that a cut sequence changes, and the dim of tokens in each call. Two
-forwards of different lengths show the dim, so a size that equals the length by chance is not
+"""Finds the calls of torch in a model's forward that must change if a rank has only some of the
+tokens (attention, positions, random numbers), and the dim of tokens in each. Two forwards of
+sequences of different lengths show the dim, so a size that equals the length by chance is not
 mistaken for it."""
 
 from __future__ import annotations
@@ -21,40 +22,43 @@ from lockstep.model.pipeline.boundary import Around
 
 Kind = Literal["attention", "arange", "slice", "draw"]
 NOT_TOKENS: Final = -1
-"""The call is the same at every length."""
+"""In place of a dim: the call has the same sizes for sequences of any length."""
 NOT_THE_MODEL = ("torch.distributed.", "lockstep.")
-"""Prefixes of Python modules in whose code slices of tensors do not belong to the model."""
+"""Prefixes of the names of Python modules whose own slices of tensors are not part of the model."""
 SHARDED = "lockstep.model.tensor."
-"""Prefix of the Python modules that make the model's calls with sharded tensors."""
+"""Prefix of the names of Python modules that make calls for the model if its tensors are sharded
+(the axis `tensor`)."""
 OTHERWISE: Final = -2
-"""The call changes with the length, but none of its dims, or more than one, is as long as the
-sequence."""
+"""In place of a dim: the call's sizes change with the length of the sequence, but none of them, or
+more than one, equals this length."""
 
 
 Site = tuple[Kind, str, int]
-"""Kind, file and line of a call."""
+"""Kind of a call of torch, and the file and line that make it."""
 
 
 class Call(NamedTuple):
-    """A call, described by its sizes."""
+    """A call of torch whose sizes may depend on the length of the sequence."""
 
     site: Site
     sizes: tuple[int, ...]
-    """For a slice: the number of indices taken of each dim, or 0 for a dim without a stop."""
+    """The sizes that are compared. For a slice: the number of indices that it takes of each dim, or
+    0 for a dim without a stop."""
     table: tuple[int, ...] = ()
-    """The shape of a sliced tensor."""
+    """The shape of the tensor that is sliced; empty for other calls."""
 
 
 Dims = Mapping[Site, Sequence[int]]
-"""Site -> for each call of a forward at that site, the dim of tokens, `NOT_TOKENS` or
+"""Site -> for each of its calls in a forward, in order, the dim of tokens, or `NOT_TOKENS`, or
 `OTHERWISE`."""
 
 
 def call_of(
     function: Any, args: Sequence[Any], keywords: Mapping[str, Any], caller: FrameType
 ) -> Call | None:
-    """Describe a call that a cut sequence may change; None for other functions. The answer does not
-    depend on the length."""
+    """Return the description of a call that may have to change if a rank has only some of the
+    tokens; None for other functions. If it is None for one length of the sequence, it is None for
+    every length. `caller`: the frame that makes the call."""
     if function is torch.Tensor.__getitem__:
         # FSDP2 slices gathered tensors, in some forwards more often than in others
         if not is_call_of_model(caller) or (index := as_slices(*args)) is None:
@@ -90,7 +94,8 @@ def _site(kind: Kind, caller: FrameType) -> Site:
 
 
 def outside_modes(frame: FrameType) -> FrameType:
-    """Return the frame that called into the modes."""
+    """Return the innermost frame, from `frame` outwards, that is not in the `__torch_function__` of
+    a mode: the frame of the code that calls torch."""
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame
@@ -101,8 +106,8 @@ def _argument(args: Sequence[Any], keywords: Mapping[str, Any], place: int, name
 
 
 def arange_span(args: Sequence[Any], keywords: Mapping[str, Any]) -> range | None:
-    """Return the numbers of a call of `torch.arange` as a range; None unless they are whole with
-    steps of 1."""
+    """Return the numbers that a call of `torch.arange` makes as a range; None unless they are
+    integers with steps of 1."""
     if not args:
         args = [keywords["start"]] if "start" in keywords else [0]
         args = [*args, keywords["end"]]
@@ -115,8 +120,8 @@ def arange_span(args: Sequence[Any], keywords: Mapping[str, Any]) -> range | Non
 
 
 def as_slices(table: Tensor, index: Any) -> tuple[int | slice, ...] | None:
-    """Return an index as one number or slice for each of the first dims; None for an index of
-    another kind."""
+    """Return the index in `table[index]` as an integer or slice for each of the first dims; None if
+    it has another form, such as a tensor."""
     given = index if isinstance(index, tuple) else (index,)
     places = [place for place, each in enumerate(given) if each is Ellipsis]
     if len(places) == 1:
@@ -153,8 +158,9 @@ class _Recorder(TorchFunctionMode):
 def find_dims(
     forward: Callable[[int, Around], object], lengths: tuple[int, int]
 ) -> dict[int, Dims]:
-    """Call `forward` with each length, and return the dim of tokens in each call, for each stage on
-    this rank. `forward`: (length, context to enter around a stage's forward)."""
+    """Call `forward` with each of two lengths of the sequence. Return, for each pipeline stage on
+    this rank, the dim of tokens in each call of torch. `forward`: calls the model with (number of
+    tokens, function from a stage to a context that is entered around the stage's forward)."""
     recorded = []
     for length in lengths:
         recorders: dict[int, _Recorder] = defaultdict(_Recorder)

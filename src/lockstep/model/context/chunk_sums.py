@@ -1,7 +1,8 @@
-"""Sums the losses of a sequence's chunks, and their gradients of parameters, in one order on any
-number of processes.
+"""Sums the losses of a sequence's chunks, and the chunks' gradients of parameters, in an order that
+does not depend on the number of processes.
 
-Leaves are added in the tree over the paired order of chunks (`lockstep.tree`). A process first
+The chunks' values are the leaves of a fixed binary tree (`lockstep.tree`) over the chunks in paired
+order (first, last, second, ...), and each node is the sum of its two children. A process first
 computes the nodes for which it has all leaves; then the nodes of all processes are added."""
 
 from __future__ import annotations
@@ -30,25 +31,27 @@ Scalar = Tensor | float
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """The tensors whose gradients the backward of a process's chunks computes."""
+    """The tensors with respect to which the backward of a process's chunks computes gradients."""
 
     axis: ChunkAxis
     parameters: Sequence[Tensor]
-    """The leaves of autograd's graph for all chunks. Their gradients are summed over the chunks of
-    all processes."""
+    """Parameters, or the tensors that take their place in autograd's graph. The chunks share them.
+    Their gradients are summed over the chunks of all processes."""
     received: Sequence[Tensor] = ()
-    """The tensors that a pipeline's stage has received, for all of the process's chunks."""
+    """The tensors that this rank's pipeline stage has received from the previous stage, for all of
+    the process's chunks."""
     leaves: Sequence[Sequence[Tensor]] = ()
-    """For each chunk, the leaves that replace `received` in its graph."""
+    """For each chunk, the tensors that take the place of its tensors in `received` in autograd's
+    graph."""
     in_two: bool = False
-    """True if autograd asks for the gradients of the received tensors first, and of the parameters
-    afterwards. The first backward then computes both."""
+    """True if the pipeline's schedule (zero-bubble) runs one backward for the gradients of
+    `received`, and a later one for those of `parameters`. The first then computes both."""
 
 
 def sum_losses(values: Sequence[Any], inputs: ChunkInputs) -> Any:
-    """Return the loss of all chunks, in the same form as `values`, the losses of this process's
-    chunks. Every process calls it, and runs its backward. A value that is not a loss is returned
-    unchanged."""
+    """Return the loss of all chunks of all processes, in the same form as each of `values`, the
+    losses of this process's chunks. Every process calls it, and runs the backward of the result. If
+    `values` are no numbers, return the first of them."""
     rows = [list(_scalars_of(value)) for value in values]
     if not all(_is_number(each) for row in rows for each in row):
         return values[0]
@@ -74,8 +77,8 @@ def sum_losses(values: Sequence[Any], inputs: ChunkInputs) -> Any:
 
 
 def join_outputs(outputs: Sequence[Any], inputs: ChunkInputs) -> list[Any]:
-    """Return the outputs of this process's chunks, with one backward for all. Every process calls
-    it, and runs the backward."""
+    """Return the outputs of this process's chunks as tensors that share one backward, which
+    computes the gradients of all chunks. Every process calls it, and runs the backward."""
     rows = [tensors_in(output) for output in outputs]
     flat = [each for row in rows for each in row]
     learns = list(map(_learns, flat))
@@ -92,14 +95,15 @@ def join_outputs(outputs: Sequence[Any], inputs: ChunkInputs) -> list[Any]:
 
 
 Backward = Callable[[Sequence[Tensor]], list[Tensor | None]]
-"""(gradients of outputs) -> gradients of the received tensors and of the parameters."""
+"""(gradients with respect to the chunks' outputs) -> gradients with respect to the tensors received
+from the previous pipeline stage, then those with respect to the parameters."""
 
 
 def _with_backward(
     values: Sequence[Tensor], learns: Sequence[bool], backward: Backward, inputs: ChunkInputs
 ) -> tuple[Tensor, ...]:
-    """Return tensors with these values. Tensors that require a gradient (`learns`) get the given
-    backward.
+    """Return tensors with the same values as `values`, which share the given backward. `learns`:
+    for each tensor, True if it requires a gradient.
 
     The backward has two nodes in autograd's graph. The node that gives parameters their gradients
     has one output, because torch's zero-bubble schedules add up the gradients of all its outputs.
@@ -111,14 +115,14 @@ def _with_backward(
 
 
 class _Held:
-    """The state of the chunks' backward, shared by its two nodes."""
+    """The state of the chunks' backward that its two nodes in autograd's graph share."""
 
     def __init__(self, backward: Backward, inputs: Sequence[Tensor], *, in_two: bool) -> None:
         self._backward = backward
         self._inputs = inputs
         self._in_two = in_two
         self.gradients: Sequence[Tensor] = ()
-        """The gradients of the outputs."""
+        """The gradients with respect to the chunks' outputs, which the first node has received."""
         self._later: list[Tensor | None] | None = None
 
     def compute(self) -> list[Tensor | None]:
@@ -133,7 +137,8 @@ class _Held:
 
 
 class _Inputs(torch.autograd.Function):
-    """Gives the received tensors and the parameters their gradients."""
+    """The node of autograd's graph whose backward returns the gradients with respect to the
+    received tensors and the parameters."""
 
     @staticmethod
     def forward(ctx: Any, held: _Held, device: torch.device, *inputs: Tensor) -> Tensor:
@@ -146,7 +151,8 @@ class _Inputs(torch.autograd.Function):
 
 
 class _Outputs(torch.autograd.Function):
-    """Takes the gradients of the outputs."""
+    """The node of autograd's graph whose backward receives the gradients with respect to the
+    outputs."""
 
     @staticmethod
     def forward(
@@ -165,8 +171,8 @@ class _Outputs(torch.autograd.Function):
 
 
 def _starts(tensors: Sequence[Scalar], gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return the outputs that require a gradient, each with the gradient with which its backward
-    starts."""
+    """Return the outputs in `tensors` that require a gradient, each with the gradient with respect
+    to it, in its own dtype and shape."""
     return [
         (each, start.to(each.dtype).reshape(each.shape))
         for each, start in zip(tensors, gradients, strict=True)
@@ -177,8 +183,9 @@ def _starts(tensors: Sequence[Scalar], gradients: Sequence[Tensor]) -> list[tupl
 def _gradients(
     pairs: Sequence[Sequence[tuple[Tensor, Tensor]]], inputs: ChunkInputs
 ) -> list[Tensor | None]:
-    """Return the gradients of the received tensors, and of the parameters. `pairs`: the outputs of
-    each of this process's chunks, and their gradients."""
+    """Return the gradients with respect to the received tensors, then those with respect to the
+    parameters, summed over all chunks. `pairs`: for each of this process's chunks, pairs of an
+    output and the gradient with respect to it."""
     axis, parameters = inputs.axis, inputs.parameters
     sums = [LeavesInAnyOrder(torch.add, count=axis.size) for _ in parameters]
     own, threads, keeps = axis.own_share, axis.threads, keeps_graph() and not inputs.in_two
@@ -221,8 +228,8 @@ def _gradients(
 def _over_processes(
     axis: ChunkAxis, parameters: Sequence[Tensor], sums: Sequence[LeavesInAnyOrder[Tensor]]
 ) -> list[Tensor | None]:
-    """Return the sum of each parameter's gradient over all chunks; None if no chunk uses the
-    parameter. `sums`: the sums over this process's chunks."""
+    """Return the sum of each parameter's gradient over the chunks of all processes; None if no
+    chunk uses the parameter. `sums`: for each parameter, the gradients of this process's chunks."""
     own, processes = axis.own_share, axis.processes
     used = torch.tensor([float(bool(each.values)) for each in sums], device=axis.device)
     processes.all_reduce(used)
@@ -255,7 +262,7 @@ def _over_processes(
 
 
 def _buckets(places: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of parameters, in buckets of one dtype."""
+    """Yield the indices in `places`, divided into buckets of parameters with the same dtype."""
     bucket: list[int] = []
     numbers = 0
     for place in places:
@@ -271,7 +278,8 @@ def _buckets(places: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[li
 
 
 def _scalars_of(value: Any) -> Iterator[Any]:
-    """Yield the numbers in the result of a loss: totals, and the weight of an `ls.Loss`."""
+    """Yield the numbers in the result of a loss function: the total of each term, and after it the
+    term's weight if the term is an `ls.Loss`."""
     if isinstance(value, dict):
         for term in value.values():
             yield from _scalars_of(term)

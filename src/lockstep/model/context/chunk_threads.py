@@ -1,4 +1,5 @@
-"""Threads that compute the chunks of a sequence, one chunk each. One thread runs at a time.
+"""Threads that compute the chunks of a sequence, one chunk each, for bitwise numerics. One thread
+runs at a time.
 
 A thread runs until its chunk needs values of the other chunks (`meet`): the keys of an attention in
 the forward, or their gradients in the backward. It then passes the turn to the next thread. The
@@ -24,24 +25,25 @@ T = TypeVar("T")
 
 
 class ChunkEnded(BaseException):
-    """Ends a thread because another one has failed. Not an `Exception`: models must not catch
-    it."""
+    """Ends the thread of a chunk because the thread of another chunk has failed. Not an
+    `Exception`: models must not catch it."""
 
 
 class ChunkThreads:
-    """Runs functions in threads, which exchange values when they meet."""
+    """Runs functions in threads of their own, one at a time. The functions exchange values by
+    `meet`."""
 
     def __init__(self, device: torch.device) -> None:
         self.around_others: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Returns a context that a thread enters while other threads run."""
+        """Returns a context that a thread enters while it waits and other threads run."""
         self._device = device
         self._turns: _Turns | None = None
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Return the results of the functions. Each runs in a thread with the settings of this
-        thread (autocast, gradients), and with random generators in the state that they have now.
-        Afterwards the generators are in this state again. Raises the first error of a function,
-        after all threads have ended."""
+        """Return the results of the functions. Each runs in a thread with the settings of the
+        calling thread (autocast, grad mode), and starts with the random generators in their present
+        state. At the end the generators are in this state again. Raises the first error of a
+        function, after all threads have ended."""
         assert self._turns is None, "the threads of a forward have ended before its backward"
         self._turns = _Turns(functions, self._device, self.around_others)
         try:
@@ -63,16 +65,17 @@ class ChunkThreads:
         answer: Callable[[Any], Sequence[Any]],
         collect: Callable[[], Any] = list,
     ) -> Any:
-        """Wait until every function has given a value. Then `answer` is called once with all
-        values, and each function gets its part of the result. `what`: the purpose, the same for all
-        functions. `collect`: makes the container to which values are appended as they arrive, in
-        order. Raises `RecipeError` if the functions meet for different purposes."""
+        """Wait until every function given to `run` has called this method with its value. Then
+        `answer` is called once with all values, and each call returns its function's item of the
+        result. `what`: the purpose of the exchange, the same for all functions. `collect`: makes
+        the container to which the values are appended as they arrive, in the order of functions.
+        Raises `RecipeError` if the functions meet for different purposes."""
         assert self._turns is not None, "inside of run"
         return self._turns.meet(what, value, answer, collect)
 
 
 class _Turns:
-    """The threads of one `run`."""
+    """The threads of one call of `ChunkThreads.run`, of which one runs at a time."""
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class _Turns:
         self._functions = functions
         self._around_others = around_others
         self._locks = [threading.Lock() for _ in functions]
-        """A thread holds its turn once it has acquired its lock."""
+        """One lock for each thread. A thread may run once it has acquired its own lock."""
         for lock in self._locks:
             lock.acquire()
         self._generators = [_Generators(device) for _ in functions]
@@ -209,8 +212,9 @@ class _Generators:
 
 
 def _thread_settings(device: torch.device) -> Callable[[], Any]:
-    """Return a context that gives another thread this thread's settings (autocast, grad mode, ...).
-    In it, backwards do not use torch's own threads, so that one backward may wait for another."""
+    """Return a context that gives another thread the calling thread's settings (autocast, grad
+    mode, ...). Inside it, a backward runs in the thread that starts it and not in autograd's own
+    threads, so that one backward can wait for another."""
     threads, has_gradients = torch.get_num_threads(), torch.is_grad_enabled()
     kinds = [kind for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)]
     dtypes = [torch.get_autocast_dtype(kind) for kind in kinds]

@@ -1,5 +1,5 @@
 """Computes each chunk of a sequence by itself, for numerics=bitwise: the result has the same bits
-on any number of processes of `context`, also on one."""
+on any number of processes of the axis `context`, also on one."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ T = TypeVar("T")
 
 
 class ChunkedSequenceCut(SequenceCut):
-    """A `SequenceCut` whose forward and loss are called once for each of this process's chunks, in
-    threads. The chunks are the ranks of an axis, so each is computed as if on its own process."""
+    """A `SequenceCut` whose forward and loss are called once for each of this process's chunks,
+    each in a thread. The chunks take the place of ranks of the axis `context`, so each is computed
+    as if it were in a process of its own."""
 
     def __init__(
         self,
@@ -51,9 +52,11 @@ class ChunkedSequenceCut(SequenceCut):
         *,
         in_two: bool,
     ) -> None:
-        """`leaves`: see `ParameterLeaves`. `forwards`, `beside`: as in `SequenceCut`. `in_two`:
-        True if a pipeline's schedule computes the gradients of weights after the gradients of
-        inputs."""
+        """`processes`: the ranks of the axis `context`. `leaves`: the leaves of each module of
+        experts that is divided over ranks (see `ParameterLeaves`). `separate`: the leaves of
+        parameters that several parts of the model share; None if there are none. `forwards`,
+        `beside`: as in `SequenceCut`. `in_two`: True if a pipeline's schedule computes the
+        gradients of weights in another backward than the gradients of inputs."""
         super().__init__(model, processes, sequence, "keys", forwards, beside)
         self._in_two = in_two
         self._leaves = {
@@ -66,8 +69,8 @@ class ChunkedSequenceCut(SequenceCut):
         self._chunk_layouts: dict[int, list[TokenLayout]] = {}
 
     def output_and_loss(self, arguments: Any, loss: LossFunction, batch: Any) -> tuple[Any, Any]:
-        """Return the outputs of this process's chunks (to pass to `whole`), and the loss of all
-        chunks of all processes."""
+        """Return the outputs of this process's chunks (to pass to `whole`), and the loss, summed
+        over all chunks of all processes."""
         reshard(self._model)  # a forward without a backward may have left parameters gathered
         cut = self.current = self.cut_of(arguments, batch)
         self.counts.begin_microbatch(arguments)
@@ -89,8 +92,9 @@ class ChunkedSequenceCut(SequenceCut):
         batch: Any,
         around_loss: Callable[[], AbstractContextManager[Any]],
     ) -> Run:
-        """Return the function that computes a microbatch in a stage, each chunk in its thread. In
-        the last stage it also computes the loss, and returns what `output_and_loss` returns."""
+        """Return the function that computes a microbatch in a pipeline's stage, each chunk in a
+        thread of its own. In the last stage it also computes the loss, and returns what
+        `output_and_loss` returns."""
 
         number = self.reads.begin()
 
@@ -141,8 +145,9 @@ class ChunkedSequenceCut(SequenceCut):
         return outputs, sum_losses([value for _, value in pairs], inputs)
 
     def _in_chunks(self, cut: MicrobatchCut, compute: Callable[[int, MicrobatchCut], T]) -> list[T]:
-        """Call a function for each of this process's chunks, in the chunk's thread, with the
-        chunk's index and cut. Return the results."""
+        """Call `compute` for each of this process's chunks, in the chunk's thread, with the index
+        of the chunk among this process's chunks and a `MicrobatchCut` whose layout is the chunk's.
+        Return the results."""
         layouts = self._layouts_of_chunks(cut.layout.tokens)
         return self._threads.run(
             [
@@ -152,7 +157,8 @@ class ChunkedSequenceCut(SequenceCut):
         )
 
     def _trained(self, stage: int) -> list[Tensor]:
-        """Return the leaves of autograd's graph in a stage."""
+        """Return the tensors whose gradients a pipeline stage's backward computes: its parameters,
+        or the tensors that take their place in autograd's graph."""
         trained = (each for shared, each in self._leaves[stage] if shared.requires_grad)
         return [tensor for each in trained for tensor in each.tensors()]
 
@@ -167,8 +173,8 @@ class ChunkedSequenceCut(SequenceCut):
         return map_tensors(output[0], whole)
 
     def _whole_tensor(self, layout: TokenLayout, parts: Sequences[Tensor]) -> Tensor:
-        """Return the tensor of all tokens, gathered from the tensors of all chunks. `parts`: the
-        tensors of this process's chunks."""
+        """Return the tensor of all tokens in the sequence's order, gathered from the chunks of all
+        processes. Every process calls it. `parts`: the tensors of this process's chunks."""
         first, axis = parts[0].detach(), layout.world
         assert isinstance(axis, ChunkAxis)
         if not has_tokens(first, self.dim, layout.local):
@@ -211,11 +217,13 @@ class ChunkedSequenceCut(SequenceCut):
         return Trial(layouts, compute, counts)
 
     def _layout_of(self, tokens: int) -> TokenLayout:
-        """Return the layout of this process's first chunk."""
+        """Return the division of a sequence of `tokens` tokens into chunks, with this process's
+        first chunk as the current rank."""
         return self._layouts_of_chunks(tokens)[0]
 
     def _layouts_of_chunks(self, tokens: int) -> list[TokenLayout]:
-        """Return the layout of each of this process's chunks."""
+        """Return, for each of this process's chunks, the division of a sequence of `tokens` tokens
+        into chunks with that chunk as the current rank."""
         if tokens not in self._chunk_layouts:
             if len(self._chunk_layouts) >= MOST_LAYOUTS:
                 del self._chunk_layouts[next(iter(self._chunk_layouts))]
@@ -246,8 +254,9 @@ class _HasLeaves(Protocol):
 def _leaves_of_stage(
     stage: nn.Module, leaves: Sequences[Leaves], separate: SeparateParts | None
 ) -> list[tuple[nn.Parameter, _HasLeaves]]:
-    """Return the leaves of each parameter in a stage. A parameter that several parts of the stage
-    share has several leaves. `leaves`: see `ParameterLeaves`."""
+    """Return pairs of a parameter in a pipeline stage and the leaves that take its place in
+    autograd's graph. A parameter that several parts of the stage share occurs once for each part.
+    `leaves`: see `ParameterLeaves`."""
     found: list[tuple[nn.Parameter, _HasLeaves]] = [*leaves_of(stage, leaves).items()]
     if separate is not None:
         modules = set(stage.modules())

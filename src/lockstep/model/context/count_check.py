@@ -1,5 +1,5 @@
-"""Checks that different counts on different ranks (`count_reads.py`) do not change the model's
-output."""
+"""Checks that counts of tokens that a forward reads into Python (`count_reads.py`), and that differ
+between ranks, do not change the model's output."""
 
 from __future__ import annotations
 
@@ -27,24 +27,27 @@ from lockstep.model.context.proof import gather_over
 
 
 class TriedGroup(NamedTuple):
-    """The result of computing some tokens twice: whole and cut."""
+    """The result of computing a group of tokens twice: all of them on one rank, and divided among
+    ranks (or chunks)."""
 
     differences: Sequence[tuple[float, float]]
-    """For each of this rank's chunks: the relative difference of its output, and the difference
-    that rounding explains."""
+    """For each of this rank's chunks (one, unless chunks are computed by themselves): the relative
+    difference between its output and the same tokens' output when all tokens are computed together,
+    and the relative difference that rounding explains."""
     noted: Noted
-    """The counts that each chunk has read."""
+    """The counts of tokens that the forward of each of these chunks has read."""
 
 
 @dataclass(frozen=True, slots=True)
 class TriedTokens:
-    """The tokens of a microbatch in groups. Each group is computed twice: whole and cut."""
+    """The tokens of a microbatch in groups. Each group is computed twice: all of its tokens on one
+    rank, and divided among ranks (or chunks)."""
 
     layout: TokenLayout
-    """The layout of the tokens of a group."""
+    """The layout that divides the tokens of a group among ranks."""
     groups: int
     compute: Callable[[int], TriedGroup]
-    """Computes a group. Has collectives."""
+    """Computes the group with this index twice. It has collectives, so every rank calls it."""
 
 
 def check_counts(
@@ -53,9 +56,11 @@ def check_counts(
     tokens_of: Callable[[Any], TriedTokens],
     worlds: Sequence[World],
 ) -> None:
-    """Check the first microbatch of a step in which the ranks have read different counts, and add
-    these counts to `known`. Every rank of `worlds` calls it, with its own `step`. `tokens_of`:
-    (arguments of a microbatch) -> its tokens. Raises `RecipeError`, the same on all ranks."""
+    """Compute the first microbatch of a step in which forwards on different ranks have read
+    different counts of tokens again, raise if the counts change the model's output, and else add
+    these counts to `known`. Every rank of `worlds` calls it, with its own `step`. `tokens_of`: (the
+    model's arguments for a microbatch) -> its tokens. Raises `RecipeError`, the same on all
+    ranks."""
     mine = [[microbatch, noted_to_json(noted)] for microbatch, noted in step.noted.items()]
     everyone = gather_over(mine, worlds)
     difference = first_different_counts(
@@ -101,8 +106,10 @@ def _error(
     kind: str,
     otherwise: str,
 ) -> RecipeError:
-    """`shown`: the lines at which the ranks have read different counts in the check. `wrong`: the
-    `TriedGroup.differences` that rounding does not explain."""
+    """`difference`: the counts that differed in the step. `shown`: the lines of code at which the
+    ranks have read different counts in the check too. `wrong`: the `TriedGroup.differences` that
+    rounding does not explain. `cut_by`, `kind`, `otherwise`: texts for the plan's part that divides
+    sequences, for what divides them (ranks or chunks), and for the remedy."""
     lines = [each for each in shown if each in difference.lines] or [*difference.lines]
     counts = difference.lines[lines[0]]
     first, *others = counts
@@ -124,8 +131,9 @@ def _error(
 
 def short_rows(tokens: int, chunks: int, width: int) -> list[list[int]]:
     """Return rows of token indices that together have all tokens of a sequence. A row has `width`
-    tokens of each chunk, in order. So if the row is cut into as many chunks, each chunk's tokens
-    come from the sequence's chunk of the same number. A short sequence is one row."""
+    tokens of each of the sequence's chunks, in order. So if the row is divided into as many chunks,
+    each chunk's tokens come from the sequence's chunk of the same number. A short sequence is one
+    row."""
     if tokens <= chunks * width:
         return [[*range(tokens)]]
     spans = [contiguous_range(tokens, chunk, chunks) for chunk in range(chunks)]

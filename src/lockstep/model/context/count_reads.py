@@ -1,10 +1,12 @@
-"""The counts of tokens that a forward reads on the host.
+"""The counts of tokens that a model's forward reads into Python (`chosen.any()`, `len(rows)`), and
+their comparison between ranks.
 
-Counts of chosen tokens differ between ranks: the number of tokens of an expert, or whether any
-token is masked. A model may use counts to skip code that would compute nothing. If it uses them in
-another way (`x * count`, or `if rare.any(): x = 2 * x`), each rank computes a different model. Only
-the results show which it is: when ranks first read different counts at a line, some of their tokens
-are computed whole and cut, and the outputs are compared.
+If each rank computes some of the tokens, such counts differ between ranks: the number of tokens of
+an expert, or whether any token is masked. A model may use counts to skip code that would compute
+nothing. If it uses them in another way (`x * count`, or `if rare.any(): x = 2 * x`), each rank
+computes a different model. Only the results show which it is: when ranks first read different
+counts at a line, some of their tokens are computed both all on one rank and divided among ranks,
+and the outputs are compared.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.part_digests import PartDigests
 
 MOST_CHECKS = 8
-"""Largest number of checks of the counts at one line."""
+"""Largest number of checks of the counts that one line of code reads."""
 MOST_KEPT_BYTES = 2**26
-"""Largest total size of a step's microbatches that are kept for a check. The first microbatch is
-always kept."""
+"""Largest total size in bytes of a step's microbatches whose arguments are kept for a check. The
+first microbatch is always kept."""
 
 
 class Counts(NamedTuple):
-    """The counts that one part of a forward has read at a line."""
+    """The counts that the forward of one rank (or chunk) has read at one line of code: their range,
+    and a digest."""
 
     low: float
     high: float
@@ -45,11 +48,11 @@ class Counts(NamedTuple):
 
 
 class KnownCounts:
-    """For each line, the counts that were checked: they do not change the model's output."""
+    """For each line of code, the counts that a check has found not to change the model's output."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, float]] = {}
-        """Line -> the range of counts that was checked."""
+        """Line of code -> the range of counts for which no further check is needed."""
         self._checks: dict[str, int] = {}
 
     def has(self, line: str, low: float, high: float) -> bool:
@@ -57,8 +60,9 @@ class KnownCounts:
         return known is not None and known[0] <= low and high <= known[1]
 
     def add(self, line: str, counts: Iterable[Counts], *, is_shown: bool) -> None:
-        """Add the counts of a line after a check. `is_shown`: False if the ranks read equal counts
-        at the line during the check."""
+        """Add the counts of a line of code after a check. `counts`: the counts of each rank (or
+        chunk). `is_shown`: False if the ranks read equal counts at the line during the check, so
+        that it did not try the line."""
         checks = self._checks[line] = self._checks.get(line, 0) + 1
         if checks >= MOST_CHECKS:
             self._known[line] = -math.inf, math.inf
@@ -69,7 +73,8 @@ class KnownCounts:
 
 
 class PartCounts:
-    """Collects the counts that one part of a forward reads, except known ones."""
+    """Collects the counts that the forward of one rank (or chunk) reads, except those in
+    `known`."""
 
     def __init__(self, known: KnownCounts) -> None:
         self._known = known
@@ -77,7 +82,7 @@ class PartCounts:
         self._digests: dict[str, Any] = {}
 
     def note(self, line: str, value: Any) -> None:
-        """Note a count, or the counts in a list, a tuple or an array."""
+        """Add a count that `line` has read, or the counts in a list, a tuple or an array."""
         low, high = _range_of(value)
         if self._known.has(line, low, high):
             return
@@ -97,7 +102,8 @@ class PartCounts:
 
 
 def _range_of(value: Any) -> tuple[float, float]:
-    """Return the smallest and the largest number; 0 if there is none."""
+    """Return the smallest and the largest number in a nested list or an array; (0, 0) if there is
+    none."""
     if isinstance(value, np.ndarray):
         numbers = [value.min().item(), value.max().item()] if value.size else [0]
     else:
@@ -119,54 +125,57 @@ def numbers_in(value: Any) -> Iterator[Any]:
 
 
 class Place(NamedTuple):
-    """A part of a forward."""
+    """Identifies the forward of one rank (or of one chunk) of a microbatch."""
 
     axis: int
-    """The first rank of the axis."""
+    """The first rank of the axis `context` to which the rank belongs, numbered among all ranks."""
     forward: int
     part: int
-    """The rank, among all ranks, or the index of the chunk."""
+    """The rank, numbered among all ranks; if chunks are computed by themselves, the index of the
+    chunk."""
     parts: int
-    """Number of parts of a forward."""
+    """Number of ranks (or chunks) that compute a microbatch's tokens together."""
 
 
 Noted = dict[Place, dict[str, Counts]]
-"""The counts that parts of forwards have read."""
+"""Rank (or chunk) and forward -> line of code -> the counts that it has read."""
 
 
 @dataclass(slots=True)
 class StepCounts:
-    """The counts that were read in a step, or in an evaluation, on this rank."""
+    """The counts that forwards on this rank have read in a step, or in an evaluation."""
 
     arguments: list[Any] = field(default_factory=list)
-    """The arguments of the first microbatches."""
+    """The model's arguments for the first microbatches, which a check computes again."""
     microbatches: int = 0
     noted: dict[int, Noted] = field(default_factory=dict)
-    """Index of a microbatch -> its counts."""
+    """Index of a microbatch -> the counts that its forward has read."""
     kept_bytes: int = 0
 
 
 class DifferentCounts(NamedTuple):
-    """A microbatch for whose tokens the ranks have read different counts."""
+    """The first microbatch in which ranks (or chunks) have read different counts at a line of
+    code."""
 
     microbatch: int
     lines: dict[str, dict[Place, Counts]]
-    """Line -> by part of the forward, the counts that differ."""
+    """Line of code -> the counts that differ, by rank (or chunk) and forward."""
 
 
 class CountReads:
-    """The counts that the ranks of `world`, which divide each microbatch's tokens, read in a
-    step."""
+    """Collects the counts of tokens that forwards on this rank read in a step, and compares them
+    over the ranks of `world`, which divide each microbatch's tokens among them."""
 
     def __init__(self, world: World, *, is_summed: bool) -> None:
-        """`is_summed`: True if the numbers of a step are summed over `world`."""
+        """`is_summed`: True if training sums a step's numbers, such as losses, over the ranks of
+        `world` anyway."""
         self.known = KnownCounts()
         self._digests = PartDigests(world, is_summed=is_summed)
         self.count = self._digests.count
         """Number of values that `numbers` returns."""
         self._step = StepCounts()
         self.latest = self._step
-        """The counts of the step that `end_step` has ended."""
+        """The counts of the last step, which `end_step` has ended."""
 
     def begin_microbatch(self, arguments: Any) -> None:
         """Begin the forward of a microbatch. Every rank of the axis calls it. `arguments`: the
@@ -180,7 +189,9 @@ class CountReads:
             step.arguments.append(arguments)
 
     def end_part(self, forward: int, layout: TokenLayout, part: PartCounts) -> None:
-        """Add the counts of a part of a forward. `layout`: the layout of the part's tokens."""
+        """Add the counts that the forward of this rank (or of one chunk) has read. `forward`: the
+        number of the forward in the step. `layout`: the division of the tokens, with that rank or
+        chunk as the current rank."""
         step, counts = self._step, part.by_line()
         if layout.world.size == 1 or not counts or step.microbatches > len(step.arguments):
             return
@@ -189,14 +200,15 @@ class CountReads:
         step.noted.setdefault(step.microbatches - 1, {})[self.place(forward, layout)] = counts
 
     def place(self, forward: int, layout: TokenLayout) -> Place:
-        """Return the `Place` of a part of a forward. `layout`: the layout of the part's tokens."""
+        """Return the `Place` for the forward of this rank (or of one chunk). `layout`: the division
+        of the tokens, with that rank or chunk as the current rank."""
         world = layout.world
         part = world.rank if isinstance(world, ChunkAxis) else self._digests.ranks[world.rank]
         return Place(self._digests.axis, forward, part, world.size)
 
     def numbers(self) -> list[float]:
-        """Return numbers whose sums over all ranks are 0 if and only if all parts of each forward
-        have read equal counts. Every rank of the axis calls it."""
+        """Return numbers whose sums over all ranks are 0 if and only if, in each forward, all ranks
+        (or chunks) have read equal counts. Every rank of the axis calls it."""
         return self._digests.numbers()
 
     def end_step(self) -> None:
@@ -218,8 +230,8 @@ def noted_from_json(rows: Iterable[Any]) -> Noted:
 
 
 def differing_lines(noted: Noted) -> dict[str, dict[Place, Counts]]:
-    """Return the lines at which parts of the same forward have read different counts, and these
-    counts."""
+    """Return the lines of code at which ranks (or chunks) have read different counts in the same
+    forward, and these counts."""
     forwards: dict[tuple[int, int], list[Place]] = {}
     for place in sorted(noted):
         forwards.setdefault((place.axis, place.forward), []).append(place)
@@ -233,7 +245,9 @@ def differing_lines(noted: Noted) -> dict[str, dict[Place, Counts]]:
 
 
 def first_different_counts(everyone: Sequence[Mapping[int, Noted]]) -> DifferentCounts | None:
-    """Return the first microbatch in which parts of a forward have read different counts."""
+    """Return the first microbatch in which ranks (or chunks) have read different counts in the same
+    forward; None if there is none. `everyone`: for each rank, index of a microbatch -> the
+    counts."""
     for microbatch in sorted({each for theirs in everyone for each in theirs}):
         noted: Noted = {}
         for theirs in everyone:

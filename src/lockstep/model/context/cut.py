@@ -1,5 +1,6 @@
-"""Makes a model compute one rank's tokens of each sequence. Training uses it for the axis
-`context`, and for a recipe's chunks and documents."""
+"""Calls a model and its loss with only this rank's tokens of each sequence. Training uses it if the
+plan divides sequences (the axis `context`), or if the recipe divides them into chunks or packs
+several documents into a row (`Recipe.sequence`)."""
 
 from __future__ import annotations
 
@@ -48,23 +49,28 @@ from lockstep.recipe.sequence import Sequence
 
 T = TypeVar("T")
 LENGTHS = (17, 19)
-"""Numbers of tokens in the two forwards that show which calls grow with the sequence."""
+"""Numbers of tokens in two forwards of the model whose comparison shows which torch calls have
+arguments that grow with the sequence."""
 COMPARED_TOKENS_PER_CHUNK = 8
 COMPARED_SAMPLES = 4
-"""Number of samples that are computed whole and cut. With only one, a model that keeps the best
-half of the tokens is often not detected: each rank's best halves may together be the best half of
-all."""
+"""Number of samples for which the check compares the model's output computed from all tokens with
+its output computed by ranks that each have some of the tokens. With only one sample, a model that
+keeps the best half of the tokens is often not detected: the best halves of the ranks may together
+be the best half of all tokens."""
 WINDOWS = 8
-"""Number of windows of a long sequence that are tried first, before all windows, to find out if a
-loss shifts its labels."""
+"""Number of windows (short runs of tokens) of a long sequence on which the loss is tried first,
+before all windows, to find out if it compares the output of a token with the label of the next
+one."""
 MOST_LOSSES = 16
-"""Number of loss functions that are remembered: a loop may make a new one for each step."""
+"""Largest number of loss functions for which the results of checks are remembered. It is limited
+because a training loop may make a new function for each step."""
 MOST_LAYOUTS = 64
-"""Number of sequence lengths whose layouts are cached."""
+"""Largest number of sequence lengths whose layouts (which rank has which tokens) are cached."""
 
 
 class _OfLosses(Generic[T]):
-    """A value for each of the latest losses. A loss is any callable, and need not be hashable."""
+    """A dictionary from loss functions to values, which keeps the latest `MOST_LOSSES` entries. The
+    keys are compared by identity, because a loss function need not be hashable."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[LossFunction, T]] = {}
@@ -80,7 +86,8 @@ class _OfLosses(Generic[T]):
 
 
 class MicrobatchCut(NamedTuple):
-    """The division of one microbatch among ranks."""
+    """The division of the tokens of one microbatch among the ranks of the axis `context`.
+    `documents`: None if the recipe has no documents."""
 
     samples: int
     layout: TokenLayout
@@ -89,8 +96,9 @@ class MicrobatchCut(NamedTuple):
 
 class SequenceCut:
     """Calls a model and its loss with this rank's tokens of each sequence. Every rank of the axis
-    (and of a pipeline) makes one, and calls its methods in the same order. With one rank on the
-    axis nothing is cut, but random numbers are drawn by chunk, and documents are kept separate."""
+    `context` (and of a pipeline) makes one, and calls its methods in the same order. If the axis
+    has one rank, that rank has all tokens, but random numbers are still drawn for one chunk after
+    another, and attention stays within documents."""
 
     def __init__(
         self,
@@ -101,11 +109,13 @@ class SequenceCut:
         forwards: Forwards | None = None,
         beside: Sequences[World] = (),
     ) -> None:
-        """`world`: the axis. `sequence`: `Recipe.sequence`; None refuses random numbers.
-        `forwards`: the stages' forwards, in a pipeline. `beside`: the other axes, except a
+        """`world`: the ranks of the axis `context`. `sequence`: `Recipe.sequence`; with None,
+        several ranks raise an error if the forward draws random numbers. `exchange`: the tensors
+        that attention exchanges between ranks (see `exchange.py`). `forwards`: calls the forwards
+        of a pipeline's stages; None without a pipeline. `beside`: the other axes, except a
         pipeline's, along which ranks communicate in the forward."""
         self.dim = (Sequence() if sequence is None else sequence).dim
-        """The dim of tokens."""
+        """The dim of the model's inputs along which tokens are."""
         self._model = model
         self._world = world
         self._forwards = forwards or WholeModel(model, world)
@@ -116,25 +126,31 @@ class SequenceCut:
         self._exchange = exchange
         self._only_draws = open_transformers(model)
         self._compared = _OfLosses[bool]()
-        """True for a loss whose labels were checked at a cut between documents."""
+        """True for a loss function that was found not to compare the last token of a document with
+        the first token of the next document."""
         self._layouts: dict[int, TokenLayout] = {}
         self._dims: dict[bool, Mapping[int, Dims]] = {}
-        """Mode (True: training) -> stage on this rank -> the dims of its calls."""
+        """True for training mode, False for evaluation mode -> stage on this rank -> the dim of
+        tokens in each of the stage's calls of torch (see `find_dims`)."""
         self._checked: set[bool] = set()
         self._shifts = _OfLosses[int]()
         self._sequences: dict[int, list[bool]] = {}
-        """Number of tensors in the arguments -> for each tensor, True if it is cut."""
+        """Number of tensors in the model's arguments -> for each tensor, True if it has a dim of
+        tokens, so that the model gets only this rank's tokens of it."""
         self._labels: dict[tuple[bool, int], list[bool]] = {}
-        """(mode, number of tensors in the batch) -> for each tensor, True if it is cut for the
-        loss."""
+        """(True for training mode, number of tensors in the batch) -> for each tensor, True if it
+        has a dim of tokens, so that the loss gets only this rank's tokens of it."""
         self.current: MicrobatchCut
-        """The cut of the microbatch whose output `loss` and `whole` get."""
+        """The division of the microbatch that `run` has computed last. `loss` and `whole` get its
+        output."""
         self.reads = HostReads(world, is_summed=self._is_summed)
-        """The numbers that forwards and losses read on the host."""
+        """The numbers that forwards and losses read from tensors into Python, as `tensor.item()`
+        does. They must be the same on all ranks."""
         self.counts = CountReads(world, is_summed=self._is_summed)
-        """Counts that forwards read on the host."""
+        """The counts of tokens that forwards read from tensors into Python. They may differ between
+        ranks."""
         self.kernels = Chosen()
-        """The kernels of attention in microbatches."""
+        """The attention kernels that were chosen for the microbatches so far."""
 
     def output_and_loss(self, arguments: Any, loss: LossFunction, batch: Any) -> tuple[Any, Any]:
         """Return the results of `run` and of `loss`."""
@@ -150,13 +166,14 @@ class SequenceCut:
         return self._output(arguments, self.current, self.kernels)
 
     def _output(self, arguments: Any, cut: MicrobatchCut, chosen: Chosen) -> Any:
-        """Return the output of the whole model for the tokens of a cut. `chosen`: collects the
-        attention kernels."""
+        """Return the output of the whole model for this rank's tokens of a microbatch. The
+        attention kernels that are used are added to `chosen`."""
         with self._noting_mode(cut, 0, chosen=chosen):
             return self.arguments_of(arguments, cut).call(self._model)
 
     def cut_of(self, arguments: Any, batch: Any) -> MicrobatchCut:
-        """Return the cut of a microbatch. Arguments and errors: as in `run`."""
+        """Return the division of a microbatch's tokens among ranks. Arguments and errors: as in
+        `run`."""
         samples, tokens = size = self._size_of(arguments)
         self._know_sequences(arguments, tokens)
         self._know_dims(arguments)
@@ -180,17 +197,19 @@ class SequenceCut:
         batch: Any,
         around_loss: Callable[[], AbstractContextManager[Any]],
     ) -> Run:
-        """Return the function that computes a microbatch in a pipeline's stage. `around_loss`: the
-        context of each call of the loss."""
+        """Return the function that computes a microbatch in a pipeline's stage. `around_loss`:
+        returns the context in which each call of the loss runs."""
         return within(partial(self._noting_mode, cut, chosen=self.kernels))
 
     def scored(self, score: Callable[[Any, LossFunction], T], loss: LossFunction, result: Any) -> T:
-        """Return `score(output, loss)` for a microbatch. `result`: the result of the last stage."""
+        """Return `score(output, loss)` for a microbatch, with the loss of this rank's tokens in
+        place of `loss`. `result`: the result of the last stage."""
         return score(result, partial(self.loss, loss))
 
     @contextmanager
     def _noting_mode(self, cut: MicrobatchCut, stage: int, *, chosen: Chosen) -> Iterator[None]:
-        """The context of `_mode`, in which `reads` records the forward's reads."""
+        """The context of `_mode`. The numbers that the forward reads into Python in it are added to
+        `self.reads` and `self.counts`."""
         with (
             self._noted_forward(cut.layout, self.reads.begin()) as part,
             self._mode(cut, stage, chosen=chosen, part=part),
@@ -199,8 +218,9 @@ class SequenceCut:
 
     @contextmanager
     def _noted_forward(self, layout: TokenLayout, forward: int) -> Iterator[PartReads]:
-        """Yield a recorder for the reads of a part of the model's forward. On exit, add what it has
-        recorded to `reads` and `counts`."""
+        """Yield a recorder of the numbers that a forward of this rank's tokens reads into Python.
+        On exit, add what it has recorded to `self.reads` and `self.counts`. `forward`: the number
+        that `reads.begin` returned."""
         # in a pipeline, the ranks of one stage cannot start a check by themselves
         counts = PartCounts(self.counts.known) if self._forwards.last_stage == 0 else None
         with self._recording(layout, forward, counts) as part:
@@ -212,8 +232,9 @@ class SequenceCut:
     def _recording(
         self, layout: TokenLayout, forward: int, counts: PartCounts | None = None
     ) -> Iterator[PartReads]:
-        """Yield a recorder for the reads of a part of a forward. On exit, add what it has recorded
-        to `reads`. `counts`: collects the part's counts."""
+        """Yield a recorder of the numbers that a forward (or a loss) of this rank's tokens reads
+        into Python. On exit, add what it has recorded to `self.reads`. Counts of tokens are added
+        to `counts`."""
         part = PartReads(counts)
         yield part
         self.reads.end_part(forward, layout, part)
@@ -222,8 +243,8 @@ class SequenceCut:
         self, cut: MicrobatchCut, stage: int, *, chosen: Chosen, part: PartReads | None = None
     ) -> SequenceMode:
         """Return the context of a microbatch's forward in a stage on this rank (a whole model is
-        stage 0). `chosen`: collects the attention kernels. `part`: records what the forward
-        reads."""
+        stage 0). The attention kernels that are used are added to `chosen`, the numbers that the
+        forward reads into Python to `part`."""
         return SequenceMode(
             self._active(cut, chosen),
             self._dims[self._model.training][stage],
@@ -247,12 +268,13 @@ class SequenceCut:
 
     @property
     def _is_summed(self) -> bool:
-        """True if the numbers of a step are summed over the axis."""
+        """True if training sums a step's losses and weights over the ranks of the axis."""
         return True
 
     @property
     def _axis_of_trials(self) -> World | ChunkAxis:
-        """An axis of two ranks or more, for trials of a loss on parts of a sequence."""
+        """The ranks among which a sequence is divided when the loss is tried on parts of it: two or
+        more."""
         return self._world
 
     @property
@@ -261,10 +283,11 @@ class SequenceCut:
         return self._model.training in self._checked
 
     def check(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
-        """Check that the model and the loss can be cut. Every rank that communicates in the forward
-        calls it, once in training mode and once in evaluation mode, with the arguments of `run`.
-        Generators and buffers are unchanged afterwards. Raises `RecipeError`, `LossError`,
-        `DataError` or `PlanError`, the same on all ranks."""
+        """Check that the model and the loss give the same results if each rank has only some of the
+        tokens. Every rank that communicates in the forward calls it, once in training mode and once
+        in evaluation mode, with the arguments of `run`. Generators and buffers are unchanged
+        afterwards. Raises `RecipeError`, `LossError`, `DataError` or `PlanError`, the same on all
+        ranks."""
         self._know_sequences(arguments, self._size_of(arguments)[1])
         self._know_dims(arguments)
         if self._is_cut:
@@ -273,16 +296,18 @@ class SequenceCut:
         self._checked.add(self._model.training)
 
     def check_counts(self, step: StepCounts, summed: World) -> None:
-        """Check that the counts that differed between ranks in a step do not change the model's
-        output. Every rank of the axis and of `summed` calls it, with its own `step`, in the mode of
-        that step. Generators and buffers are unchanged afterwards. Raises `RecipeError`, the same
-        on all ranks."""
+        """Check that the counts of tokens that forwards of a step have read into Python, and that
+        differed between ranks, do not change the model's output. Every rank of the axis and of
+        `summed` (the ranks whose gradients are summed) calls it, with its own `step`, in the mode
+        (training or evaluation) of that step. Generators and buffers are unchanged afterwards.
+        Raises `RecipeError`, the same on all ranks."""
         with unchanged(self._model, self._world.device), all_in_use(self._model):
             check_counts(step, self.counts.known, self._tokens_tried, (self._world, summed))
 
     def _tokens_tried(self, arguments: Any) -> TriedTokens:
-        """Return the tokens of a microbatch in groups of short sequences. A group of several
-        sequences is no larger than a rank's part of the microbatch."""
+        """Return all tokens of a microbatch, rearranged into groups of short sequences, whose
+        forwards are tried one group at a time. A group of several short sequences has no more
+        tokens of a sample than a rank has in a step."""
         samples, tokens = self._size_of(arguments)
         known, layout = self._know_sequences(arguments, tokens), self._layout_of(tokens)
         rows = short_rows(tokens, layout.chunks, COMPARED_TOKENS_PER_CHUNK)
@@ -305,8 +330,9 @@ class SequenceCut:
         return TriedTokens(self._layout_of(compared), len(groups), compute)
 
     def _rows(self, arguments: Any, known: list[bool], samples: int, places: Tensor) -> Any:
-        """Return, for each row of `places`, the tokens at these indices, of `samples` samples.
-        `known`: for each tensor, True if it is a sequence."""
+        """Return `arguments` for a batch of short sequences: for each row of `places`, and for each
+        of the `samples` samples, the tokens of the sample at the indices in that row. `known`: for
+        each tensor of `arguments`, True if it has a dim of tokens."""
 
         def taken(tensor: Tensor) -> Tensor:
             if len(tensor) != samples:  # the same for all samples
@@ -321,16 +347,17 @@ class SequenceCut:
         return map_tensors(arguments, lambda each: (taken if next(sequences) else repeated)(each))
 
     def loss(self, loss: LossFunction, output: Any, batch: Any) -> Any:
-        """Return the loss of this rank's tokens, in the form that `loss` returns. The sum over the
-        axis is the loss of all tokens. `output`: the result of `run` for this batch. Raises
-        `LossError`."""
+        """Return the loss of this rank's tokens, in the form that `loss` returns. Its sum over the
+        ranks of the axis is the loss of all tokens. `output`: the result of `run` for this batch.
+        Raises `LossError`."""
         return self._loss_of(loss, output, batch, self.current, self.reads.begin())
 
     def _loss_of(
         self, loss: LossFunction, output: Any, batch: Any, cut: MicrobatchCut, forward: int
     ) -> Any:
-        """Return the loss of the tokens of a cut. `output`: the output for these tokens. `forward`:
-        the call's number in `reads`."""
+        """Return the loss of this rank's tokens of a microbatch. `output`: the model's output for
+        these tokens. `cut`: the division of the microbatch. `forward`: the number that
+        `reads.begin` returned for this call."""
         layout = cut.layout
         self._check_labels(loss, output, layout.local, batch, cut)
         if layout.world.size == 1:
@@ -343,8 +370,8 @@ class SequenceCut:
             return loss_of_part(watched_loss, output, batch, parts, layout.world.rank, shift)
 
     def whole(self, output: Any) -> Any:
-        """Return the output of all tokens, in the sequence's order, without a gradient. Every rank
-        of the axis calls it. `output`: the latest result of `run`."""
+        """Return the model's output for all tokens, in the sequence's order, without a gradient.
+        Every rank of the axis calls it. `output`: the latest result of `run`."""
         if self._world.size == 1:
             return output
         layout, dim = self.current.layout, self.dim
@@ -361,9 +388,9 @@ class SequenceCut:
         observer: Around = lambda _: nullcontext(),
         part: PartReads | None = None,
     ) -> Any:
-        """Return the model's output for this rank's tokens, on ranks that have it. `observer`: a
-        context that is entered inside each stage's forward. `part`: records what the forward
-        reads."""
+        """Return the model's output for this rank's tokens; in a pipeline, on the last rank only.
+        `observer`: (stage) -> a context that is entered inside the stage's forward. `part`: records
+        the numbers that the forward reads into Python."""
 
         @contextmanager
         def around(stage: int) -> Iterator[None]:
@@ -390,7 +417,7 @@ class SequenceCut:
         layout = self._layout_of(compared)
         check_modules(self._model, layout)
         whole = TokenLayout(compared, layout.chunks, self._world_of_one)
-        # the cut forward must not use a table that the model has cached for the whole sequence
+        # a forward of fewer tokens must not use a table that the model has cached for all tokens
         with unchanged(self._model, self._world.device):
             self._call_first(arguments, layout.local)
         with unchanged(self._model, self._world.device), all_in_use(self._model):
@@ -408,8 +435,8 @@ class SequenceCut:
         return replace(self._world, rank=0, size=1, group=None, owns_group=False)
 
     def _proved(self, sample: Any, whole: TokenLayout) -> Any:
-        """Return the output for this rank's tokens, after comparing it with the output for all
-        tokens."""
+        """Return the model's output for this rank's tokens, after comparing it with the output for
+        all tokens. Raises `RecipeError` if they differ."""
         cut = self._cut_trial(sample, whole.tokens)
         return prove(cut, self._trial(sample, whole), self.dim, self._provers)
 
@@ -417,7 +444,8 @@ class SequenceCut:
         return self._trial(sample, self._layout_of(tokens))
 
     def _trial(self, sample: Any, layout: TokenLayout) -> Trial:
-        """Return the trial that computes the tokens of a layout."""
+        """Return a forward of the tokens that this rank has in `layout`, for a comparison with
+        another forward."""
         counts = PartCounts(KnownCounts())
 
         def compute(observers: Sequences[Around]) -> list[Any]:
@@ -428,7 +456,8 @@ class SequenceCut:
         return Trial([layout], compute, [counts])
 
     def _size_of(self, arguments: Any) -> tuple[int, int]:
-        """Return the numbers of samples and of tokens in a batch. Raises `RecipeError`."""
+        """Return the number of samples in a batch, and the number of tokens in each. Raises
+        `RecipeError`."""
         dim = self.dim
         for leaf in tensors_in(arguments):
             if leaf.dim() > dim:
@@ -456,9 +485,9 @@ class SequenceCut:
         return layout
 
     def _know_sequences(self, arguments: Any, tokens: int) -> list[bool]:
-        """Return True for each tensor of the arguments that is a sequence. The first batch decides;
-        in later batches, a tensor may be as long as the sequence by chance. Raises
-        `RecipeError`."""
+        """Return, for each tensor of the model's arguments, True if it has a dim of tokens. The
+        first batch decides; in later batches, a tensor may be as long as the sequence by chance.
+        Raises `RecipeError`."""
         leaves = tensors_in(arguments)
         are_sequences = [has_tokens(leaf, self.dim, tokens) for leaf in leaves]
         known = self._sequences.setdefault(len(leaves), are_sequences)
@@ -474,8 +503,8 @@ class SequenceCut:
         return known
 
     def _know_labels(self, batch: Any, tokens: int) -> list[bool]:
-        """Return True for each tensor of a batch that is a sequence: in every batch so far, it was
-        as long as the sequence."""
+        """Return, for each tensor of a batch, True if it has a dim of tokens: in every batch so
+        far, it was as long as the sequence."""
         leaves = tensors_in(batch)
         kind = self._model.training, len(leaves)
         known = self._labels.get(kind, [True] * len(leaves))
@@ -488,11 +517,12 @@ class SequenceCut:
     def _map_sequences(
         self, arguments: Any, tokens: int, function: Callable[[Tensor], Tensor]
     ) -> Any:
-        """Return the arguments, with `function` applied to each sequence."""
+        """Return the arguments, with `function` applied to each tensor that has a dim of tokens."""
         return map_known(arguments, self._know_sequences(arguments, tokens), function)
 
     def _first_tokens(self, arguments: Any, tokens: int, *, rows: int = 1) -> Any:
-        """Return the first tokens of the first samples."""
+        """Return the model's arguments with the first `tokens` tokens of the first `rows`
+        samples."""
         samples, length = self._size_of(arguments)
         known = self._know_sequences(arguments, length)
         return self._sample(arguments, known, samples, 0, 0, tokens, rows=rows)
@@ -509,7 +539,7 @@ class SequenceCut:
         rows: int = 1,
     ) -> Any:
         """Return a batch of `rows` samples, with `tokens` tokens from token `start` of sample `row`
-        on. `known`: for each tensor, True if it is a sequence."""
+        on. `known`: for each tensor, True if it has a dim of tokens."""
         cut = map_known(value, known, lambda tensor: tensor.narrow(self.dim, start, tokens))
 
         def of_row(tensor: Tensor) -> Tensor:
@@ -540,8 +570,9 @@ class SequenceCut:
         return documents
 
     def _check_documents(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
-        """Try the model with two documents in a row, and the loss with the batch's documents, if
-        the recipe has documents. Every rank calls it. Raises `RecipeError` and `LossError`."""
+        """If the recipe has documents, try the model with two documents in a row of the batch, and
+        the loss with the batch's documents: a document's tokens must not change the output or the
+        loss of another document. Every rank calls it. Raises `RecipeError` and `LossError`."""
         cut = self.cut_of(arguments, batch)
         if (documents := cut.documents) is None:
             return
@@ -566,9 +597,9 @@ class SequenceCut:
     def _check_labels(
         self, loss: LossFunction, output: Any, has: int, batch: Any, cut: MicrobatchCut
     ) -> None:
-        """Check the labels at the cuts between documents, in the first batch that has such a cut.
-        Raises `LossError`. `has`: the number of tokens of `output`, which may belong to another
-        batch."""
+        """Check, in the first batch with two documents in a row, that the loss does not compare the
+        last token of a document with the first token of the next one. Raises `LossError`. `has`:
+        the number of tokens of `output`, which may belong to another batch."""
         if cut.documents is None or self._compared.get(loss):
             return
         tokens = cut.layout.tokens
@@ -600,7 +631,8 @@ class SequenceCut:
     def _call_first(
         self, arguments: Any, tokens: int, around: Around = lambda _: nullcontext()
     ) -> None:
-        """Call the model, uncut, with the first tokens of the first sample."""
+        """Call the model with the first `tokens` tokens of the first sample, without dividing them
+        among ranks."""
         size = self._size_of(arguments)
 
         @contextmanager
@@ -623,12 +655,13 @@ class SequenceCut:
     def _find_shift(
         self, loss: LossFunction, output: Any, layout: TokenLayout, batch: Any, cut: MicrobatchCut
     ) -> int:
-        """Return by how many tokens a loss shifts its labels, 0 or 1, and remember it. If the batch
-        does not show it, both are right for this batch. `output`: the output for this rank's tokens
-        of the layout. `cut`: the batch's cut."""
+        """Return by how many tokens a loss shifts its labels, and remember it: 1 if it compares the
+        output of a token with the label of the next one, else 0. If the batch does not show it,
+        both are right for this batch. `output`: the model's output for this rank's tokens of
+        `layout`. `cut`: the division of the batch."""
         samples, tokens = cut.samples, cut.layout.tokens
         known, most = self._know_labels(batch, tokens), self._most_of(tokens)
-        most -= most > 2 and most % 2 == 0  # so that no two neighbours are adjacent on a rank
+        most -= most > 2 and most % 2 == 0  # odd, so that a rank has no two consecutive tokens
         zeros = self._zeros(output, layout.local, most)
         parts = BatchCut(TokenLayout(most, most, self._axis_of_trials), self.dim, known)
         # a few windows far apart nearly always show the shift
@@ -646,8 +679,8 @@ class SequenceCut:
         return min(tokens, COMPARED_TOKENS_PER_CHUNK * self._sequence.chunks)
 
     def _zeros(self, output: Any, has: int, tokens: int) -> Any:
-        """Return zeros like `output`, for `tokens` tokens of one sample. `has`: the number of
-        tokens of `output`."""
+        """Return zeros in the form of the model's output, for `tokens` tokens of one sample. `has`:
+        the number of tokens of `output`."""
         dim = self.dim
 
         def zeros(like: Tensor) -> Tensor:
@@ -657,7 +690,8 @@ class SequenceCut:
 
 
 def _check_positions(model: nn.Module, name: str | None) -> None:
-    """Raise `RecipeError` if the model's forward has no argument of this name."""
+    """Raise `RecipeError` if the model's forward has no argument of this name. None: nothing is
+    checked."""
     if name is None:
         return
     arguments = inspect.signature(model.forward).parameters
@@ -671,7 +705,7 @@ def _check_positions(model: nn.Module, name: str | None) -> None:
 
 
 def _described(batch: Any) -> str:
-    """Describe a batch by its keys, or its length."""
+    """Return a description of a batch for an error: its type, with its keys or its length."""
     if isinstance(batch, Mapping):
         return f"a batch with the keys {[*batch]}"
     if isinstance(batch, list | tuple):

@@ -21,11 +21,11 @@ from lockstep.model.trial import SINGLE, epsilon, tolerance
 MOST_TOKENS = 32
 """Largest number of tokens in each of the two documents with which the model is tried."""
 Call = Callable[[Any, Documents], Any]
-"""(arguments of the model, documents) -> the model's output, without random numbers; None on a rank
+"""(arguments of the model, their documents) -> the model's output; None on a rank of a pipeline
 that does not have it."""
 Part = Callable[[Any, int, int], tuple[Any, Any]]
-"""(batch, row, first token) -> an output, whose values do not matter, for some tokens of this row,
-and their part of the batch."""
+"""(batch, row, first token) -> zeros in the form of the model's output for some consecutive tokens
+of this row, and the batch with only these tokens."""
 
 
 @torch.no_grad()
@@ -82,7 +82,8 @@ def tried_tokens(documents: Documents) -> int:
 
 
 def _cut(arguments: Any, documents: Documents, tokens: slice) -> Any:
-    """Return the first sample with its first `tokens` tokens."""
+    """Return the model's arguments for the first sample, with only the tokens in the slice
+    `tokens`."""
     samples = len(documents.ids)
 
     def cut(tensor: Tensor) -> Tensor:
@@ -94,8 +95,8 @@ def _cut(arguments: Any, documents: Documents, tokens: slice) -> Any:
 
 
 def _rows(output: Any, tokens: int) -> Tensor:
-    """Return the first tensor of the output with a row for each token; for chunked logits, the
-    hidden states. Raises `RecipeError`."""
+    """Return the first floating-point tensor of the model's output of shape (1, tokens, ...); for
+    chunked logits, their hidden states. Raises `RecipeError` if there is none."""
     for leaf in tree_leaves(output):
         if (
             isinstance(leaf, Tensor)
@@ -120,8 +121,8 @@ def check_labels(
 ) -> bool:
     """Raise `LossError` if the loss pairs the last token of a document with the first token of the
     next document, which no token predicts. The loss is called with `most` tokens of a row at a
-    time. `loss`: as in `Recipe`. Returns False if no row of the batch has two documents, or if no
-    output changes the loss (a head of zeros, no label)."""
+    time. `loss`: as in `Recipe`. `part`: gives these tokens. Returns False if no row of the batch
+    has two documents, or if no output changes the loss (a head of zeros, no label)."""
     lasts = documents.lasts()
     if not lasts.any():
         return False
@@ -205,8 +206,8 @@ def _with_other_firsts(batch: Any, documents: Documents) -> Any:
 
 
 def _has_next_tokens(batch: Any, documents: Documents, read: Tensor) -> bool:
-    """True if, wherever the loss reads, a tensor of the batch holds the next token of another
-    tensor."""
+    """True if one tensor of the batch has the next token of another tensor (labels that are shifted
+    already) at all tokens in `read`, whose output the loss reads."""
     places = read[:, :-1]
     tensors = [leaf for leaf in tree_leaves(batch) if _is_labels(leaf, documents)]
     return any(

@@ -36,8 +36,9 @@ class Documents:
 
     @classmethod
     def of(cls, ids: Any, device: torch.device) -> Documents:
-        """Check the result of `Sequence.documents`. Raises `DataError`; on an accelerator, the
-        order of ids is asserted on the device, without waiting for it."""
+        """Return the documents that the result of `Sequence.documents` describes: the id of each
+        token's document, or `PADDING`, of shape (samples, tokens). Raises `DataError`; on an
+        accelerator, the order of ids is asserted on the device, without waiting for it."""
         ids = _checked(ids).to(device).long()
         # padding comes last
         order = torch.where(ids == PADDING, torch.iinfo(torch.long).max, ids)
@@ -69,14 +70,14 @@ class Documents:
         return [row.unique_consecutive(return_counts=True)[1].tolist() for row in self.ids.cpu()]
 
     def places(self, indices: Tensor) -> Tensor:
-        """Return the positions of these tokens in their documents: shape (tokens,) for a single
-        row, else (samples, tokens)."""
+        """Return the positions in their documents of the tokens at `indices` of each row: shape
+        (tokens,) for a single row, else (samples, tokens)."""
         positions = self.positions[:, indices]
         return positions[0] if len(positions) == 1 else positions
 
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return a mask of shape (samples, 1, queries, keys): True where query and key belong to
-        the same document."""
+        the same document. `queries`, `keys`: indices of tokens in the row."""
         return self.ids[:, None, queries, None] == self.ids[:, None, None, keys]
 
     def by_document(
@@ -88,9 +89,10 @@ class Documents:
         *,
         dim: int,
     ) -> Tensor:
-        """Return the attention of whole rows, document by document, which skips the pairs that a
-        mask would hide. `compute`: (row, index of the first token, query, key, value) -> the
-        attention of a document of one row, with its tokens along `dim`."""
+        """Return the attention of whole rows. It is computed for one document after another, so
+        that pairs of tokens of different documents, which a mask would hide, are not computed.
+        `compute`: (row, index of the first token, query, key, value) -> the attention of a document
+        of one row, with its tokens along `dim`."""
         rows = []
         samples = zip(*(torch.split(each, 1) for each in (query, key, value)), strict=True)
         for row, (sample, lengths) in enumerate(zip(samples, self.lengths, strict=True)):

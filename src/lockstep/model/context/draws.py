@@ -1,9 +1,9 @@
-"""Draws the random numbers of a sequence chunk by chunk, so that they do not depend on which rank
-has which chunks.
+"""Draws a model's random numbers (such as dropout's) for each chunk of a sequence by itself, so
+that a token's numbers do not depend on which rank has its chunk.
 
-A call takes one number from the default generator, whose state is the same on all ranks of the axis
-`context`. The numbers for each chunk come from generators that are seeded with this number and the
-index of the chunk.
+A call of `F.dropout` or `torch.rand` takes one number from the default generator, whose state is
+the same on all ranks of the axis `context`. The numbers for each chunk come from generators that
+are seeded with this number and the index of the chunk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ DROPOUTS: dict[Any, bool] = {
     F.feature_alpha_dropout: False,
     F.rrelu: False,
 }
-"""Functions that draw in training only -> the default of the argument `training`."""
+"""Functions of torch that draw random numbers only in training -> the default of their argument
+`training`."""
 OF_A_TENSOR = frozenset(
     [
         *DROPOUTS,
@@ -46,13 +47,14 @@ OF_A_TENSOR = frozenset(
         Tensor.exponential_,
     ]
 )
-"""Functions whose random numbers have the shape of their first argument."""
+"""Functions of torch that draw one random number for each element of their first argument."""
 OF_A_SHAPE = frozenset([torch.rand, torch.randn])
-"""Functions that take a shape."""
+"""Functions of torch that draw random numbers of a shape that they are given."""
 
 
 def draws(function: Any, args: Sequence[Any], keywords: dict[str, Any]) -> bool:
-    """True if this call of one of the functions above draws from a default generator."""
+    """True if this call of a function in `OF_A_TENSOR` or `OF_A_SHAPE` draws from a default
+    generator."""
     if keywords.get("generator") is not None:
         return False
     if function not in DROPOUTS:
@@ -66,7 +68,7 @@ def draws(function: Any, args: Sequence[Any], keywords: dict[str, Any]) -> bool:
 
 
 def shape_of(function: Any, args: Sequence[Any], keywords: dict[str, Any]) -> torch.Size:
-    """Return the result's shape for a call of one of the functions above."""
+    """Return the shape of the result for a call of a function in `OF_A_TENSOR` or `OF_A_SHAPE`."""
     if function in OF_A_SHAPE:
         return torch.Size(sizes_of(args, keywords))
     given = args[0] if args else keywords["input"]
@@ -101,8 +103,10 @@ def draw_by_chunk(
     chunks: Sequence[int],
     widths: Sequence[int],
 ) -> Any:
-    """Call one of the functions above chunk by chunk. `dim`: the dim of tokens. `chunks`, `widths`:
-    the index of each of this rank's chunks, and its number of tokens."""
+    """Call a function in `OF_A_TENSOR` or `OF_A_SHAPE` once for each of this rank's chunks, with
+    random numbers that depend on the chunk's index, and return the concatenated results. `dim`: the
+    dim of tokens in the result. `chunks`, `widths`: for each of this rank's chunks, its index in
+    the sequence and its number of tokens."""
     if function in OF_A_SHAPE:
         sizes = sizes_of(args, keywords)
         others = {name: value for name, value in keywords.items() if name != "size"}

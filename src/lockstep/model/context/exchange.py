@@ -1,10 +1,11 @@
 """Attention over a sequence whose tokens are on several ranks: either each rank gathers the keys
 and values of all tokens, or each rank computes all tokens of some heads.
 
-`keys` gathers keys and values: each rank computes the attention of its own tokens to all tokens. It
-works with any attention. `heads` exchanges tokens for heads (all-to-all; Jacobs et al., DeepSpeed
-Ulysses, 2023): each rank computes the attention of all tokens in some heads, so there must be at
-least as many heads as ranks. In both exchanges, gradients are summed in the order of ranks.
+`exchange="keys"` gathers keys and values: each rank computes the attention of its own tokens to all
+tokens. It works with any attention. `exchange="heads"` exchanges tokens for heads (all-to-all;
+Jacobs et al., DeepSpeed Ulysses, 2023): each rank computes the attention of all tokens in some
+heads, so there must be at least as many heads as ranks. In both exchanges, gradients are summed in
+the order of ranks.
 """
 
 from __future__ import annotations
@@ -36,18 +37,21 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The tokens of a sequence that each rank of the axis `context` has. A rank has its chunks in
-    paired order; a single rank has the sequence unchanged."""
+    """The division of a sequence's tokens among the ranks of the axis `context`. The sequence has
+    `chunks` chunks of consecutive tokens. They are given to the ranks in paired order (first, last,
+    second, last but one, ...), and a rank has its chunks in this order. A single rank has the
+    sequence unchanged."""
 
     tokens: int
     """Number of tokens in the whole sequence."""
     chunks: int
     world: World | ChunkAxis
-    """The ranks of the axis, or (if each chunk is computed by itself) the chunks."""
+    """The ranks of the axis. If each chunk is computed by itself (bitwise numerics), the chunks in
+    the place of ranks."""
 
     def spans_of(self, rank: int) -> tuple[range, ...]:
-        """Return, for each of a rank's chunks in the rank's order, the span of its indices in the
-        sequence."""
+        """Return the span of token indices of each of a rank's chunks, in the order in which the
+        rank has them."""
         if self.world.size == 1:
             return tuple(
                 contiguous_range(self.tokens, chunk, self.chunks) for chunk in range(self.chunks)
@@ -56,13 +60,14 @@ class TokenLayout:
 
     @property
     def cut_by(self) -> str:
-        """The part of the plan that cuts sequences, for errors."""
+        """The part of the plan that divides sequences, for texts of errors."""
         is_chunked = isinstance(self.world, ChunkAxis)
         return "numerics=bitwise" if is_chunked else f"context={self.world.size}"
 
     @property
     def otherwise(self) -> str:
-        """The remedy if a model or a loss cannot be cut, for errors."""
+        """The remedy if a model or a loss cannot be computed on divided sequences, for texts of
+        errors."""
         if not isinstance(self.world, ChunkAxis):
             return (
                 "leave context out: shard=N and checkpointing=full make room for long sequences too"
@@ -72,14 +77,16 @@ class TokenLayout:
 
     @cached_property
     def own_chunks(self) -> Sequence[int]:
-        """The indices of this rank's chunks, in the order of its tokens."""
+        """The indices in the sequence of this rank's chunks, in the order in which the rank has
+        them."""
         if self.world.size == 1:
             return range(self.chunks)
         return chunks_of(self.chunks, self.world.size, self.world.rank)
 
     @cached_property
     def own_spans(self) -> tuple[range, ...]:
-        """The span of indices of each of this rank's chunks, in the order of its tokens."""
+        """The span of token indices of each of this rank's chunks, in the order in which the rank
+        has them."""
         return self.spans_of(self.world.rank)
 
     @cached_property
@@ -142,9 +149,10 @@ def chosen_exchange(
 def attend_by_keys(
     layout: TokenLayout, query: Tensor, key: Tensor, value: Tensor, attend: Attend, remade: Remade
 ) -> Tensor:
-    """Return `attend(query, all keys, all values)`, in the sequence's order. Every rank calls it.
-    The keys and values that the attention saves are dropped, and gathered again in the backward,
-    except under activation checkpointing, where the recomputation gathers them anyway."""
+    """Return `attend(query, all keys, all values)`: keys and values are gathered from all ranks, in
+    the sequence's order. Every rank calls it. Autograd does not save the gathered tensors; the
+    backward gathers them again (under activation checkpointing, the recomputation of the forward
+    does). `remade`: the context in which `attend` runs."""
     keys, values = key, value
     if layout.world.size > 1:
         whole = gather_keys(layout, key, value)
@@ -166,10 +174,11 @@ def _is_sent(layout: TokenLayout) -> bool:
 def attend_by_heads(
     layout: TokenLayout, query: Tensor, key: Tensor, value: Tensor, attend: Attend, remade: Remade
 ) -> Tensor:
-    """Return the attention of this rank's tokens. On each rank, `attend` computes some of the heads
-    for all tokens. Every rank calls it. The number of ranks must divide the numbers of key heads
-    and of query heads. The output for all tokens is not kept (`StandIn`), except under activation
-    checkpointing, where the recomputation makes it anyway."""
+    """Return the attention of this rank's tokens in all heads. `attend` computes, on each rank, the
+    attention of all tokens in some of the heads. Every rank calls it. The number of ranks must
+    divide the numbers of key heads and of query heads. Autograd does not save the output for all
+    tokens; the backward uses a `StandIn` (but not under activation checkpointing, where the
+    recomputation makes the output anyway)."""
     world = layout.world
     if world.size == 1:
         return attend(query, key, value)
@@ -195,13 +204,16 @@ def attend_by_heads(
 
 
 def _to_tokens(layout: TokenLayout, output: Tensor, stand_in: StandIn | None) -> Tensor:
-    """Return this rank's tokens of all heads. `output`: all tokens of this rank's heads."""
+    """Return the attention of this rank's tokens in all heads. `output`: the attention of all
+    tokens in this rank's heads. `stand_in`: what the backward reads in place of `output`, if that
+    is not saved."""
     tokens: Tensor = _ToTokens.apply(output, layout, stand_in)  # type: ignore[no-untyped-call]
     return tokens
 
 
 def gather_keys(layout: TokenLayout, key: Tensor, value: Tensor) -> Tensor:
-    """Return the keys and values of all tokens, side by side. Every rank calls it."""
+    """Return the keys and values of all tokens, concatenated along the features. Every rank calls
+    it."""
     return gather_tokens(layout, torch.cat([key, value], -1), 2)
 
 
@@ -223,8 +235,8 @@ def _with_tokens(tensor: Tensor, tokens: int) -> tuple[int, ...]:
 def _exchanged(
     world: World, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
 ) -> list[list[Tensor]]:
-    """Send each rank its tensors in `parts`. Return the tensors received from each rank. `shapes`:
-    their shapes."""
+    """Send the tensors `parts[r]` to each rank r. Return, for each rank, the tensors received from
+    it, which have the shapes `shapes[r]`."""
     several = len(parts[0])
     flat = _AllToAll.apply(  # type: ignore[no-untyped-call]
         world,
@@ -253,8 +265,8 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """Sends each rank its tokens' output of this rank's heads. The backward sends the gradient
-    back, with the numbers that the stand-in needs."""
+    """Sends each rank the attention output of its tokens in this rank's heads. The backward sends
+    the gradients back, together with the sums that the `StandIn` needs."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, layout: TokenLayout, stand_in: StandIn | None) -> Tensor:
@@ -295,7 +307,9 @@ class _ToTokens(torch.autograd.Function):
 def _all_to_all(
     world: World, shapes: Sequence[Sequence[int]], several: int, parts: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Send `several` tensors to each rank, and return as many from each. `shapes`: their shapes."""
+    """Send `several` tensors to each rank, and return as many received from each rank. `parts`: the
+    tensors for rank 0, then those for rank 1, and so on. `shapes`: the shapes of the received
+    tensors."""
     given = torch.cat([part.reshape(-1) for part in parts])
     sizes = [math.prod(shape) for shape in shapes]
     received = world.all_to_all(
@@ -312,8 +326,9 @@ def _sums(sizes: Sequence[int], several: int) -> list[int]:
 
 
 class GatherRows(torch.autograd.Function):
-    """Gathers the rows of all ranks, in the sequence's order; the backward sums the gradients of a
-    row in rank order, so that the bits do not depend on timing."""
+    """Gathers the rows (one for each token) of all ranks, in the sequence's order. The backward
+    sums the gradients that the ranks have for a row in rank order, so that the bits do not depend
+    on timing."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layout: TokenLayout) -> Tensor:
@@ -347,8 +362,9 @@ class GatherRows(torch.autograd.Function):
 
 
 class _GatherChunks(torch.autograd.Function):
-    """Gathers the rows of all chunks, in the sequence's order; the chunks of a process share them.
-    The backward sums the gradients of a row in the tree over the order of chunks."""
+    """Gathers the rows (one for each token) of all chunks, in the sequence's order; the chunks of a
+    process share the result. The backward sums the gradients that the chunks have for a row in a
+    fixed binary tree over the chunks, so that the bits do not depend on the number of processes."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layout: TokenLayout) -> Tensor:

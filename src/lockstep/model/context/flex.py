@@ -23,8 +23,10 @@ def places_of(spans: Iterable[range], device: torch.device) -> Tensor:
 
 
 def allowed_tokens(ids: Tensor | None, places: Tensor, *, is_causal: bool) -> Allowed:
-    """Return the mask of the queries at the indices `places` of a row, for all keys. `ids`: the
-    document of each token, (samples, tokens); None: each row is one document."""
+    """Return the function that allows queries to attend to keys of the same document (and, if
+    `is_causal`, only to earlier ones). Query number i is the token at index `places[i]` of the row;
+    keys are all tokens of the row. `ids`: the document of each token, (samples, tokens); None: each
+    row is one document."""
 
     def allowed(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         place = places[query]
@@ -37,7 +39,8 @@ def allowed_tokens(ids: Tensor | None, places: Tensor, *, is_causal: bool) -> Al
 def block_mask(
     allowed: Allowed, samples: int, queries: int, keys: int, device: torch.device
 ) -> Any:
-    """Return torch's `BlockMask` of a function, for all heads."""
+    """Return torch's `BlockMask` for a function that allows pairs of query and key, which is the
+    same for all heads. `queries`, `keys`: their numbers."""
     with without_torch_function_modes():
         return _function("create_block_mask", device)(
             allowed, samples, None, queries, keys, device=device
@@ -66,8 +69,8 @@ def flex_attention(
 
 @cache
 def _function(name: str, device: torch.device) -> Any:
-    """Return a function of torch's module, compiled except for a CPU, where only tests use it and
-    compiling is slow."""
+    """Return a function of `torch.nn.attention.flex_attention`. It is compiled, except for a CPU,
+    where only tests use it and compiling is slow."""
     from torch.nn.attention import flex_attention as library
 
     function = getattr(library, name)

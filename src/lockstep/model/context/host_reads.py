@@ -1,10 +1,11 @@
-"""The numbers that a forward reads on the host, to decide what to compute.
+"""The numbers that a forward or a loss reads from tensors into Python (on the host), to decide what
+to compute.
 
-`if x.sum() > 0` decides by the tokens that a rank has, but one process decides by all tokens. So
-all ranks must read the same number, or they compute a different model. Counts of chosen tokens may
-differ (`count_reads.py`): a loop over experts may skip an expert without tokens (`if
-chosen.any()`), and code may leave out a mask of ones (`if not mask.all()`), without a change of the
-result.
+If ranks divide a sequence's tokens, `if x.sum() > 0` decides by the tokens that a rank has, but one
+process decides by all tokens. So all ranks must read the same number, or they compute a different
+model. Counts of chosen tokens may differ (`count_reads.py`): a loop over experts may skip an expert
+without tokens (`if chosen.any()`), and code may leave out a mask of ones (`if not mask.all()`),
+without a change of the result.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ from lockstep.model.context.part_digests import PartDigests
 from lockstep.model.host_values import ARRAYS, READS, functions_named
 
 MOST_NAMED = 1000
-"""Largest number of a forward's reads that are kept, so that an error can name them."""
+"""Largest number of the numbers read in a forward that are kept, so that an error can name the line
+that reads them."""
 _COUNT = "_lockstep_count"
-"""Attribute of a tensor that is a count."""
+"""Attribute that is set on tensors that hold a count of tokens."""
 _COUNTING = functions_named(
     *("any", "all", "nonzero", "count_nonzero", "bincount", "histc", "unique", "argwhere"),
     *("unique_consecutive", "searchsorted"),
 )
 _GIVE_COUNTS = ARRAYS | {Tensor.__contains__}
-"""Functions that return counts to Python: values that may differ between ranks."""
+"""Functions of torch that return counts to Python: values that may differ between ranks."""
 _SHAPED = functions_named("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select")
-"""Functions whose result has a shape that is a count."""
+"""Functions of torch whose result has a shape that depends on a count, such as `nonzero`."""
 _SUMS = functions_named("sum", "cumsum")
 _COMPARISONS = functions_named(
     *("gt", "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal"),
@@ -50,26 +52,29 @@ _COMPARISONS = functions_named(
 
 
 class Read(NamedTuple):
-    """A number that was read."""
+    """A number that a forward or a loss has read from a tensor into Python."""
 
     place: str
-    """File and line."""
+    """File and line of the code that reads it."""
     value: str
 
 
 class PartReads:
-    """The reads of one forward of a part of a sequence."""
+    """The numbers that a forward (or a loss) of one rank's or one chunk's tokens has read into
+    Python."""
 
     def __init__(self, counts: PartCounts | None = None) -> None:
-        """`counts`: collects the counts; None if counts need not be compared."""
+        """`counts`: the object to which counts of tokens are added; None if they need not be
+        compared."""
         self.reads: list[Read] = []
         self.counts = counts
         self.digest = hashlib.blake2b()
-        """The digest of the reads that must be the same for all parts."""
+        """The digest of the numbers that must be the same on all ranks (or for all chunks)."""
         self._has_counts = False
 
     def note(self, function: Any, args: Any, result: Any, caller: FrameType) -> None:
-        """Note a call of torch if it reads a number on the host."""
+        """Add the result of a call of torch if the call reads a number into Python. `caller`: the
+        frame that makes the call."""
         if function in READS:
             if any(map(_is_count, args)) or _is_several(result):
                 self._note_count(result, caller)
@@ -100,7 +105,8 @@ class PartReads:
             self.reads.append(read)
 
     def join(self, other: PartReads) -> None:
-        """Add the reads of another call of the same function, unless they are equal."""
+        """Add the numbers that another call of the same function has read, unless they are the same
+        numbers."""
         if other.reads != self.reads:
             for read in other.reads:
                 self._add(read)
@@ -112,7 +118,8 @@ class PartReads:
 
 
 class Noting(TorchFunctionMode):
-    """Notes the reads of its body."""
+    """A context that adds the numbers that the code in it reads from tensors into Python to
+    `part`."""
 
     def __init__(self, part: PartReads) -> None:
         super().__init__()
@@ -125,8 +132,9 @@ class Noting(TorchFunctionMode):
 
 
 def noting(function: Callable[[Any, Any], Any], part: PartReads) -> Callable[[Any, Any], Any]:
-    """Return `function`, with the reads of its calls noted in `part`; equal reads of several calls
-    are noted once, because a rank may call a loss more often than another rank."""
+    """Return a function that calls `function`, and adds the numbers that it reads into Python to
+    `part`. If several calls read the same numbers, these are added once, because one rank may call
+    a loss more often than another."""
     is_first = True
 
     def noted(*args: Any) -> Any:
@@ -143,48 +151,54 @@ def noting(function: Callable[[Any, Any], Any], part: PartReads) -> Callable[[An
 
 
 class HostReads:
-    """The reads of a step's forwards on the ranks of `world`, which divide the sequences. All parts
-    of a forward must read the same numbers."""
+    """Collects the numbers that a step's forwards and losses read into Python, and compares them
+    over the ranks of `world`, which divide the sequences' tokens among them. In each forward, all
+    ranks (or chunks) must read the same numbers."""
 
     def __init__(self, world: World, *, is_summed: bool = True) -> None:
-        """`is_summed`: True if the numbers of a step are summed over `world`."""
+        """`is_summed`: True if training sums a step's numbers, such as losses, over the ranks of
+        `world` anyway."""
         self._world = world
         self._digests = PartDigests(world, is_summed=is_summed)
         self.count = self._digests.count
         """Number of values that `numbers` returns."""
         self._layout: TokenLayout
-        """The layout of the latest part that read a number."""
+        """The division of the tokens in the last forward that read a number."""
         self._forwards = 0
         self._reads: dict[tuple[int, int], list[Read]] = {}
         self._before = self._reads
 
     def begin(self) -> int:
-        """Begin a forward, and return its number. Every rank of the axis begins the same
-        forwards."""
+        """Begin a forward (or a call of the loss), and return its number in the step. Every rank of
+        the axis begins the same ones."""
         self._forwards += 1
         return self._forwards
 
     def end_part(self, forward: int, layout: TokenLayout, part: PartReads) -> None:
-        """Add the reads of a part of a forward. `layout`: the layout of the part's tokens."""
+        """Add the numbers that a forward of this rank's (or one chunk's) tokens has read.
+        `forward`: the number that `begin` returned. `layout`: the division of the tokens, with that
+        rank or chunk as the current rank."""
         if layout.world.size > 1 and part.reads:
             self._layout = layout
             self._digests.add(forward, layout, part.digest)
             self._reads[forward, layout.world.rank] = part.reads
 
     def numbers(self) -> list[float]:
-        """Return numbers whose sums over all ranks are 0 if and only if all parts of each forward
-        have read the same numbers. Every rank of `world` calls it."""
+        """Return values whose sums over all ranks are 0 if and only if, in each forward, all ranks
+        (or chunks) have read the same numbers. Every rank of `world` calls it."""
         return self._digests.numbers()
 
     def end_step(self) -> None:
-        """Keep the step's reads, so that an error can name a difference."""
+        """End a step: keep the numbers that it has read, so that an error can name a difference,
+        and begin the next one."""
         self._before, self._reads = self._reads, {}
         self._digests.clear()
         self._forwards = 0
 
     def difference(self) -> str | None:
-        """Return the first difference between the parts of a forward in the last step; None if
-        there is none. Every rank of `world` calls it."""
+        """Return the text of an error for the first number in the last step that two ranks (or
+        chunks) have read differently in the same forward; None if there is none. Every rank of
+        `world` calls it."""
         mine = [[*key, reads] for key, reads in self._before.items()]
         everyone = [each for theirs in self._world.gather_values(mine) for each in theirs]
         forwards: dict[int, dict[int, list[Read]]] = {}
@@ -216,7 +230,8 @@ class HostReads:
         )
 
     def error(self, difference: str | None) -> RecipeError:
-        """Return the error. `difference`: None if it cannot be named."""
+        """Return the error for ranks that have read different numbers. `difference`: the result of
+        `difference`; None: the error names no line."""
         return RecipeError(
             difference
             or "the model reads a number that differs between the ranks; decide for each token by"
@@ -233,7 +248,8 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_of_counts(function: Any, args: Any) -> bool:
-    """True if the result of a function of counts is a count, or tells whether a count is 0."""
+    """True if the result of this call, some of whose arguments are counts, is a count too, or tells
+    whether a count is 0."""
     if function in _COMPARISONS:
         return all(map(_is_count_or_zero, args))
     return any(map(_is_count, args))

@@ -28,13 +28,14 @@ KERNELS: Mapping[Kernel, str] = {
     "mask": "the model's attention with a dense mask",
     "own": "the model's attention",
 }
-"""Kernel -> its name in the event, the fastest first. `own`: attention to all tokens, or to all
-earlier ones, which needs no mask."""
+"""Kernel -> its name in the event that reports the choice, the fastest kernel first. `own`: the
+attention that the model calls, to all tokens or to all earlier ones, which needs no mask."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts about a call of attention, and about the device and torch, that decide the kernel."""
+    """Facts about a call of attention, about the device, and about the version of torch that decide
+    which kernel computes the call."""
 
     no_varlen: str
     """The reason why `varlen_attn` does not run on the device; "" if it does."""
@@ -50,7 +51,7 @@ class Facts:
     whole_rows: bool = True
     """True if there is a query for each key."""
     own_mask: bool = False
-    """True if the model gives a mask."""
+    """True if the model calls attention with a mask of its own."""
     own_rule: bool = False
     """True if a query attends to less than its whole document (or, if causal, to less than the
     document's earlier tokens), as with a sliding window or padding."""
@@ -59,7 +60,8 @@ class Facts:
 
 
 def facts(query: Tensor, value: Tensor, **given: bool | float) -> Facts:
-    """Return the facts about a call. `given`: facts that the tensors do not show."""
+    """Return the facts about a call of attention with these tensors. `given`: fields of `Facts`
+    that the tensors do not show."""
     no_varlen, no_flex = _device_facts(query.device)
     return Facts(
         no_varlen=no_varlen,
@@ -74,23 +76,24 @@ def facts(query: Tensor, value: Tensor, **given: bool | float) -> Facts:
 
 @cache
 def _device_facts(device: torch.device) -> tuple[str, str]:
-    """Return the reasons why `varlen_attn` and FlexAttention do not run on a device."""
+    """Return the reasons why `varlen_attn` and FlexAttention do not run on a device, each "" if it
+    does."""
     triton = "" if find_spec("triton") else "it needs Triton, which is not installed"
     no_flex = accelerator.why_no_flex_attention(device) or triton
     return accelerator.why_no_varlen_attention(device), no_flex
 
 
 def computed_dtype(given: Tensor) -> torch.dtype:
-    """Return the dtype in which sdpa computes with an argument, with or without autocast. (Autocast
-    leaves float64 unchanged.)"""
+    """Return the dtype to which `F.scaled_dot_product_attention` casts this argument before it
+    computes, with or without autocast. (Autocast leaves float64 unchanged.)"""
     kind = given.device.type
     casts = torch.is_autocast_enabled(kind) and given.dtype is not torch.float64
     return torch.get_autocast_dtype(kind) if casts else given.dtype
 
 
 def choose(facts: Facts) -> tuple[Kernel, str]:
-    """Return the kernel for a call, and the reasons against each faster kernel ("" for the
-    fastest)."""
+    """Return the kernel that computes a call of attention, and the reasons against each faster
+    kernel ("" if it is the fastest)."""
     no_varlen, no_flex = _why_no_varlen(facts), _why_no_flex(facts)
     if not no_varlen:
         return "varlen", ""
@@ -146,20 +149,22 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(slots=True)
 class Chosen:
-    """The kernels that have computed attention so far."""
+    """The attention kernels that were chosen so far, with the reasons, for the event that reports
+    them."""
 
     why: dict[Kernel, str] = field(default_factory=dict)
     """Kernel -> the reasons why no faster kernel was used."""
     is_reported: bool = False
-    """True once the event has been recorded."""
+    """True once the event that reports the kernels has been recorded."""
 
     def add(self, facts: Facts) -> Kernel:
-        """Choose the kernel of a call, and remember it."""
+        """Choose the kernel for a call of attention, remember it with the reasons, and return
+        it."""
         kernel, why = choose(facts)
         self.why.setdefault(kernel, why)
         return kernel
 
     def details(self) -> dict[str, str]:
-        """Return the kernels' names in the event, each with the reasons why no faster kernel was
-        used."""
+        """Return the contents of the event that reports the kernels: name of a kernel -> the
+        reasons why no faster kernel was used."""
         return {KERNELS[kernel]: self.why[kernel] for kernel in KERNELS if kernel in self.why}

@@ -1,5 +1,6 @@
-"""The mode in which a model's forward computes a rank's tokens of a sequence. It changes the calls
-whose meaning depends on all tokens: attention, positions, random numbers."""
+"""The `TorchFunctionMode` in which a model's forward computes one rank's tokens of each sequence.
+It changes the calls of torch whose meaning depends on all tokens: attention, positions, random
+numbers."""
 
 from __future__ import annotations
 
@@ -31,10 +32,12 @@ from lockstep.model.context.host_reads import PartReads
 
 
 class SequenceMode(TorchFunctionMode):
-    """Computes a cut sequence: enter it around a forward, with `sequence` active. `dims`: the
-    result of `find_dims`. `only_draws`: True for a model of transformers, whose attention uses the
-    registry and whose positions are an argument. `draws_by_chunk`: False refuses random numbers.
-    `part`: records what the forward reads on the host."""
+    """Makes a model's forward compute only this rank's tokens of each sequence. Enter it around the
+    forward; inside, `active()` returns `sequence`. `dims`: the dims of tokens in the forward's
+    calls (see `find_dims`). `only_draws`: True for a model of transformers: only calls that draw
+    random numbers are changed, because its attention is registered with the library and its
+    positions are an argument. `draws_by_chunk`: False raises an error if the forward draws random
+    numbers. `part`: records the numbers that the forward reads into Python."""
 
     def __init__(
         self,
@@ -63,8 +66,8 @@ class SequenceMode(TorchFunctionMode):
         deactivate()
 
     def resumed(self, counts: dict[Site, int]) -> SequenceMode:
-        """Return the mode for a recomputation. `counts`: the calls at each site that came
-        before."""
+        """Return the mode for the recomputation of a checkpointed block. `counts`: site -> number
+        of its calls in the forward before the block."""
         sequence = replace(
             self.sequence, counts=dict(counts), is_handled=False, checkpointed_blocks=1
         )
@@ -92,7 +95,8 @@ class SequenceMode(TorchFunctionMode):
         return self._changed(call, dim, func, args, keywords)
 
     def _dim_of(self, call: Call) -> int:
-        """Return the dim of the tokens in the forward's next call at its site."""
+        """Return the dim of tokens in this call, which is the forward's next call at its site (see
+        `find_dims`); `NOT_TOKENS` or `OTHERWISE` if there is none."""
         counts = self.sequence.counts
         place = counts.get(call.site, 0)
         counts[call.site] = place + 1
@@ -154,9 +158,9 @@ class SequenceMode(TorchFunctionMode):
         return draw_by_chunk(function, args, keywords, dim, layout.own_chunks, layout.widths)
 
     def _check_recomputation(self, *, without_gradients: bool) -> None:
-        """Raise `RecipeError` if the model's own checkpointing would recompute this call outside of
-        the mode. `without_gradients`: True if a call without gradients counts as checkpointing
-        too."""
+        """Raise `RecipeError` if the model itself uses activation checkpointing, which would
+        recompute this call outside of this mode. `without_gradients`: True if a call without
+        gradients counts as checkpointing too."""
         if self.sequence.checkpointed_blocks:
             return
         is_off = without_gradients and self._has_gradients and not torch.is_grad_enabled()
@@ -187,7 +191,8 @@ _NAMES = {
 
 
 def _rows(table: Tensor, index: tuple[Any, ...], dim: int, places: Tensor) -> Tensor:
-    """Return the rows at `places` of a table, instead of the slice `index[dim]`."""
+    """Return `table[index]`, but with the rows at `places` (this rank's tokens) in place of those
+    of the slice `index[dim]`."""
     # earlier dims that are indexed by a number are missing in the result
     gone = sum(isinstance(each, int) for each in index[:dim])
     others = tuple(slice(None) if place == dim else each for place, each in enumerate(index))

@@ -1,5 +1,5 @@
-"""Compares the values that the parts of a forward have read on different ranks, by numbers that are
-summed over ranks."""
+"""Finds out if all ranks (or chunks) that divide a sequence's tokens have read the same values in a
+forward, by numbers that are summed over the ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from lockstep.model.context.exchange import TokenLayout
 
 
 class PartDigests:
-    """The digests of the parts of a step's forwards, which are divided over the ranks of
-    `world`."""
+    """The digests of the values that were read in a step's forwards, whose tokens are divided among
+    the ranks of `world`."""
 
     count = BITS
     """Number of values that `numbers` returns."""
 
     def __init__(self, world: World, *, is_summed: bool) -> None:
-        """`is_summed`: True if the numbers of a step are summed over `world`."""
+        """`is_summed`: True if training sums a step's numbers, such as losses, over the ranks of
+        `world` anyway; else `numbers` sums."""
         self.ranks = [0] if world.size == 1 else dist.get_process_group_ranks(world.group)
         """The axis's ranks, numbered among all ranks."""
         self._world = world
@@ -34,8 +35,9 @@ class PartDigests:
         return self.ranks[0]
 
     def add(self, forward: int, layout: TokenLayout, digest: Any) -> None:
-        """Add the digest of the values that a part of a forward has read, if it has read any.
-        `layout`: the layout of the part's tokens."""
+        """Add the digest of the values that a forward of this rank's (or one chunk's) tokens has
+        read. `forward`: the number of the forward in the step. `layout`: the division of the
+        tokens, with that rank or chunk as the current rank."""
         digest = digest.copy()
         digest.update(repr((forward, self.axis)).encode())
         number = int.from_bytes(digest.digest()[: BITS // 8], "little")
@@ -43,8 +45,8 @@ class PartDigests:
         self._sums = [total + bit for total, bit in zip(self._sums, bits, strict=True)]
 
     def numbers(self) -> list[float]:
-        """Return numbers whose sums over all ranks are 0 if and only if all parts of each forward
-        have read the same values. Every rank of `world` calls it."""
+        """Return numbers whose sums over all ranks are 0 if and only if, in each forward, all ranks
+        (or chunks) have read the same values. Every rank of `world` calls it."""
         sums = torch.tensor(self._sums, dtype=torch.float64)
         if not self._is_summed:
             self._world.all_reduce(sums)

@@ -1,7 +1,9 @@
-"""A check before the first step that a cut forward computes the same as an uncut one.
+"""A check before the first step that a forward whose tokens are divided among ranks (or chunks)
+computes the same as a forward of all tokens on one rank.
 
-One sample is computed twice, whole and cut, with the same random numbers. If the outputs differ,
-both forwards are computed once more, and the first call of torch whose result differs is named."""
+A few samples are computed twice, undivided and divided, with the same random numbers. If the
+outputs differ, both forwards are computed once more, and the error names the first call of torch
+whose result differs."""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ HIDDEN_ATTENTION = (
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
 )
-"""Modules of torch whose attention a mode cannot intercept."""
+"""Modules of torch whose attention a `TorchFunctionMode` cannot intercept."""
 ATTENTION = (
     "attention of its own; each rank has some of the tokens: call"
     " torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True), which"
@@ -84,14 +86,16 @@ REASONS = {
         "a loss over all tokens: return the logits, and compute the loss in Recipe.loss",
     ),
 }
-"""Function of torch -> text that says what it computes, and the remedy."""
+"""Function of torch that combines tokens -> text for an error that says what the function computes,
+and the remedy."""
 OTHER_REASON = (
     "something else for a part of the tokens; compute each token by itself, or {otherwise}"
 )
 
 
 def check_modules(model: nn.Module, layout: TokenLayout) -> None:
-    """Raise `RecipeError` if the model has a module that does not work with a cut sequence."""
+    """Raise `RecipeError` if the model has a module that does not work if a rank has only some of
+    the tokens."""
     for name, module in model.named_modules():
         if isinstance(module, HIDDEN_ATTENTION):
             raise RecipeError(
@@ -120,10 +124,12 @@ def _torch_name(module: nn.Module) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Provers:
-    """The ranks that prove a model together: they exchange tensors in its forward."""
+    """The ranks that together check a model before the first step, because they exchange tensors in
+    its forward."""
 
     worlds: Sequence[World]
-    """The axes along which ranks exchange in the forward. All their ranks take part in a trial."""
+    """The axes along which ranks exchange tensors in the forward. All ranks along them take part in
+    the check."""
 
     def any(self, flag: bool) -> bool:
         """Return True on all ranks if `flag` is true on any."""
@@ -162,21 +168,24 @@ def gather_over(value: Any, worlds: Iterable[World]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A forward of a rank's tokens: all at once, or chunk by chunk."""
+    """A forward whose output is compared with another one's: of this rank's tokens, of each of its
+    chunks, or of all tokens."""
 
     layouts: Sequence[TokenLayout]
-    """The layout of each chunk."""
+    """For each forward that this process runs (one for each chunk if chunks are computed by
+    themselves, else one), the division of the tokens."""
     compute: Callable[[Sequence[Around]], Sequence[Any]]
-    """(for each chunk, the context of each stage's forward) -> the output of each chunk; empty on
-    ranks without the model's output. Has collectives, and raises the same error on all ranks."""
+    """(for each item of `layouts`, the context of each stage's forward) -> the output for each
+    item; empty on ranks without the model's output. Has collectives, and raises the same error on
+    all ranks."""
     counts: Sequence[PartCounts]
-    """The collector of the counts that each chunk reads."""
+    """For each item of `layouts`, the counts of tokens that its forward has read into Python."""
 
 
 def prove(cut: Trial, whole: Trial, dim: int, ranks: Provers) -> Any:
-    """Compare the outputs for the tokens of this rank's chunks with the output for all tokens.
-    Every rank calls it. Returns the output of the first chunk; None on ranks without it. Raises
-    `RecipeError` if they differ."""
+    """Compare the outputs of the forward `cut`, for this rank's tokens or chunks, with the output
+    of the forward `whole`, for all tokens. Every rank calls it. Returns the output of the first
+    chunk; None on ranks without it. Raises `RecipeError` if they differ."""
     layout = cut.layouts[0]
     found, states = _run(cut, [partial(_with_reason, each) for each in cut.layouts])
     expected, (expected_states,) = _run(whole)
@@ -194,8 +203,8 @@ def prove(cut: Trial, whole: Trial, dim: int, ranks: Provers) -> Any:
 
 
 def differences(cut: Trial, whole: Trial, dim: int) -> list[tuple[float, float]]:
-    """Return, for each of this rank's chunks, the relative difference of its output from the output
-    for all tokens, and the difference that rounding explains. The model must be whole on this
+    """Return, for each output of `cut`, its relative difference from the output of `whole` for the
+    same tokens, and the relative difference that rounding explains. The model must be whole on this
     rank."""
     found, _ = _run(cut, [partial(_with_reason, each) for each in cut.layouts])
     expected, _ = _run(whole)
@@ -205,14 +214,16 @@ def differences(cut: Trial, whole: Trial, dim: int) -> list[tuple[float, float]]
 def _differences(
     found: Sequence[Any], expected: Sequence[Any], layouts: Sequence[TokenLayout], dim: int
 ) -> list[tuple[float, float]]:
-    """`found`, `expected` are empty on ranks without the output."""
+    """`found`: the output for each item of `layouts`. `expected`: a list of the output for all
+    tokens. Both are empty on ranks of a pipeline without the model's output."""
     pairs = zip(found, layouts, strict=False)
     return [_difference(part, expected[0], layout, dim) for part, layout in pairs]
 
 
 @contextmanager
 def _with_reason(layout: TokenLayout, _: int) -> Iterator[None]:
-    """Raise `RecipeError` if the body, a forward of the rank's tokens, fails in torch."""
+    """A context for a forward of this rank's tokens. Raises `RecipeError` if the forward fails in
+    torch, as the model may need all tokens."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
@@ -226,8 +237,9 @@ def _with_reason(layout: TokenLayout, _: int) -> Iterator[None]:
 
 
 class _States:
-    """Starts each stage's forward with the generators in their present state, and records the state
-    of torch's default generator after it."""
+    """Starts the forward of every stage with the random generators in the same state (they are
+    restored after each stage), and records the state of torch's default generator at the end of
+    each."""
 
     def __init__(self, device: torch.device, observer: Around) -> None:
         self._device = device
@@ -248,8 +260,8 @@ def _are_equal(one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> bool:
 def _run(
     trial: Trial, observers: Sequence[Around] = (lambda _: nullcontext(),)
 ) -> tuple[Sequence[Any], list[dict[int, Tensor]]]:
-    """Return the output of each chunk, and for each chunk the state of the default generator after
-    each stage."""
+    """Run a trial. Return the output for each of its layouts, and for each the state of torch's
+    default generator after each stage. `observers`: further contexts of each stage's forward."""
     device = trial.layouts[0].world.device
     states = [_States(device, observer) for observer in observers]
     outputs = trial.compute([each.of_stage for each in states])
@@ -257,7 +269,9 @@ def _run(
 
 
 def _difference(found: Any, expected: Any, layout: TokenLayout, dim: int) -> tuple[float, float]:
-    """Return the relative difference of the outputs, and the difference that rounding explains."""
+    """Return the relative difference between the output for a rank's tokens (`found`) and the
+    output for all tokens (`expected`) at the same tokens, and the relative difference that rounding
+    explains."""
     pairs = list(zip(tensors_in(found), tensors_in(expected), strict=True))
     if not any(has_tokens(whole, dim, layout.tokens) for _, whole in pairs):
         shapes = ", ".join(str(tuple(whole.shape)) for _, whole in pairs)
@@ -288,8 +302,9 @@ def _difference(found: Any, expected: Any, layout: TokenLayout, dim: int) -> tup
 def _explanation(
     cut: Trial, whole: Trial, differences: Sequence[tuple[float, float]], ranks: Provers
 ) -> str:
-    """Return the text of the error. Every rank calls it. `differences`: results of `_difference`;
-    empty on ranks without the output."""
+    """Run both forwards again to find the first call of torch whose result differs, and return the
+    text of the error. Every rank calls it. `differences`: results of `_difference`; empty on ranks
+    without the model's output."""
     layout = cut.layouts[0]
     known = [pair for theirs in ranks.gather(differences) for pair in theirs]
     errors, allowances = zip(*known, strict=True)
@@ -315,7 +330,7 @@ def _explanation(
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """The first result of a call that differs."""
+    """The first call of torch in a forward whose result differs between the two forwards."""
 
     stage: int
     number: int
@@ -326,16 +341,17 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """The shape of a result, and its sums of squares: for each dim of tokens, the sum at each
-    index, and under None the sum of all."""
+    """A summary of the result of a call: its shape, and sums of squares of its elements: for each
+    dim that is as long as the sequence, the sum for each token, and under None the sum of all
+    elements."""
 
     shape: torch.Size
     squares: dict[int | None, Tensor]
 
 
 class _Results(TorchFunctionMode):
-    """Records the results of the model's calls, or compares them with the results of an uncut
-    forward."""
+    """Records the results of the model's calls of torch in a forward; if `expected` is given,
+    compares them with the results of the same calls in a forward of all tokens."""
 
     def __init__(
         self, layout: TokenLayout, expected: list[tuple[str, _Tensor]] | None, allowed: float
@@ -370,8 +386,9 @@ class _Results(TorchFunctionMode):
                 self.first = _Result(self._stage, number, name, line, is_attention)
 
     def _differs(self, part: Tensor, whole: _Tensor) -> bool | None:
-        """Return None if the results agree, True if they differ because the call combines tokens,
-        else False."""
+        """Compare a call's result for this rank's tokens with its result for all tokens. Return
+        None if they agree, True if they differ because the result has a row and a column for each
+        token, as in attention, else False."""
         layout = self._layout
         if part.dim() != len(whole.shape):
             return False

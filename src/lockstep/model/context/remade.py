@@ -1,5 +1,5 @@
-"""Keeps autograd from saving some tensors for the backward: they are made again, or read from
-another tensor."""
+"""Keeps autograd from saving some tensors for the backward: the backward computes them again, or
+reads them from another tensor."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Make = Callable[[], Tensor]
 
 
 class Remade:
-    """Inside the context, autograd does not save tensors that were added, or views of them. The
-    backward makes such a tensor again, and keeps it until all of its saved views have been used.
-    Other tensors are passed to the hooks of the surrounding context when this one is left. Enter it
-    once, for the forward of one attention."""
+    """A context in which autograd does not save tensors that were added by `add`, or views of them.
+    The backward makes such a tensor again, and keeps it until all of its saved views have been
+    used. Other tensors are passed to the hooks of the surrounding context when this one is left.
+    Enter it once, for the forward of one attention."""
 
     def __init__(self) -> None:
         self._sources: dict[int, Source] = {}
@@ -29,15 +29,16 @@ class Remade:
         self._hooks: saved_tensors_hooks | None = None
 
     def add(self, tensor: Tensor, make: Make) -> Source:
-        """Add a tensor. `make` makes it (or a view of it) again, with the same memory order. If
-        `make` calls collectives, every rank must add the same tensors."""
+        """Add a tensor that autograd must not save. `make` computes it (or a view of it) again in
+        the backward, with the same memory order. If `make` calls collectives, every rank must add
+        the same tensors."""
         # this object keeps the tensor alive, so that no other tensor gets its address
         source = Source(make, tensor)
         self._sources[storage_address(tensor.untyped_storage())] = source
         return source
 
     def add_copy(self, tensor: Tensor, copy: Tensor) -> None:
-        """Save `copy`, which has the same shape and values, instead of `tensor`."""
+        """Let autograd save `copy`, which has the same shape and values, instead of `tensor`."""
         self._copies[storage_address(tensor.untyped_storage())] = copy
 
     def drop(self, tensor: Tensor) -> None:
@@ -85,7 +86,7 @@ class Source:
         self.saved = self._unused = 0
 
     def release(self) -> None:
-        """Drop the tensor."""
+        """Drop this object's reference to the tensor."""
         self._tensor, self._unused = None, self.saved
 
     def use(self) -> Tensor:

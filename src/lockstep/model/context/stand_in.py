@@ -1,10 +1,11 @@
 """A tensor that the backward of an attention reads instead of the attention's output.
 
-Under `heads`, the output is needed twice: the projection after it keeps a rank's tokens of all
-heads, and the attention's backward reads all tokens of some heads. That backward uses the output
-only in one number for each token and head: the sum of output times gradient. The rank that has a
-token's output computes the sum, and sends it with the gradient. The stand-in is zero except for one
-or two numbers for each token and head, which give the same sum. It exists only in the backward.
+With `exchange="heads"` (each rank computes all tokens in some heads), the output is needed twice:
+the projection after it keeps a rank's tokens of all heads, and the attention's backward reads all
+tokens of some heads. That backward uses the output only in one number for each token and head: the
+sum of output times gradient. The rank that has a token's output computes the sum, and sends it with
+the gradient. The stand-in is zero except for one or two numbers for each token and head, which give
+the same sum. It exists only in the backward.
 """
 
 from __future__ import annotations

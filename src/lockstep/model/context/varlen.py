@@ -12,14 +12,15 @@ from torch import Tensor
 
 
 class Bounds(NamedTuple):
-    """The documents to which some queries of a row belong."""
+    """The bounds of the documents to which the queries in a span of a row belong, in the form that
+    `varlen_attn` takes."""
 
     queries: list[int]
-    """Cumulative numbers of queries of the documents, from 0."""
+    """Cumulative sums, from 0, of the number of queries in each document."""
     keys: list[int]
-    """Cumulative numbers of keys of the documents, from 0."""
+    """Cumulative sums, from 0, of the number of keys in each document."""
     seen: range
-    """The keys, by their indices in the row."""
+    """The span of the indices in the row of the keys that these queries may attend to."""
 
 
 def bounds(lengths: Iterable[int], span: range, *, is_causal: bool) -> Bounds:
