@@ -1,4 +1,5 @@
-"""The loads of a model's experts in each step, and the loss terms that balance them."""
+"""Counts the tokens that each expert of a model gets in each step (its load), and computes the loss
+terms that balance these loads."""
 
 from __future__ import annotations
 
@@ -39,25 +40,28 @@ from lockstep.recipe.recipe import Loss, Sum
 from lockstep.training.loss import SINGLE, Weights
 
 BALANCE_TERMS = BALANCE, ROUTER_Z = "balance", "router_z"
-"""The names of the terms."""
+"""The names that the balance's loss terms have in metrics and errors."""
 
 
 @dataclass(slots=True)
 class Routed:
-    """The choices that this rank's routers (in a pipeline, one stage's) made for one microbatch."""
+    """The experts that this rank's routers (in a pipeline, one stage's) chose for the tokens of one
+    microbatch."""
 
     microbatch: int
     choices: list[Choices]
     samples: int
     counted: Tensor | None
-    """(tokens,): True for tokens that count. None if all do."""
+    """Shape (tokens,): True for tokens that count in the loads and loss terms. None if all do."""
     loads: Tensor | None = None
-    """(samples, columns of all layers); None until they are computed."""
+    """Shape (samples, columns of all layers): for each sample, the columns of `loads_of_samples`
+    for each layer of experts. None until it is computed."""
 
 
 class ExpertBalance:
-    """The loads of one model's experts, and the terms that balance them. In each step, every rank
-    calls `begin`, then `count` and `terms` for each microbatch, `reduce`, and `commit`."""
+    """Counts the loads of one model's experts (the number of tokens that each expert gets), and
+    computes the loss terms that balance them. In each step, every rank calls `begin`, then `count`
+    and `terms` for each microbatch, `reduce`, and `commit`."""
 
     def __init__(
         self,
@@ -69,8 +73,9 @@ class ExpertBalance:
         *,
         counts_first: bool,
     ) -> None:
-        """`biases`: the bias of each layer on this rank, if the balance updates biases. `inputs`:
-        as in `Recipe`. `counts_first`: True if loads must be known before the first backward."""
+        """`biases`: the bias of the router of each layer on this rank; None for a layer whose bias
+        is not updated. `inputs`: as in `Recipe`. `counts_first`: True if the loads of the step must
+        be known before the first backward."""
         self.balance = balance
         self.counts_first = counts_first
         self.recorder = recorder
@@ -80,28 +85,31 @@ class ExpertBalance:
         self._inputs = inputs
         self._widths = [layer.experts.count + MORE for layer in self.layers]
         self.loads = self._zeros()
-        """The loads of all layers in the latest step's global batch, one after another."""
+        """The loads in the latest step's global batch: the columns of all layers, one layer after
+        another. The other tensors of loads have the same layout."""
         self._mine = self._zeros()
-        """The loads of this rank's microbatches so far."""
+        """The loads of this rank's microbatches so far in the step."""
         self._previous = self._zeros()
-        """The loads of the previous step."""
+        """The loads of the latest step that updated the model."""
         self._idle = self._zeros()
-        """The number of steps since a token chose each expert, in the expert's column."""
+        """The number of steps since a token chose each expert, in the same columns as the loads."""
         self._known: Tensor | None = None
-        """The loads of the global batch, if they were counted before the backward."""
+        """The loads of the step's global batch, if they were counted before the first backward;
+        else None."""
         self._of_microbatches: dict[int, Tensor] = {}
-        """The loads of all of a pipeline's stages in each of this rank's microbatches, by sample,
-        if a stage needs the other stages' loads."""
+        """Number of a microbatch of this rank -> the loads of each of its samples, in the layers of
+        all stages of a pipeline. Filled only if a stage needs the other stages' loads."""
         self._has_seen_logits = False
         self.is_watched = False
-        """True if `counts_of_f` is called."""
+        """True if the numbers that `counts_of_f` returns must be kept, because something calls
+        it."""
         self._of_f: dict[int, dict[str, Tensor]] = {}
         """For each microbatch of the step, by layer on this rank: the loads from which its balance
         loss computed f (the fraction of tokens that chose each expert)."""
 
     def check_recomputation(self, every: int) -> None:
-        """Raise `RecipeError` if a stage could not compute the terms of another replica's
-        microbatch. `every`: the value of --recompute-every."""
+        """Raise `RecipeError` if a pipeline's stage could not compute the balance's loss terms for
+        a microbatch of another replica of the model. `every`: the value of --recompute-every."""
         over = self.balance.over
         if every and self.counts_first and over != "step":
             raise RecipeError(
@@ -118,12 +126,13 @@ class ExpertBalance:
         return {name: load[:-MORE].tolist() for name, load in loads.items()}
 
     def of_layers(self, loads: Tensor) -> list[Tensor]:
-        """Return the load of each layer."""
+        """Split `loads`, whose last dimension has the columns of all layers, into one tensor for
+        each layer."""
         return list(torch.split(loads, self._widths, dim=-1))
 
     def joined_weight(self, weight: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-        """Return a weight function for the loss's own terms and for the balance's. `weight`: the
-        weight function of the loss's own terms."""
+        """Return a weight function (batch -> denominators) for the terms of the user's loss and for
+        those of the balance. `weight`: `Recipe.weight`, which is for the user's loss only."""
         return partial(self._weight, weight) if self.balance.has_terms else weight
 
     def _weight(self, weight: Callable[[Any], Any] | None, batch: Any) -> dict[str, Any]:
@@ -143,7 +152,8 @@ class ExpertBalance:
 
     def _shape(self, batch: Any) -> tuple[int, int, Tensor | None]:
         """Return the number of samples in a batch, the number of tokens in each, and a mask of
-        shape (samples, tokens) that is True for tokens that count. Raises `RecipeError`."""
+        shape (samples, tokens) that is True for tokens that count in the balance (None if all do).
+        Raises `RecipeError`."""
         arguments = None if self._inputs is None else self._inputs(batch)
         counted = None
         if self.balance.tokens is not None:
@@ -176,34 +186,38 @@ class ExpertBalance:
 
     @property
     def term_names(self) -> list[str]:
-        """The names of the terms that are added to the loss."""
+        """The names of the terms that the balance adds to the loss."""
         sizes = zip(BALANCE_TERMS, (self.balance.coefficient, self.balance.z), strict=True)
         return [name for name, size in sizes if size]
 
     def begin(self) -> None:
-        """Begin the accumulation of a gradient."""
+        """Forget the loads of the microbatches before. Called when the accumulation of a gradient
+        begins."""
         self._mine, self._known = self._zeros(), None
         self._of_microbatches, self._of_f = {}, {}
 
     def routed(self, microbatch: int, batch: Any) -> Routed:
-        """Return the routers' choices in the recorded forward. `batch`: the microbatch's batch.
-        Raises `RecipeError`."""
+        """Return the experts that routers chose in the latest forward, which the recorder has
+        recorded. `microbatch`: its number in the step. `batch`: its batch. Raises `RecipeError`."""
         choices = self.recorder.take()
         samples, counted = self._counted(batch, choices)
         return Routed(microbatch, choices, samples, counted)
 
     def count(self, routed: Routed) -> None:
-        """Add a microbatch's loads to the step's loads, unless these were counted before."""
+        """Add a microbatch's loads to this rank's loads of the step, unless `know_loads` has
+        already summed the loads of this step."""
         if self._known is not None:
             return
         loads = self._loads_of(routed)
         self._mine += loads.sum(0)
         if self.counts_first and self.balance.over != "step":
-            before = self._of_microbatches.get(routed.microbatch, 0)  # of earlier stages
+            # loads that earlier stages of this rank have counted for the microbatch
+            before = self._of_microbatches.get(routed.microbatch, 0)
             self._of_microbatches[routed.microbatch] = loads + before
 
     def know_loads(self) -> None:
-        """Sum the loads of all microbatches before the first backward. Every rank calls it."""
+        """Sum the loads of the step's microbatches over ranks, once all are counted, before the
+        first backward. Every rank calls it."""
         self._known = self._summed()
         if self._of_microbatches:
             summed = torch.cat(list(self._of_microbatches.values()))
@@ -214,8 +228,8 @@ class ExpertBalance:
             self._of_microbatches = dict(zip(self._of_microbatches, parts, strict=True))
 
     def terms(self, loss: Any, routed: Routed) -> Any:
-        """Return the loss of a microbatch with the terms of the balance. Ranks that share out a
-        microbatch's tokens call it together. Raises `LossError` and `RecipeError`."""
+        """Return a microbatch's loss with the terms of the balance added. All ranks over which the
+        tokens of the microbatch are divided call it. Raises `LossError` and `RecipeError`."""
         self.check_own(loss)
         if not self.balance.has_terms:
             return loss
@@ -223,7 +237,8 @@ class ExpertBalance:
         return {**own, **self.terms_of(routed)}
 
     def check_own(self, loss: Any) -> None:
-        """Raise `LossError` if the terms of the balance cannot be added to a loss."""
+        """Raise `LossError` if the terms of the balance cannot be added to `loss`, the result of
+        the user's loss function."""
         if self.balance.has_terms and isinstance(loss, Loss):
             raise LossError(
                 "Recipe.balance with an ls.Loss, whose denominator is known only after the forward;"
@@ -234,9 +249,9 @@ class ExpertBalance:
             joined(loss, dict.fromkeys(self.term_names))
 
     def _counted(self, batch: Any, choices: Sequence[Choices]) -> tuple[int, Tensor | None]:
-        """Return the number of samples, and a mask of this rank's tokens that count (None if all
-        do). Raises `RecipeError` if the routers or experts were called with more or fewer tokens
-        than the batch has."""
+        """Return the number of samples, and a mask of this rank's tokens that count in the balance
+        (None if all do). Raises `RecipeError` if the routers or experts were called with more or
+        fewer tokens than the batch has."""
         samples, tokens, counted = self._shape(batch)
         places = next((each.places for each in choices if each.places is not None), None)
         if places is not None:
@@ -271,7 +286,8 @@ class ExpertBalance:
                 )
 
     def _loads_of(self, routed: Routed) -> Tensor:
-        """Return the loads of this rank's tokens of each sample: (samples, all columns)."""
+        """Return the loads of each sample, counted over this rank's tokens: shape (samples, columns
+        of all layers)."""
         if routed.loads is not None:
             return routed.loads
         device, columns = self._mesh.world.device, []
@@ -289,9 +305,9 @@ class ExpertBalance:
         return routed.loads
 
     def terms_of(self, routed: Routed) -> dict[str, Sum]:
-        """Return the terms of the balance for one microbatch, or for a stage's part of it. Ranks
-        that divide a microbatch's tokens call it together. Raises `LossError` and
-        `RecipeError`."""
+        """Return the balance's loss terms for one microbatch; in a pipeline, of the layers of one
+        stage. All ranks over which the tokens of the microbatch are divided call it. Raises
+        `LossError` and `RecipeError`."""
         self._check_logits(routed.choices)
         terms = {}
         if self.balance.coefficient:
@@ -303,7 +319,8 @@ class ExpertBalance:
         return terms
 
     def _balance_term(self, routed: Routed) -> Tensor:
-        """Return this rank's tokens' part of the balance loss, times the loss's denominator."""
+        """Return this rank's tokens' part of the balance loss (Σ f · P, with P the mean probability
+        of each expert), before the division by its denominator."""
         by_sample = self.balance.over == "sample"
         loads = self.of_layers(self._loads_of_f(routed))
         if self.is_watched:
@@ -323,13 +340,16 @@ class ExpertBalance:
                 else:
                     summed = summed.sum(0)
                 parts.append(balance_loss(chosen_per_token(load), summed))
-        # by sample, the token count covers all layers
+        # a sample's load summed over layers has the token count of all layers, so P is already
+        # their mean
         is_mean = self.balance.per_layer or by_sample
         share = 1.0 if is_mean else 1.0 / len(self.layers)
         return self.balance.coefficient * share * _sum(parts)
 
     def _loads_of_f(self, routed: Routed) -> Tensor:
-        """Return the loads from which f is computed."""
+        """Return the loads from which f, the fraction of tokens that chose each expert, is
+        computed: of the step before, of the whole step, of this microbatch, or of each of its
+        samples."""
         if self.balance.over == "previous":
             return self._previous
         if self.balance.over == "step":
@@ -364,7 +384,7 @@ class ExpertBalance:
                     )
 
     def reduce(self) -> None:
-        """Sum the loads of the step over ranks. Every rank calls it."""
+        """Set `loads` to the sum of the step's loads over ranks. Every rank calls it."""
         self.loads = self._summed() if self._known is None else self._known
 
     def _summed(self) -> Tensor:
@@ -374,8 +394,8 @@ class ExpertBalance:
         return summed
 
     def check(self, step: int) -> None:
-        """Raise `LossError`, on all ranks, if a router's choices in the global batch are not valid.
-        Waits for the device."""
+        """Raise `LossError`, on all ranks, if in this step a router returned logits that are not
+        finite or chose an expert that does not exist. Waits for the device."""
         for layer, load in zip(self.layers, self.of_layers(self.loads.cpu()), strict=True):
             _, out_of_range, not_finite = load[-MORE:].tolist()
             if not_finite:
@@ -430,8 +450,9 @@ def check_balance(
     *,
     others: Sequence[ExpertBalance],
 ) -> None:
-    """Raise `RecipeError` or `PlanError` if the recipe or plan does not allow the balance.
-    `inputs`: as in `Recipe`. `others`: the balances of models that were prepared before."""
+    """Raise `RecipeError` or `PlanError` if `balance` is not possible with the recipe or the plan.
+    `inputs`: as in `Recipe`. `others`: the balances of models that were prepared before in the
+    session."""
     if not isinstance(balance, Balance):
         raise RecipeError(
             f"balance is {in_words(balance)}; give ls.Balance(coefficient=0.01), or None"
@@ -478,9 +499,9 @@ def balance_experts(
     inputs: Callable[[Any], Any] | None,
     stages: Stages | None,
 ) -> ExpertBalance:
-    """Record the choices of a parallelized model's routers, and return the balance of its experts.
-    `layers`: result of `routed_layers`. `inputs`: as in `Recipe`. `stages`: the stages of a
-    pipeline."""
+    """Begin to record the experts that a parallelized model's routers choose, and return the object
+    that balances them. `layers`: result of `routed_layers`. `inputs`: as in `Recipe`. `stages`: the
+    stages of a pipeline; None without a pipeline."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     biases = [None if layer.bias is None else buffers.get(layer.bias) for layer in layers]
     needs_all_stages = stages is not None and (
@@ -511,7 +532,7 @@ def _is_on_several_stages(model: nn.Module, layers: Sequence[RoutedLayer], stage
 
 
 def own_weights(weights: Weights | None) -> Weights | None:
-    """Return the denominators of the loss's own terms."""
+    """Return the denominators of the terms of the user's loss, without those of the balance."""
     if weights is None:
         return None
     own = {name: each for name, each in weights.items() if name not in BALANCE_TERMS}
@@ -519,14 +540,14 @@ def own_weights(weights: Weights | None) -> Weights | None:
 
 
 def balance_weights(weights: Weights | None) -> Weights:
-    """Return the denominators of the balance's terms."""
+    """Return the denominators of the balance's loss terms only."""
     assert weights is not None, "a balance has some"
     return {name: weights[name] for name in BALANCE_TERMS if name in weights}
 
 
 def joined(own: Mapping[str, Any], terms: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe's own terms (or denominators) together with the balance's. Raises
-    `LossError`."""
+    """Return one dict of the user's loss terms (or their denominators) and the balance's. Raises
+    `LossError` if both have a term of the same name."""
     for name in own.keys() & terms.keys():
         raise LossError(
             f"the loss has a term {name!r}, and Recipe.balance adds one of that name; rename the"

@@ -38,10 +38,10 @@ T = TypeVar("T")
 Inputs = Callable[[Any], Any] | None
 Loss = Callable[[Any, Any], Any]
 Score = Callable[[Microbatch, Any, Any, Any], T]
-"""(microbatch, batch, output, loss) -> the microbatch's part of an evaluation."""
+"""(microbatch, batch, output, loss) -> the numbers that the microbatch adds to an evaluation."""
 EVALUATED_TOGETHER = 2
-"""Number of microbatches that a stage computes before the next stage begins, in an evaluation. The
-activations between stages are all kept in memory."""
+"""Number of microbatches that a pipeline stage computes before the next stage begins, in an
+evaluation. Their activations between the stages are in memory at the same time."""
 
 
 class Accumulation(Protocol):
@@ -52,28 +52,31 @@ class Accumulation(Protocol):
         random generators."""
 
     def accumulate(self, loss: Any) -> None:
-        """Accumulate the gradient of the loss of the latest microbatch of `batches`."""
+        """Accumulate the gradient of `loss`, which is of the microbatch that `batches` yielded
+        last."""
 
     def fetched(self) -> list[tuple[Microbatch, Any]]:
-        """All of this rank's microbatches and their batches at once. For executors that call
-        `record`."""
+        """Return all of this rank's microbatches and their batches at once. For executors that call
+        `record` instead of `accumulate`."""
 
     def random_position(self, microbatch: Microbatch) -> tuple[int, ...]:
-        """The key of the microbatch's random streams."""
+        """Return the key from which the microbatch's random generators are seeded."""
 
     def comparing(self, microbatches: Sequence[Microbatch]) -> AbstractContextManager[None]:
-        """A context for the backwards of these microbatches. For executors that call `record`."""
+        """A context for the backwards of `microbatches`, which records or discards gradients if
+        ranks recompute each other's microbatches in this step. For executors that call `record`."""
 
     @property
     def is_recomputing(self) -> bool:
-        """True while another rank's microbatch is computed, to compare its gradient."""
+        """True while this rank computes another rank's microbatch to compare the gradients."""
 
     def without_backward(self) -> AbstractContextManager[None]:
-        """A context for calls of the loss, which must not call `backward`. For executors that call
-        `record`."""
+        """A context for calls of the user's loss function; raises `LossError` if it calls
+        `backward`. For executors that call `record`."""
 
     def contribution(self, loss: Any, microbatch: Microbatch) -> Contribution:
-        """Check the result of a loss function. Raises `LossError`."""
+        """Check and scale the result of the user's loss function for `microbatch`. Raises
+        `LossError`."""
 
     def grad_output(self, part: Contribution) -> Tensor:
         """The gradient that the backward of `part.total` starts with, times the loss scale."""
@@ -81,34 +84,37 @@ class Accumulation(Protocol):
     def record(
         self, microbatch: Microbatch, value: Any, weight: Any, part: Contribution | None
     ) -> None:
-        """Record a microbatch whose gradient has been accumulated. `part`: None if another rank
-        computes its loss."""
+        """Record the loss and the weight of a microbatch whose gradient the executor has
+        accumulated. `part`: None if another rank computes its loss."""
 
     def count_choices(self, microbatch: Microbatch, batch: Any) -> None:
-        """Count the choices that routers made in the latest forward."""
+        """Count the tokens that routers have sent to each expert in the latest forward."""
 
     @property
     def balance_terms(self) -> Sequence[str]:
         """The names of the terms that the balance of experts adds to the loss."""
 
     def balance_part(self, microbatch: Microbatch, batch: Any) -> Contribution | None:
-        """Return the balance terms of a stage's latest forward; None if it has none."""
+        """Return the loss terms that balance the experts, from the latest forward of a pipeline's
+        stage; None if the stage adds no such term."""
 
 
 class Executor(Protocol):
     """Computes this rank's microbatches of one model. Every rank makes the same calls."""
 
     why_no_loop: str | None
-    """The reason why the script cannot loop over microbatches itself; None if it can."""
+    """The reason why the script cannot loop over `Step.microbatches` itself; None if it can."""
     recorder: RoutingRecorder | None
-    """Records the choices of routers in each microbatch's forward."""
+    """Records the experts that routers choose in each microbatch's forward. None if the model has
+    no `balance`."""
 
     def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
         """Compute forward and backward of all microbatches of a step."""
 
     def forwards(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
-        """Compute the forwards of a step without gradients, recorded by `recorder`. After each
-        forward (in a pipeline, of each stage), call `step.count_choices`."""
+        """Compute the forwards of a step without gradients, while `recorder` records the chosen
+        experts. Calls `step.count_choices` after each forward; in a pipeline, after each
+        stage's."""
 
     def evaluate(
         self,
@@ -119,21 +125,22 @@ class Executor(Protocol):
         score: Score[T],
     ) -> Iterable[tuple[Microbatch, T]]:
         """Compute forwards only. On ranks that have the model's output, yields each microbatch and
-        its score. `position`: the key of a microbatch's random streams."""
+        the result of `score`. `position`: returns the key from which a microbatch's random
+        generators are seeded."""
 
     def whole(self, output: Any) -> Any:
-        """The model's output for all tokens of the microbatch, on each rank that has a part of this
-        output."""
+        """Return the model's output for all tokens of a microbatch, on each rank that has a part of
+        it. `output`: this rank's part."""
 
     def on_output_rank(self, compute: Callable[[], Any]) -> Any:
-        """Compute a JSON value on the rank with the model's output, and return it on all ranks. An
-        error is raised on all ranks."""
+        """Call `compute`, which returns a JSON value, on the rank that has the model's output, and
+        return the value on all ranks. An error is raised on all ranks."""
 
 
 @dataclass(slots=True)
 class SerialExecutor:
-    """An `Executor` for plans that divide neither layers nor tokens: one microbatch after
-    another."""
+    """An `Executor` for plans that split neither layers (pipeline) nor sequences (context) over
+    ranks. It computes one microbatch after another."""
 
     model: nn.Module
     device: torch.device
@@ -148,7 +155,8 @@ class SerialExecutor:
             self._check(inputs, loss, batch)
             self._record()
             with self.autocast, self.flops.counting(microbatch.size):
-                # a local variable would keep the output alive during the next microbatch's forward
+                # no local variable for the output: it would stay in memory during the next
+                # microbatch's forward
                 value = self._computed(inputs, loss, batch)[1]
             step.accumulate(value)
 
@@ -196,7 +204,8 @@ class SerialExecutor:
         return compute()
 
     def _check(self, inputs: Inputs, loss: Loss, batch: Any) -> None:
-        """Run the checks that need a batch. Called before each microbatch."""
+        """Run the checks of the model that need a batch. Called before each microbatch; here it
+        does nothing."""
 
     def _computed(self, inputs: Inputs, loss: Loss, batch: Any) -> tuple[Any, Any]:
         """Return the model's output and its loss."""
@@ -209,8 +218,8 @@ class SerialExecutor:
 
 @dataclass(slots=True, kw_only=True)
 class SequenceExecutor(SerialExecutor):
-    """An `Executor` for a model of sequences: each rank of the `context` axis computes some tokens
-    of every microbatch, and their part of the loss."""
+    """An `Executor` for plans that split sequences over ranks: each rank of the `context` axis
+    computes some tokens of every microbatch, and these tokens' part of the loss."""
 
     cut: SequenceCut
     why_no_loop: str | None = (
@@ -247,7 +256,8 @@ class PipelineExecutor:
         autocast: AbstractContextManager[Any],
         cut: SequenceCut | None,
     ) -> None:
-        """`cut`: the model's `SequenceCut`, if it has one."""
+        """`cut`: splits sequences over the ranks of the `context` axis; None if they are not
+        split."""
         self.why_no_loop: str | None = (
             f"pipeline={pipeline.world.size}; microbatches go through the stages one behind another"
         )
@@ -385,9 +395,11 @@ class PipelineExecutor:
         term: Callable[[], StageTerm | None] = lambda: None,
         around_loss: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> PipelineMicrobatch:
-        """Return a microbatch for the pipeline; the first one in each mode is used to check a cut
-        model. `score`: (output, loss) -> the microbatch's result. `before`, `term`: as in
-        `PipelineMicrobatch`. `around_loss`: see `SequenceCut.run_of`."""
+        """Return a microbatch in the form that the pipeline takes. If sequences are split over
+        ranks, the first microbatch in training and in evaluation also checks that this does not
+        change the output. `position`: the key of its random generators. `score`: (output, loss) ->
+        the microbatch's result. `before`, `term`: as in `PipelineMicrobatch`. `around_loss`: see
+        `SequenceCut.run_of`."""
         cut = self._cut
         if cut is None:
 
@@ -435,8 +447,8 @@ class PipelineExecutor:
 
 
 def call_model(inputs: Inputs, model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch. Without `inputs` it returns the model itself, which the loss
-    then calls."""
+    """Return the model's output for a batch. Without `inputs`, return the model itself, which the
+    loss function then calls."""
     if inputs is None:
         return model
     arguments = model_arguments(inputs, batch)
@@ -446,8 +458,8 @@ def call_model(inputs: Inputs, model: nn.Module, batch: Any) -> Any:
 
 
 def model_arguments(inputs: Callable[[Any], Any], batch: Any) -> Any:
-    """Call `inputs`, which returns a tuple of arguments, a dict of keywords, or one argument.
-    Raises `RecipeError`."""
+    """Return the arguments of the model for a batch: the result of `Recipe.inputs`, which is a
+    tuple of arguments, a dict of keyword arguments, or one argument. Raises `RecipeError`."""
     arguments = inputs(batch)
     if arguments is None or isinstance(arguments, list):
         returned = f"a list of {len(arguments)}" if isinstance(arguments, list) else "None"

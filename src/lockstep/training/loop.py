@@ -1,4 +1,4 @@
-"""The loop of steps: its setup, and the calls before and after each step."""
+"""The loop behind `Session.steps`: its setup, and the calls before and after each step."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class LoopOptions:
     batch_sampler: Callable[[int, int], Any] | None
 
     def __post_init__(self) -> None:
-        """Replace a DataLoader by its dataset and collate function if the order of samples is
-        given."""
+        """Replace a DataLoader by its dataset and its collate function if a sampler gives the order
+        of samples."""
         if isinstance(self.data, DataLoader) and (
             self.sampler is not None or self.batch_sampler is not None
         ):
@@ -83,8 +83,8 @@ class LoopOptions:
 
 
 def lay_out_loop(training: Training, options: LoopOptions) -> Batching:
-    """Check the options, assign microbatches to ranks, build the reducers. Every rank calls it.
-    Raises `UserError`s."""
+    """Check the options of a loop, assign microbatches to ranks, and build each model's gradient
+    reducer. Every rank calls it. Raises `UserError`s."""
     plan, data, models = (
         training.context.plan,
         options.data,
@@ -182,8 +182,8 @@ def lay_out_loop(training: Training, options: LoopOptions) -> Batching:
 
 
 def _describe(training: Training, options: LoopOptions) -> None:
-    """Record the numbers on which the result of a script's own loop depends, to compare them when
-    the run is resumed."""
+    """Record the settings on which the result of a script's own loop depends, to compare them with
+    those of a run that resumes this one."""
     context = training.context
     settings: dict[str, Any] = {"parameters": dict(declared.values)} if declared.values else {}
     settings |= {
@@ -197,8 +197,8 @@ def _describe(training: Training, options: LoopOptions) -> None:
 
 
 def report_layout(training: Training, options: LoopOptions, batching: Batching) -> None:
-    """Record each model's reducer, the samples that BatchNorm's statistics cover, and idle ranks.
-    Only for the first loop of steps."""
+    """Record each model's gradient reducer, the number of samples in BatchNorm's statistics, and
+    ranks without microbatches, as events. Only for the first loop of steps."""
     if training.run.recipe is None:
         _describe(training, options)
     models = [module.model for module in training.modules]
@@ -220,8 +220,8 @@ def report_layout(training: Training, options: LoopOptions, batching: Batching) 
 
 
 def report_kernels(training: Training) -> None:
-    """Record, after the first step, the kernels that compute attention of documents or of cut
-    sequences."""
+    """Record as an event, after the first step, the kernels that compute attention within packed
+    documents, or in sequences that are split over ranks."""
     for number, module in enumerate(training.modules):
         cut = module.parallel.cut
         if cut is not None and cut.hides_tokens and not cut.kernels.is_reported:
@@ -230,8 +230,8 @@ def report_kernels(training: Training) -> None:
 
 
 def _order(training: Training, options: LoopOptions) -> SampleOrder | None:
-    """The sampler's order; None without a sampler. Every rank calls it. Raises `DataError` on all
-    ranks if it differs between ranks."""
+    """Return the order of samples from the sampler; None without a sampler. Every rank calls it.
+    Raises `DataError` on all ranks if the sampler returned other indices on another rank."""
     if options.sampler is None and options.batch_sampler is None:
         return None
     order = order_of(
@@ -252,8 +252,8 @@ def _order(training: Training, options: LoopOptions) -> SampleOrder | None:
 
 
 def order_and_samples(recipe: Recipe) -> tuple[SampleOrder | None, int]:
-    """Return the order of a recipe's sampler, and the number of samples in an epoch (0 for a
-    stream). Raises `DataError`."""
+    """Return the order of samples from the recipe's sampler (None without one), and the number of
+    samples in an epoch (0 for a stream). Raises `DataError`."""
     if isinstance(recipe.data, Stream):
         return None, 0
     order = order_of(
@@ -323,8 +323,8 @@ def sources(
     first: int,
     close: Callable[[Callable[[], object]], object],
 ) -> Iterator[Microbatches]:
-    """Each step's microbatches on this rank, from step `first` on. `close` is called with the
-    loader's `close` method, to run it at the end."""
+    """Return an iterator over each step's microbatches on this rank, from step `first` on. `close`:
+    called with the loader's `close` method, which it must call at the end of the loop."""
     context, data = training.context, options.data
     if context.overrides.left_out is not None and (data is None or isinstance(data, Stream)):
         raise DataError(
@@ -348,7 +348,7 @@ def sources(
             else {}
         )
         return from_stream(streamed, batching, seed=context.seed, first=first, positions=positions)
-    # a change of the assignment applies after the microbatches that are already requested
+    # limit how far ahead the loader requests, because a new assignment applies only to later steps
     if context.plan.assignment == "measured":
         how["ahead"] = max(1, training.run.global_batch // context.mesh.data.size)
     left_out = context.overrides.left_out
@@ -362,8 +362,8 @@ def sources(
 def compare_data(
     training: Training, name: str, digests: Digests, *, is_trained_on: bool = False
 ) -> None:
-    """Compare this rank's samples of the dataset `name` with the other ranks' samples, and training
-    data also with the samples of the run that is resumed. Every rank calls it.
+    """Compare digests of some samples of the dataset `name` with the other ranks' digests, and
+    training data also with those of the run that is resumed. Every rank calls it.
 
     Raises `DataError` on all ranks if samples differ; with numerics=bitwise also if a sample
     changes from one fetch to the next; in other numerics that is a warning.
@@ -400,8 +400,9 @@ def steps(
     total: int,
     weight: Callable[[Any], Any] | None,
 ) -> Iterator[Step]:
-    """Yield each of `total` steps to the script, which computes and commits it; then call the hooks
-    and do what the ranks agree on."""
+    """Yield each of `total` steps to the script, which computes and commits it; then call the
+    hooks, and stop, save or end if the ranks agree to. `total`: number of steps in the loop.
+    `weight`: `Recipe.weight`."""
     context, terms = training.context, None
     context.recorder.show(total)
     training.hooks.call("before_steps", training.run)
@@ -421,7 +422,7 @@ def steps(
         training.run.is_logging_step = (
             source.step + 1
         ) % context.log_every == 0 or source.step + 1 == total
-        # fetch nothing before this: the data may depend on what hooks set
+        # fetch nothing before this: the `before_step` hooks may change the dataset
         training.begin_step(source)
         if weight is not None:
             before = context.phases.enter("exchange", interrupts=True)
@@ -447,7 +448,7 @@ def steps(
         training.hooks.call("after_step", training.run)
         context.phases.enter("between steps")
         training.end_step(source)
-        # the hooks read the step's results
+        # wait now, because the hooks read the step's results from the device
         if training.run.is_logging_step and accelerator.has_streams(context.device):
             with context.phases.waiting_for_device():
                 accelerator.current_stream(context.device).synchronize()

@@ -1,5 +1,5 @@
-"""The results of the user's loss and weight functions, checked and scaled: terms of Σ total / Σ
-weight."""
+"""Checks and scales the results of the user's loss and weight functions. A step's loss is the sum
+of its terms, each Σ total / Σ weight over the microbatches of the global batch."""
 
 from __future__ import annotations
 
@@ -93,12 +93,13 @@ def _tensor_rows(parts: Iterable[Any]) -> Iterable[int]:
 
 
 NAME = "loss_module"
-"""The name of the loss module in the model, and the prefix of its parameters' names."""
+"""The attribute of the model that holds `Recipe.loss` if it has parameters, and the prefix of their
+names."""
 
 
 def with_loss_in_model(recipe: Recipe) -> Recipe:
-    """The recipe with its loss module as a part of the model, so that optimizer, plans and
-    checkpoints find the loss's parameters. Unchanged if the loss has none."""
+    """Return the recipe with its loss module as a submodule of the model, so that optimizer, plans
+    and checkpoints find the loss's parameters. Unchanged if the loss has none."""
     if not isinstance(recipe.loss, nn.Module) or not any(
         parameter.requires_grad for parameter in recipe.loss.parameters()
     ):
@@ -145,22 +146,22 @@ IGNORE_INDEX = -100  # torch's cross entropy ignores this label by default
 SINGLE = "loss"  # the name of the only term, if the loss is not a dict
 Weights = dict[str, float]
 Sums = dict[str, tuple[Number, Number]]
-"""(total, weight) of one microbatch, by name."""
+"""Name of a loss term or metric -> (total, weight) of one microbatch."""
 
 
 class LossKind(NamedTuple):
-    """Properties that the losses of all microbatches share."""
+    """Properties of a loss function's result, which must be the same for all microbatches."""
 
     has_weight: bool
-    """True for an `ls.Loss`."""
+    """True for an `ls.Loss`, which has its weight with it."""
     terms: list[str]
     repeats: int
     """Number of rows per sample, if the loss is a mean over rows."""
 
 
 class Contribution(NamedTuple):
-    """The contribution of one microbatch to a step: the gradient of `grad_output * total`, and the
-    numbers to record."""
+    """The contribution of one microbatch to a step: its gradient, which the backward of
+    `grad_output * total` computes, and the numbers to record."""
 
     total: Tensor  # scalar with a gradient
     grad_output: Tensor
@@ -176,7 +177,7 @@ class Contribution(NamedTuple):
         return LossKind(self.weight is not None, list(self.terms), self.repeats)
 
     def with_terms(self, more: Mapping[str, Tensor]) -> Contribution:
-        """Return this contribution with the recorded numbers of more terms."""
+        """Return this contribution with the recorded values of further loss terms."""
         own = self.terms or {SINGLE: torch.as_tensor(self.value, dtype=torch.float64)}
         return self._replace(terms={**own, **more})
 
@@ -190,8 +191,10 @@ def contribution(
     weights: Weights | None,
     prescale: Tensor,
 ) -> Contribution:
-    """Check and scale a microbatch's loss. Raises `LossError`. `weights`: denominators over the
-    global batch. `prescale`: the divisor of an `ls.Loss`."""
+    """Check and scale a microbatch's loss, the result of the user's loss function. Raises
+    `LossError`. `samples`, `step_samples`: number of samples in the microbatch and in the global
+    batch. `weights`: term name -> denominator over the global batch. `prescale`: the divisor of an
+    `ls.Loss`, whose denominator is not known yet."""
     if isinstance(loss, Loss):
         return _forward_known(loss, weights, prescale)
     _check_terms(loss, weights)
@@ -220,8 +223,9 @@ def contribution(
 
 
 def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> Sums:
-    """The loss of a microbatch of `samples` in an evaluation: metric name -> (total, weight) of
-    each term. `weights`: denominators of this microbatch."""
+    """Return the loss of a microbatch in an evaluation: metric name -> (total, weight) of each
+    term. `samples`: number of samples in the microbatch. `weights`: term name -> the term's
+    denominator in this microbatch."""
     if isinstance(loss, Loss):
         part = _forward_known(loss, weights, torch.ones(()), learns=False)
         assert part.weight is not None
@@ -241,8 +245,8 @@ def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) ->
 
 
 def number_of(scalar: Tensor) -> Number:
-    """Return a scalar as a float64: a tensor on the device if reading it would make the host wait,
-    else a number."""
+    """Return a scalar tensor in float64: as a tensor if it is on an accelerator, where reading it
+    would make the host wait, else as a number."""
     return (
         scalar.detach().double()
         if accelerator.has_streams(scalar.device)
@@ -262,8 +266,8 @@ def numbers_on_host(numbers: Sequence[Number]) -> list[float]:
 
 
 def weights_of(raw: Any) -> Weights:
-    """Check the result of a weight function for one microbatch: term name -> denominator. Raises
-    `LossError`."""
+    """Check the result of a weight function for one microbatch, and return it as term name ->
+    denominator. Raises `LossError`."""
     named = raw if isinstance(raw, Mapping) else {SINGLE: raw}
     _check_names("weight", named)
     weights = {name: _number(name, value) for name, value in named.items()}
@@ -323,8 +327,8 @@ def _scale(name: str, term: Any, fraction: float, weights: Weights | None) -> fl
 
 
 def _check_zero(name: str, term: Any, total: Tensor, weights: Weights | None) -> None:
-    """Raise `LossError` if the weight of a term is 0 in the whole global batch, but its total is
-    not."""
+    """Raise `LossError` if the weights of a term add up to 0 over the global batch, but its total
+    in this microbatch is not 0."""
     if (
         weights is not None
         and isinstance(term, Sum)
@@ -335,7 +339,8 @@ def _check_zero(name: str, term: Any, total: Tensor, weights: Weights | None) ->
 
 
 def no_weight(term: str, value: float) -> str:
-    """The error for a term with a value that is not 0 and weights that add up to 0."""
+    """Return the error text for a loss term whose value is not 0, although its weights add up to
+    0."""
     return (
         f"term {term!r} of the loss is {value:.6g} in a global batch in which its weights add up to"
         " 0; a term that counts nothing is the sum of nothing, 0: return ls.Sum(total) of a sum"
@@ -347,7 +352,8 @@ def no_weight(term: str, value: float) -> str:
 def _term(
     name: str, term: Any, *, batch: Any, weights: Weights | None, learns: bool = True
 ) -> Tensor:
-    """Check a term, and return its unscaled total."""
+    """Check a term of the user's loss, and return its total before scaling. `learns`: True if the
+    total must have a gradient."""
     if isinstance(term, Loss):
         raise LossError(
             f"term {name!r} of the loss is an ls.Loss; several terms have several denominators,"
@@ -406,7 +412,8 @@ def _forward_known(
 
 @lru_cache(maxsize=64)
 def _constant(value: float, dtype: torch.dtype) -> Tensor:
-    """A cached scalar on the CPU; the backward only reads it."""
+    """Return a scalar tensor on the CPU from a cache; it is only read, as the gradient that a
+    backward starts with."""
     return torch.tensor(value, dtype=dtype)
 
 
@@ -462,8 +469,8 @@ def _number(name: Any, value: Any) -> float:
 
 
 def _ignore_index_in(batch: Any) -> str | None:
-    """Return the position of the ignore index in the batch as an index expression: "", "[0]",
-    "['labels'][1]"; None if it does not occur."""
+    """Return the position in the batch of a tensor that contains torch's ignore index (-100), as an
+    index expression: "", "[0]", "['labels'][1]". None if no tensor contains it."""
     if isinstance(batch, Tensor):
         if batch.dtype not in (torch.int64, torch.int32) or not batch.is_cpu or not batch.numel():
             return None

@@ -45,8 +45,9 @@ def total_steps(
     epochs: int | None,
     drop_last: bool,
 ) -> int:
-    """Return the number of optimizer steps of a training. `order`: the sampler's order. `samples`:
-    number of samples in one epoch."""
+    """Return the number of optimizer steps of a training. `order`: the order of the samples from
+    the recipe's sampler; None without a sampler. `samples`: number of samples in one epoch. Other
+    arguments: as in `Recipe`."""
     if isinstance(order, BatchOrder):
         return steps if steps is not None else order.batches * (epochs or 0)
     assert global_batch is not None, "a recipe has one, or a batch_sampler"
@@ -75,9 +76,10 @@ class Batching:
         seed: int = 0,
         recompute_every: int = 0,
     ) -> None:
-        """`microbatch_splits`: as in `Plan`; the parts count as microbatches. `order`: the order of
-        the recipe's sampler; if it is a `BatchOrder`, `global_batch` is None. `recompute_every`:
-        interval in steps at which microbatches are recomputed; 0: never."""
+        """`microbatch_splits`: as in `Plan`; each part of a split microbatch counts as a
+        microbatch. `order`: the order of the recipe's sampler; if it is a `BatchOrder`,
+        `global_batch` is None. `recompute_every`: interval in steps at which ranks recompute each
+        other's microbatches; 0: never."""
         self._seed, self._recompute_every = seed, recompute_every
         self.order = order
         self._batches = order if isinstance(order, BatchOrder) else None
@@ -113,12 +115,12 @@ class Batching:
 
     @property
     def assignment(self) -> MicrobatchAssignment:
-        """The latest assignment of microbatches to ranks. Steps that are already requested may have
-        an earlier one."""
+        """The latest assignment of microbatches to ranks. It does not apply to steps whose
+        microbatches were requested from the loader before it was set."""
         return self._assignments[-1][1]
 
     def assignment_in_step(self, step: int) -> MicrobatchAssignment:
-        """The assignment of a step's microbatches to ranks."""
+        """Return the assignment of microbatches to ranks that applies to `step`."""
         first, latest = self._assignments[-1]
         if first <= step:
             return latest
@@ -135,7 +137,8 @@ class Batching:
         self._assignments = [*kept, (first, assignment)]
 
     def span(self, step: int) -> tuple[int, int]:
-        """The span [start, stop) of a step's global batch."""
+        """Return the span [start, stop) of a step's global batch in the order of samples over all
+        epochs."""
         if self._batches is not None:
             return self._batches.span(step)
         return assignment.batch_span(
@@ -153,8 +156,8 @@ class Batching:
         return self.span(step)[0] // self.samples
 
     def spans(self, step: int) -> Spans:
-        """The spans of a step's microbatches, or of their slices if each microbatch is split over
-        ranks."""
+        """Return the span of each microbatch of a step, as indices in the global batch. If each
+        microbatch is split over ranks, return the spans of the parts."""
         if self._batches is not None:
             return tuple(
                 assignment.split_spans(self._batches.microbatches(step), self._most_parts())
@@ -162,11 +165,12 @@ class Batching:
         return self.spans_of(step, *self.span(step))
 
     def spans_of(self, step: int, start: int, stop: int) -> Spans:
-        """Return `spans(step)`; `start` and `stop` are the step's `span`."""
+        """Return `spans(step)`, faster if the caller knows `start, stop = span(step)`."""
         return self._uniform(stop - start) if self._batches is None else self.spans(step)
 
     def _uniform(self, size: int) -> Spans:
-        """The spans of the microbatches in a batch of `size` samples."""
+        """Return the spans of the microbatches (or of the parts of split ones) in a batch of `size`
+        samples."""
         if size not in self._spans:
             assigned = self.assignment
             unsplit = assignment.microbatch_spans(
@@ -211,19 +215,20 @@ class Batching:
         return {len(self.spans(0)), len(self.last_of_epoch)}
 
     def mine(self, step: int) -> list[tuple[int, bool]]:
-        """This rank's microbatches in a step, as (microbatch, is_dummy)."""
+        """Return (number in the step, is_dummy) of each microbatch that this rank computes in
+        `step`."""
         return self.mine_among(self.assignment_in_step(step), len(self.spans(step)))
 
     def mine_among(self, assigned: MicrobatchAssignment, count: int) -> list[tuple[int, bool]]:
-        """This rank's microbatches in a step with `count` microbatches."""
+        """Return `mine` for a step with `count` microbatches that are assigned as in `assigned`."""
         if self._mine_of is None or self._mine_of[0] is not assigned or self._mine_of[1] != count:
             self._mine_of = assigned, count
             self._mine = assigned.with_dummies(count, self.mesh.data.rank)
         return self._mine
 
     def recomputed(self, step: int, count: int) -> tuple[Recomputed, ...]:
-        """Return the microbatches that several ranks compute in a step of `count` microbatches.
-        Empty in most steps."""
+        """Return the microbatches whose gradients several ranks compute, to compare them, in a step
+        of `count` microbatches. Empty in most steps."""
         every, ranks = self._recompute_every, self.mesh.data.size
         if not every or ranks == 1 or (step % every and step + 1 < self.steps):
             return ()
@@ -233,9 +238,10 @@ class Batching:
         )
 
     def recomputed_here(self, step: int, count: int) -> list[int | None]:
-        """Return the microbatches of other ranks that this rank computes in a step: the one that it
-        recomputes, and the one that it computes if two ranks differ about it. An entry is None if
-        this rank has no such microbatch and forwards have no collectives. Empty in most steps."""
+        """Return the numbers of the microbatches of other ranks that this rank computes in a step,
+        for the comparison of gradients: the one that it always recomputes, and the one that it
+        recomputes if two other ranks got different gradients for it. An entry is None if this rank
+        has no such microbatch and forwards have no collectives. Empty in most steps."""
         several = self.recomputed(step, count)
         if not several:
             return []
@@ -247,8 +253,8 @@ class Batching:
         ]
 
     def mine_in_step(self, step: int) -> list[Span]:
-        """This rank's microbatches in a step, as positions in the order of samples. The
-        microbatches that it recomputes come first."""
+        """Return this rank's microbatches in a step, each with its span of positions in the order
+        of samples. The microbatches of other ranks that this rank recomputes come first."""
         start, stop = self.span(step)
         spans = self.spans_of(step, start, stop)
         again = [
@@ -268,7 +274,7 @@ class Batching:
 
     def request(self, first: int) -> Iterator[Span]:
         """Yields this rank's microbatches (see `mine_in_step`) from step `first` on, and updates
-        `requested`."""
+        `requested`. The loader iterates it."""
         for step in range(first, self.steps):
             self.requested = step
             yield from self.mine_in_step(step)
@@ -276,7 +282,9 @@ class Batching:
 
 @dataclass(slots=True)
 class StepLayout:
-    """The samples and the rank of each microbatch of one step, for messages and checks."""
+    """The samples and the rank of each microbatch of one step, for error messages and checks. In
+    its methods, `place` is the number of a microbatch in the step, or of a part if each microbatch
+    is split over ranks."""
 
     step: int
     start: int  # the position of the first sample of the global batch
@@ -285,15 +293,15 @@ class StepLayout:
     assignment: MicrobatchAssignment
     order: Order | SampleOrder | None
     origins: dict[int, Origin] | None = None
-    """The origin of each microbatch that this rank has fetched from a stream; None for a
+    """Number of a microbatch -> the place in the stream from which this rank read it. None for a
     dataset."""
 
     def mine(self) -> range:
-        """The microbatches of this rank, without dummies."""
+        """Return the numbers of this rank's microbatches in the step, without dummies."""
         return self.assignment.indices(len(self.spans), self.mesh.data.rank)
 
     def name(self, place: int) -> str:
-        """Return text that names microbatch `place`."""
+        """Return the name of microbatch `place` for an error message."""
         split = self.assignment.slices
         return (
             f"slice {place % split} of microbatch {place // split}"
@@ -302,7 +310,8 @@ class StepLayout:
         )
 
     def owner(self, place: int) -> str:
-        """Return text that names the rank of microbatch `place`."""
+        """Return the name of the rank to which microbatch `place` is assigned, for an error
+        message."""
         rank = next(
             rank
             for rank, share in enumerate(self.assignment.indices_by_rank(len(self.spans)))
@@ -313,8 +322,9 @@ class StepLayout:
         )
 
     def full_microbatch(self, place: int) -> tuple[int, Sequence[int | str]]:
-        """Return the number and the samples of the unsplit microbatch that contains microbatch
-        `place`. For a stream, samples are described in words, and this rank must have read them.
+        """Return the number and the samples of the whole microbatch that contains part `place`, if
+        each microbatch is split over ranks; else of microbatch `place` itself. Samples are dataset
+        indices; for a stream, text, and this rank must have read them.
         """
         if self.origins is not None:
             return place, self.origins[place].names()
@@ -324,8 +334,9 @@ class StepLayout:
         return number, [sample for each in places for sample in self.samples_of(each)]
 
     def words(self, place: int) -> str:
-        """Return text that names the samples of microbatch `place`. Every rank of `mesh.data` calls
-        it, because only the rank that has read a stream's samples knows their names."""
+        """Return the names of microbatch `place`'s samples for an error message. Every rank of
+        `mesh.data` calls it, because only the rank that has read a stream's samples knows their
+        names."""
         if self.origins is None:
             return f"samples {self.samples_of(place)}"
         origin = self.origins.get(place)
@@ -333,8 +344,8 @@ class StepLayout:
         return str(next(name for name in everyone if name is not None))
 
     def samples_of(self, place: int) -> list[int]:
-        """The dataset indices of microbatch `place`'s samples; without a dataset, their indices in
-        the global batch."""
+        """Return the dataset indices of microbatch `place`'s samples; without a dataset, their
+        indices in the global batch."""
         start, stop = self.spans[place]
         if self.order is None:
             return list(range(start, stop))
@@ -345,7 +356,7 @@ class StepLayout:
 
 
 class Microbatches:
-    """The microbatches of one step on this rank."""
+    """The microbatches that this rank computes in one step, and their batches."""
 
     def __init__(
         self,
@@ -357,7 +368,9 @@ class Microbatches:
         order: Order | SampleOrder | None,
         positions: Mapping[int, Position] | None = None,
     ) -> None:
-        """`positions`: positions of the stream's shards before the step."""
+        """`items`: iterator over this rank's fetched microbatches, this step's next. `order`: the
+        order of a dataset's samples. `positions`: stream shard -> the position before the step from
+        which this rank reads on; None for other data."""
         start, stop = batching.span(step)
         self.step = step
         self.samples = stop - start
@@ -373,12 +386,14 @@ class Microbatches:
         self.mine = sum([not is_dummy for _, is_dummy in mine])  # without dummies
         self.most = batching.max_microbatches
         self.weights: Weights | None = None
-        """Each term's denominator over the global batch, if there is a weight function."""
+        """Name of each loss term -> the denominator of its mean over the global batch. None without
+        a weight function."""
         self.positions = None if positions is None else dict(positions)
         """Positions after the step of the stream shards that this rank reads, once all microbatches
         are fetched."""
         self.recomputed = batching.recomputed(step, self.count)
-        """The microbatches that several ranks compute. Empty in most steps."""
+        """The microbatches whose gradients several ranks compute, to compare them. Empty in most
+        steps."""
         self._indices = batching.recomputed_here(step, self.count)
         others = len(self._indices) - self._indices.count(None)
         self._fetched = islice(items, others + len(mine))
@@ -388,8 +403,9 @@ class Microbatches:
         self._seed = seed
 
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
-        """Fetch this rank's microbatches, sum their weights over ranks, and return the names of the
-        terms. Every rank calls it."""
+        """Set `weights` to the sums of `weight(batch)` over the microbatches of all ranks, and
+        return the names of the loss terms. Every rank calls it. `names`: the terms in earlier
+        steps; None in the first. Raises `LossError`."""
         self.keep()
         assert self._kept is not None, "kept just now"
         try:
@@ -423,9 +439,9 @@ class Microbatches:
         return list(names)
 
     def leave_out(self, samples: frozenset[int]) -> None:
-        """Exclude the samples that the loader leaves out from the step's number of samples. Raises
-        `DataError` if this would leave a microbatch empty, or if the step does not have these
-        samples."""
+        """Subtract `samples`, which the loader leaves out of this step, from the step's number of
+        samples. Raises `DataError` if this would leave a microbatch empty, or if the step does not
+        have these samples."""
         everyone: list[int] = []
         for place in range(self.count):
             own = self.layout.samples_of(place)
@@ -449,7 +465,7 @@ class Microbatches:
             self._kept = list(self._items)
 
     def peek(self) -> Microbatch | None:
-        """This rank's first microbatch; None if it has none. Calls `keep`."""
+        """Return this rank's first microbatch; None if it has none. Calls `keep`."""
         self.keep()
         assert self._kept is not None, "kept just now"
         return self._kept[0] if self._kept else None
@@ -458,7 +474,8 @@ class Microbatches:
         self, passes: int, only: Microbatch | None = None
     ) -> Iterator[tuple[Microbatch, Any]]:
         """Yields this rank's microbatches (or only the microbatch `only`) with their batches on the
-        device, each under its own random generators."""
+        device, after seeding the random generators for the microbatch. `passes`: number of times
+        that the step has computed the microbatches before."""
         mine = self._kept if self._kept is not None else self._items
         for item in mine if only is None else [only]:
             batch = to_device(item.batch, self._device)
@@ -466,7 +483,8 @@ class Microbatches:
             yield item, batch
 
     def others(self) -> list[Microbatch | None]:
-        """Fetch and return the microbatches of `Batching.recomputed_here`."""
+        """Fetch and return the microbatches of other ranks that this rank recomputes in this step;
+        see `Batching.recomputed_here`."""
         if self._others is None:
             self._others = [
                 None if index is None else next(self._fetched) for index in self._indices
@@ -474,7 +492,7 @@ class Microbatches:
         return self._others
 
     def _own(self) -> Iterator[Microbatch]:
-        self.others()  # they are fetched first
+        self.others()  # the loader yields the microbatches of other ranks first
         yield from self._fetched
 
     def _record_origin(self, item: Microbatch) -> Microbatch:
@@ -489,8 +507,8 @@ class Microbatches:
         return item
 
     def position(self, item: Microbatch, passes: int) -> tuple[int, ...]:
-        """The key of a microbatch's random stream. `passes`: number of times that the step has
-        computed the microbatch before."""
+        """Return the key from which a microbatch's random generators are seeded. `passes`: number
+        of times that the step has computed the microbatch before."""
         return self._seed, RandomStream.FORWARD, self.step, item.index, passes
 
 
@@ -502,9 +520,9 @@ def from_data(
     first: int = 0,
     left_out: SamplesLeftOut | None = None,
 ) -> Iterator[Microbatches]:
-    """Yields the steps of a dataset from step `first` on, in the loader's order. Nothing is fetched
-    for earlier steps. `left_out`: samples that the loader leaves out of a step. Raises `DataError`,
-    before the first step, if it cannot leave them out."""
+    """Yields the microbatches of each step from step `first` on, from a dataset, in the loader's
+    order. Nothing is fetched for earlier steps. `left_out`: samples that the loader leaves out of
+    one step. Raises `DataError`, before the first step, if it cannot leave them out."""
     if left_out is not None and first <= left_out.step < batching.steps:
         layout_only = Microbatches(left_out.step, batching, iter(()), seed=seed, order=loader.order)
         layout_only.leave_out(left_out.samples)
@@ -517,8 +535,9 @@ def from_data(
 
 
 def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
-    """Yields steps without data from step `first` on: a microbatch is a range of indices in the
-    global batch, the same in all steps."""
+    """Yields the microbatches of each step from step `first` on, for a run without data: the batch
+    of a microbatch is its range of indices in the global batch, a stream's microbatches are
+    assigned in the same way in all steps."""
     for step in range(first, batching.steps):
         start, _ = batching.span(step)
         batching.requested = step
@@ -543,8 +562,8 @@ def from_stream(
     first: int = 0,
     positions: Mapping[int, Position] | None = None,
 ) -> Iterator[Microbatches]:
-    """Yields the steps of a stream from step `first` on. `positions`: the positions of all shards
-    before step `first`; None: all shards are at their beginning."""
+    """Yields the microbatches of each step from step `first` on, from a stream. `positions`: stream
+    shard -> its position before step `first`; None: all shards are at their beginning."""
     begin = positions or {}
     count = batching.max_microbatches
     mine = batching.mine(0)  # the same in all steps
@@ -566,8 +585,8 @@ def from_stream(
 
 
 def positions_in(values: Mapping[str, Any], stream: Stream) -> dict[int, Position]:
-    """Read the position of each shard from a checkpoint's values. Raises `CheckpointError` if they
-    belong to another stream."""
+    """Return the position in each stream shard from `values`, a checkpoint's JSON. Raises
+    `CheckpointError` if the checkpoint belongs to another stream."""
     saved = {int(shard): position_in(position) for shard, position in values["shards"].items()}
     if saved.keys() != set(range(stream.shards)):
         raise CheckpointError(

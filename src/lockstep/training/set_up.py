@@ -1,4 +1,5 @@
-"""Sets up threads, determinism and allocators for a session, and checks its plan."""
+"""Sets up threads, determinism and memory allocators for a session, and checks its plan and its
+devices."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ OLDEST_TORCH = (2, 13)
 NEWEST_TESTED_TORCH = (2, 15)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 _KEPT_BYTES = 2**31 - 1
-_MOST_FROM_HEAP_BYTES = 2**25  # the largest values that glibc accepts
+_MOST_FROM_HEAP_BYTES = 2**25  # the largest threshold that glibc accepts
 OWN_SETTINGS = (
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_MMAP_THRESHOLD_",
@@ -47,7 +48,7 @@ OWN_GPU_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HI
 
 
 class Remark(NamedTuple):
-    """An event of the run, with an optional line for the terminal."""
+    """An event for the run's log (name and details), with an optional line for the terminal."""
 
     event: str
     details: dict[str, Any]
@@ -55,8 +56,8 @@ class Remark(NamedTuple):
 
 
 def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
-    """Yield a remark for each avoidable cause of a slow run, and for an untested version of
-    torch."""
+    """Yield a remark (an event with a line for the terminal) for each avoidable cause of a slow run
+    that it finds, and for an untested version of torch."""
     if (untested := untested_torch(torch.__version__)) is not None:
         yield untested
     if mesh.world.device.type == "cpu" and (reason := accelerator.unseen(os.environ)):
@@ -136,7 +137,8 @@ def _major_and_minor(version: str) -> tuple[int, ...]:
 
 
 def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:
-    """Return a remark if BatchNorm's statistics cover less than a global batch."""
+    """Return a remark if a plain BatchNorm takes its statistics over one microbatch, which is less
+    than a global batch; else None."""
     plain = [
         name for name, each in training_batchnorms(models) if not isinstance(each, nn.SyncBatchNorm)
     ]
@@ -154,8 +156,8 @@ def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:
 
 def refuse_single_samples(models: Sequence[nn.Module], batching: Batching) -> None:
     """Make the first forward raise `RecipeError` if BatchNorm will get a microbatch with one value
-    per channel. One value has no variance, and torch would raise an error only at the end of the
-    epoch."""
+    per channel in an epoch's last global batch. One value has no variance, and torch would raise an
+    error only then."""
     sizes = batching.last_of_epoch
     if 1 not in sizes or batching.assignment.slices:
         return
@@ -179,7 +181,8 @@ def _check_values_per_channel(name: str, layer: nn.Module, sizes: Sequence[int])
 
 
 def idle_ranks(batching: Batching) -> Remark | None:
-    """Return a remark if some data ranks have no microbatch in any step."""
+    """Return a remark if some data ranks have no microbatch in any step, because there are too few
+    microbatches; else None."""
     ranks, count, size = batching.assignment.ranks, batching.max_microbatches, batching.largest
     idle = [
         rank
@@ -201,8 +204,8 @@ def idle_ranks(batching: Batching) -> Remark | None:
 
 
 def fixed_assignment(plan: Plan, batching: Batching) -> Remark | None:
-    """Return a remark if measured speeds have no effect, because no rank ever has more than one
-    microbatch."""
+    """Return a remark if `assignment=measured` has no effect, because a step has no more
+    microbatches than ranks; else None."""
     ranks, count = batching.assignment.ranks, batching.max_microbatches
     if plan.assignment == "equal" or ranks == 1 or count > ranks:
         return None
@@ -217,8 +220,9 @@ def fixed_assignment(plan: Plan, batching: Batching) -> Remark | None:
 def check_assignment(
     plan: Plan, assignment: MicrobatchAssignment, *, is_stream: bool, microbatch_is_fixed: bool
 ) -> None:
-    """Raise `PlanError` if the plan measures speeds but microbatches cannot move from rank to rank.
-    `assignment`: the assignment of slices, if SyncBatchNorm splits microbatches."""
+    """Raise `PlanError` if the plan assigns microbatches by the measured speeds of ranks
+    (`assignment=measured`), but the assignment must stay fixed. `assignment`: the equal assignment;
+    its `slices` is not 0 if SyncBatchNorm splits each microbatch over ranks."""
     if plan.assignment == "equal":
         return
     for applies, what, why, instead in (
@@ -249,7 +253,8 @@ def check_assignment(
 
 
 def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | None) -> None:
-    """Raise `RecipeError` if the plan is bitwise and the microbatch is not fixed."""
+    """Raise `RecipeError` if the plan has numerics=bitwise and the recipe gives no microbatch
+    size."""
     if plan.numerics == "bitwise" and microbatch is None:
         raise RecipeError(
             "numerics=bitwise with microbatch=None; without a fixed microbatch, the microbatches"
@@ -284,7 +289,8 @@ def check_recomputation(plan: Plan, every: int) -> None:
 
 
 def check_no_auto(plan: Plan, microbatch: object) -> None:
-    """Raise `PlanError` or `RecipeError` if a setting is still `auto`."""
+    """Raise `PlanError` or `RecipeError` if a setting of the plan or `microbatch` is still `auto`,
+    which only `ls.train` replaces."""
     why = "in your own loop; only ls.train has a loss to measure with; give a number"
     for name in MEASURED:
         if getattr(plan, name) == "auto":
@@ -315,7 +321,8 @@ def check_compression_fits(plan: Plan, gradient_compression: str) -> None:
 
 
 def check_sequence(plan: Plan, sequence: RecipeSequence | None) -> None:
-    """Raise `PlanError` or `RecipeError` if the plan cannot compute the recipe's sequences."""
+    """Raise `PlanError` or `RecipeError` if the plan cannot split sequences over ranks as
+    `Recipe.sequence` describes them."""
     if sequence is None and plan.context == 1:
         return
     for name, why in (
@@ -370,8 +377,8 @@ def use_threads(number: int) -> None:
 
 
 def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `PlanError` or `RecipeError` unless all ranks have equal settings. `everyone`: name ->
-    each rank's setting as text."""
+    """Raise `PlanError` or `RecipeError` unless all ranks have equal settings. `everyone`: for each
+    rank, name of a setting -> its value as text."""
     first, *others = everyone
     for rank, other in enumerate(others, start=1):
         for name in {**first, **other}:
@@ -384,9 +391,9 @@ def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_same_devices(everyone: Sequence[Mapping[str, str]], numerics: str) -> Remark | None:
-    """Return a remark if ranks compute on different kinds of devices. `everyone`: `device_kind` of
-    each rank. Raises `PlanError` under bitwise numerics, because the bits would depend on which
-    rank computes which microbatch."""
+    """Return a remark if ranks compute on different kinds of devices; else None. `everyone`:
+    `device_kind` of each rank. Raises `PlanError` under bitwise numerics, because the bits would
+    depend on which rank computes which microbatch."""
     first, differing = everyone[0], dict[int, dict[str, list[str | None]]]()
     for rank, other in enumerate(everyone):
         if other != first:
@@ -411,8 +418,8 @@ def check_same_devices(everyone: Sequence[Mapping[str, str]], numerics: str) -> 
 
 
 def check_same_programs(everyone: Sequence[Mapping[str, str]]) -> None:
-    """Raise `RecipeError` if ranks execute different versions of the user's modules. `everyone`:
-    result of `programs` on each rank."""
+    """Raise `RecipeError` if ranks have imported different versions of the user's Python modules.
+    `everyone`: for each rank, the result of `programs`."""
     for rank, other in enumerate(everyone):
         if changed := other_sources(everyone[0], other):
             raise RecipeError(
@@ -431,8 +438,8 @@ def _file_of(module: str) -> str:
 
 
 def check_same_code(everyone: Sequence[Digests]) -> None:
-    """Raise `RecipeError` if a function of the recipe differs between ranks. `everyone`: result of
-    `code_of` on each rank."""
+    """Raise `RecipeError` if a function of the recipe differs between ranks, in its code or in
+    values that it uses. `everyone`: for each rank, the result of `code_of`."""
     first = everyone[0]
     for rank, other in enumerate(everyone):
         for field in {**first, **other}:

@@ -1,5 +1,7 @@
-"""The state of a session in a checkpoint: named tensors, and JSON. The names do not depend on the
-plan.
+"""The state of a session as a checkpoint holds it: named tensors, and JSON. The names do not depend
+on the plan, so a checkpoint can be loaded under another one. The first number is the model's.
+Optimizers with modes (such as schedule-free ones) have other parameters in training than in
+evaluation.
 
 | name | tensor |
 |---|---|
@@ -62,10 +64,10 @@ _TRAINING_FORM: Mapping[str, Any] = {
     "schedule": list, "loss_scale": list | None, "overflows": int, "prescale": float | None,
     "trainable": list | None
 }  # fmt: skip
-"""The expected types of a checkpoint's values."""
+"""The expected type of each value in the JSON of a checkpoint, by name."""
 
 EXTRA_STATE = "_extra_state"
-"""The key of a module's extra state in its state dict."""
+"""The key of the result of `get_extra_state` in a module's state dict."""
 
 
 @runtime_checkable
@@ -80,8 +82,8 @@ class Stateful(Protocol):
 
 
 class StateReader(Protocol):
-    """A saved state: a checkpoint (`CheckpointReader`), or the images in memory of all ranks
-    (`ImageReader`)."""
+    """Reads a saved state: a checkpoint (`CheckpointReader`), or the copies of the state that ranks
+    keep in shared memory (`ImageReader`)."""
 
     manifest: Manifest
 
@@ -96,7 +98,8 @@ class StateReader(Protocol):
 
 @dataclass(slots=True)
 class State:
-    """The state of a session on this rank, without copies of tensors."""
+    """The state of a session on this rank. The tensors are not copies: the next step changes
+    them."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     # JSON; in a pipeline, the values of this rank's stages
@@ -112,10 +115,10 @@ def state_of(
 ) -> State:
     """Return the state of a session. Raises `CheckpointError` if a part of it cannot be saved.
 
-    `host`: the host's values for each module after the step whose values the tensors have; None:
-    the current values. `known`: a cache that a caller passes at each call, because searching a
-    small model for its tensors takes longer than copying them. The tensors are then the modules'
-    own, with their gradients: read them at once."""
+    `host`: for each module, the values in host memory after the step that the device's tensors have
+    reached; None: the current values. `known`: a cache that the caller passes at each call, because
+    searching a small model for its tensors takes longer than copying them. With it, the returned
+    tensors are not detached; read them at once."""
     state = State()
     tensors = [
         (known or KnownTensors()).of(module, number) for number, module in enumerate(modules)
@@ -136,15 +139,17 @@ def state_of(
 
 @dataclass(frozen=True, slots=True)
 class _ModuleTensors:
-    """A module's tensors by their names in a state, and the dicts that hold them."""
+    """The tensors of a `TrainModule` by their names in a checkpoint, and the dicts of modules and
+    optimizers in which they were found."""
 
     tensors: dict[str, Tensor]
     optimizers: list[OptimizerState]
     tied: dict[str, str]
     places: list[tuple[Mapping[Any, Any], Sequence[Any]]]
-    """The dicts that hold the tensors, and the values of each dict."""
+    """Each dict in which tensors were found (such as a module's `_parameters`), and its values at
+    that time."""
     states: Sequence[tuple[Optimizer, object]]
-    """Each optimizer, and its dict of states."""
+    """Each optimizer, and the object that was its `state` at that time."""
 
     @classmethod
     def find(cls, module: TrainModule, number: int) -> _ModuleTensors:
@@ -171,7 +176,8 @@ class _ModuleTensors:
         )
 
     def is_current(self) -> bool:
-        """True if the module and its optimizers still hold the same objects."""
+        """True if the module and its optimizers still hold the same objects as when they were
+        searched."""
         if any(
             optimizer.state is not state or has_own_pair(optimizer)
             for optimizer, state in self.states
@@ -184,14 +190,14 @@ class _ModuleTensors:
 
 
 class KnownTensors:
-    """A cache of the tensors of modules, for `state_of`."""
+    """A cache of the tensors that `state_of` finds in modules and optimizers."""
 
     def __init__(self) -> None:
         self._found: dict[int, _ModuleTensors] = {}
 
     def of(self, module: TrainModule, number: int) -> _ModuleTensors:
-        """Return the tensors of module `number`. Searches again if the module or its optimizers
-        hold other objects than before."""
+        """Return the tensors of `module`, which is number `number` in the session. Searches again
+        if the module or its optimizers hold other objects than at the last search."""
         cached = self._found.get(number)
         if cached is None or not cached.is_current():
             cached = self._found[number] = _ModuleTensors.find(module, number)
@@ -201,8 +207,8 @@ class KnownTensors:
 def restore(
     reader: StateReader, modules: Sequence[TrainModule], others: Mapping[str, Stateful], mesh: Mesh
 ) -> None:
-    """Load everything from a saved state. Every rank calls it. After an error, the values in memory
-    are undefined.
+    """Load a saved state into models, optimizers and the `others`. Every rank calls it. After an
+    error, their values are undefined.
 
     Raises `CheckpointError` if the checkpoint belongs to another model or run, `DamagedError` if it
     is damaged; both on every rank.
@@ -251,7 +257,8 @@ def restore(
 
 @contextmanager
 def damage_in(what: str) -> Iterator[None]:
-    """Convert Python's exceptions for values of a wrong type into a `DamagedError`."""
+    """A context that converts errors that values of a wrong type cause (KeyError, TypeError and the
+    like) into a `DamagedError`. `what`: the part of the checkpoint, for the error's text."""
     try:
         yield
     except (
@@ -300,7 +307,8 @@ def _checked(values: Any, form: Mapping[str, Any]) -> Any:
 def _model_targets(
     module: TrainModule, number: int, saved: Mapping[str, Any], there: Kinds
 ) -> dict[str, Tensor]:
-    """Return the model's tensors into which saved tensors are loaded, by the saved names."""
+    """Return name in the checkpoint -> the model's tensor into which it is loaded. `there`: dtype
+    and shape of each tensor in the checkpoint."""
     named: dict[str, Tensor] = {
         **dict(module.model.named_parameters()),
         **dict(module.model.named_buffers()),
@@ -431,7 +439,8 @@ def _to_device(parameter: Tensor, value: Any) -> Any:
 
 
 def _like_parameter(parameter: Tensor, value: Any) -> Any:
-    """Return a tensor with the parameter's shape distributed as the parameter is."""
+    """Return `value` on the parameter's device; if it is a tensor of the parameter's shape, sharded
+    as the parameter is."""
     value = _to_device(parameter, value)
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
@@ -448,7 +457,8 @@ def tensors_of(model: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[s
 
 
 def aliases(model: nn.Module, also: Collection[str] = ()) -> dict[str, str]:
-    """Return other name -> first name, for each tied tensor of `tensors_of`."""
+    """Return the other names of tied tensors in the state dict: other name -> the tensor's first
+    name. `also`: as in `tensors_of`."""
     return _aliases(list(in_state(model, also)))
 
 
@@ -545,5 +555,6 @@ def _describe(name: str, kind: Sequence[Any]) -> str:
 
 
 def listed(found: Mapping[str, Sequence[str]]) -> str:
-    """One line with the first few names of each kind."""
+    """Return one line of text with the first few names of each kind. `found`: kind, such as
+    "missing" -> names."""
     return "; ".join(f"{kind}: {first_few(names)}" for kind, names in found.items() if names)

@@ -1,5 +1,5 @@
-"""The step: accumulate, reduce, scale, clip, apply. The model changes only if the reduced gradient
-is finite."""
+"""An optimizer step: accumulates gradients over microbatches, reduces them over ranks, scales and
+clips them, and calls the optimizer. The model changes only if the reduced gradient is finite."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ NOTHING = nullcontext()
 class Step:
     """One optimizer step in progress, the same on all ranks. `Session.steps` yields it.
 
-    It accumulates the gradient of one model at a time: from that model's first microbatch to its
-    commit.
+    If several models are prepared, it accumulates the gradient of one model at a time, from the
+    model's first `backward` to its `commit`.
     """
 
     def __init__(self, source: Microbatches, training: Training) -> None:
@@ -57,13 +57,15 @@ class Step:
         self.samples = source.samples
         """Number of samples in the global batch."""
         self.count = source.count
-        """Number of microbatches in the global batch, over all ranks; number of slices if
-        SyncBatchNorm splits microbatches."""
+        """Number of microbatches in the global batch, over all ranks. If SyncBatchNorm makes ranks
+        split each microbatch, the number of the parts of all microbatches."""
         self.source = source
         self.weights = source.weights
-        """Each term's denominator over the global batch, if there is a weight function."""
+        """Name of each loss term -> the denominator of its mean over the global batch. None without
+        a weight function."""
         self.committed: dict[int, StepResult] = {}
-        """The results of committed models, by the model's number in the session."""
+        """The results of the models that were committed in this step, by the model's number in the
+        session."""
         self.skipped: set[int] = set()
         self._training, self._run = training, training.run
         self._modules = training.modules
@@ -75,24 +77,27 @@ class Step:
         self._computed: tuple[Any, Any] | None = None
         """The `inputs` and `loss` given to `compute`."""
         self._is_repeated = False
-        """True while an optimizer's closure computes the gradient again."""
-        # a second model's backward may reach the first model
+        """True while an optimizer calls its closure, which computes the step's gradient again."""
+        # with several models, the backward of one may rightly change the gradients of another
         alone = self._compares and len(training.modules) == 1
         self._gradients = training.modules[0].reducer.gradient_versions() if alone else None
-        """The versions of the gradients after the latest backward. None if they are not
-        compared."""
+        """Version counters of the `.grad` tensors after the latest backward, to detect backwards
+        that lockstep did not call. None if this step does not check for them."""
         self._current: Microbatch | None = None
         self._recomputation: Recomputation | None = None
-        """The comparison with other ranks; None in most steps."""
+        """The checksums of microbatch gradients that this rank compares with other ranks' in this
+        step; None in most steps."""
         self._passes = 0
         self._seed_loop()
         self._borrowed: tuple[Microbatch, MicrobatchChecksums] | None = None
-        """The microbatch of another rank that is being recomputed."""
+        """The microbatch of another rank that this rank is recomputing, and the checksums of its
+        gradient so far; None at other times."""
         self._held: list[tuple[Microbatch, Any, Routed]] | None = None
-        """The microbatches, with their losses, whose backwards wait until all forwards are done.
-        None if backwards do not wait."""
+        """The microbatches whose forward is done and whose backward waits for the forwards of all
+        microbatches, each with its loss and its tokens' choices of experts. None if backwards do
+        not wait."""
         self._number = 0
-        """The model whose gradient is accumulated, once `_has_begun`."""
+        """Number of the model whose gradient is being accumulated; valid once `_has_begun`."""
         self._has_begun = False
 
     def compute(
@@ -126,7 +131,7 @@ class Step:
         compute = partial(executor.train, self, inputs, loss)
         self._begin(number)
         balance = self._modules[number].balance
-        # backwards of recomputed microbatches do not wait
+        # if ranks recompute each other's microbatches, backwards do not wait for all forwards
         if (
             balance is not None
             and balance.counts_first
@@ -140,8 +145,9 @@ class Step:
             self._release(balance)
 
     def _recompute_for_others(self, compute: Callable[[], None]) -> Recomputation:
-        """Recompute a microbatch of another rank, before this rank's own microbatches. `compute`:
-        computes the microbatches of `batches`."""
+        """Compute the gradient of a microbatch that is assigned to another rank, so that both
+        ranks' results can be compared. Called before this rank's own microbatches. `compute`:
+        computes forward and backward of each microbatch that `batches` yields."""
         before = self._phases.enter("data", interrupts=True)
         others = self.source.others()
         self._phases.enter(before)
@@ -158,7 +164,8 @@ class Step:
     def _recompute(
         self, item: Microbatch | None, compute: Callable[[], None]
     ) -> MicrobatchChecksums:
-        """Compute a microbatch's gradient, discard it, and return its checksums."""
+        """Compute the gradient of another rank's microbatch `item`, discard it, and return its
+        checksums (empty if `item` is None)."""
         checksums = MicrobatchChecksums()
         if item is not None:
             self._borrowed = item, checksums
@@ -168,9 +175,10 @@ class Step:
         return checksums
 
     def _hold_backwards(self) -> bool:
-        """Make backwards wait until all forwards of the step are done, if each rank has one
-        microbatch or blocks keep only their inputs: otherwise it would take too much memory.
-        Returns True if backwards wait; the same on every rank. A pipeline has its own order."""
+        """Make backwards wait until all forwards of the step are done, if no rank has more than one
+        microbatch or activation checkpointing keeps only the blocks' inputs: otherwise the
+        activations would take too much memory. Returns True if backwards wait; the same on every
+        rank. In a pipeline they never wait here."""
         assigned, plan = self.source.layout.assignment, self._training.context.plan
         if plan.divides("layers"):
             return False
@@ -191,7 +199,8 @@ class Step:
         inputs: Callable[[Any], Any] | None,
         loss: Callable[[Any, Any], Any],
     ) -> None:
-        """Count the loads of the global batch by forwards without gradients."""
+        """Count the tokens of the global batch that each expert gets, by an additional forward of
+        each microbatch without gradients."""
         self.source.keep()
         self._module.executor.forwards(self, inputs, loss)
         reshard(self._module.model)
@@ -212,8 +221,8 @@ class Step:
         return () if balance is None else balance.term_names
 
     def balance_part(self, microbatch: Microbatch, batch: Any) -> Contribution | None:
-        """Return the balance terms of the latest forward of a pipeline's stage; None if it has
-        none."""
+        """Return the loss terms that balance the experts, from the latest forward of a pipeline's
+        stage. None if the stage adds no such term."""
         balance = self._module.balance
         if balance is None:
             return None
@@ -228,7 +237,7 @@ class Step:
         return self._contribution(terms, microbatch, balance_weights(self.weights))
 
     def _release(self, balance: ExpertBalance) -> None:
-        """Compute the backwards that have waited."""
+        """Compute the backwards that waited for all forwards of the step."""
         held, self._held = self._held or [], None
         balance.know_loads()
         for current, loss, routed in held:
@@ -238,8 +247,8 @@ class Step:
 
     @contextmanager
     def without_backward(self) -> Iterator[None]:
-        """A context for a loss that a pipeline's schedule calls. Raises `LossError` if the loss
-        calls `backward`."""
+        """A context in which a pipeline's schedule calls the user's loss function. Raises
+        `LossError` if the function calls `backward`."""
         self._note_gradients()
         yield
         self._check_gradients()
@@ -249,8 +258,8 @@ class Step:
         rank may have no microbatches.
 
         After a `commit` it can be iterated again for another model, with the same batches and other
-        random numbers. `dummies`: True for a loop that looks at `is_dummy`. If False, a plan that
-        needs dummies raises `RecipeError`.
+        random numbers. `dummies`: True if the loop checks `is_dummy`. If False, raises
+        `RecipeError` under a plan in which a rank must compute dummies.
         """
         self._refuse_recomputation("a loop over step.microbatches()", "step.compute(inputs, loss)")
         for module in self._modules:
@@ -275,8 +284,9 @@ class Step:
         self._seed_loop()
 
     def _seed_loop(self) -> None:
-        """Seed the generators for the draws of a script's own loop outside of microbatches.
-        Otherwise they would continue this rank's last microbatch's streams."""
+        """Seed the random generators for numbers that a script's own loop draws between
+        microbatches. Otherwise they would continue the random streams of this rank's last
+        microbatch, which differ between ranks."""
         if self._run.recipe is None:
             context = self._training.context
             at = (context.seed, RandomStream.LOOP, self._run.step, self._passes)
@@ -304,7 +314,8 @@ class Step:
         self.accumulate(loss)
 
     def accumulate(self, loss: Any) -> None:
-        """Accumulate as `backward` does, once the accumulation has begun. Lockstep calls it."""
+        """Accumulate the gradient of the latest microbatch's loss. `backward` calls it after its
+        checks, and executors call it."""
         if not self._has_begun:
             raise LossError(
                 f"after step {self.index}: step.accumulate without step.backward, which names the"
@@ -353,12 +364,13 @@ class Step:
 
     @property
     def is_recomputing(self) -> bool:
-        """True while another rank's microbatch is computed, to compare its gradient."""
+        """True while this rank computes another rank's microbatch to compare the gradients."""
         return self._borrowed is not None
 
     def comparing(self, microbatches: Sequence[Microbatch]) -> AbstractContextManager[None]:
-        """A context for the backwards of these microbatches. It records the gradient of a
-        microbatch that ranks compare, and discards the gradient of another rank's microbatch."""
+        """A context for the backwards of `microbatches`. If ranks compare the gradient of one of
+        them, it records the gradient's checksums; if it is another rank's microbatch, it also
+        discards the gradient."""
         if self._borrowed is not None:
             return self._discarding(self._borrowed[1])
         if self._recomputation is None or (place := self._compared_among(microbatches)) is None:
@@ -373,8 +385,8 @@ class Step:
             yield
 
     def _compared_among(self, microbatches: Sequence[Microbatch]) -> int | None:
-        """Return the index, among `microbatches`, of the one that ranks compare; None if there is
-        none."""
+        """Return the index into `microbatches` of the one whose gradient ranks compare; None if
+        there is none."""
         if self._recomputation is None or self._is_repeated:
             return None
         mine = self._recomputation.mine
@@ -393,8 +405,8 @@ class Step:
         return reducer
 
     def contribution(self, loss: Any, microbatch: Microbatch) -> Contribution:
-        """Check the result of a loss function that a pipeline's schedule has called. Raises
-        `LossError`."""
+        """Check and scale the result of a loss function that a pipeline's schedule has called for
+        `microbatch`. Raises `LossError`."""
         if self._module.balance is not None:
             self._module.balance.check_own(loss)
         return self._contribution(loss, microbatch, own_weights(self.weights))
@@ -423,7 +435,8 @@ class Step:
         weight: Tensor | None,
         part: Contribution | None,
     ) -> None:
-        """Record a microbatch whose gradient a pipeline's schedule has accumulated."""
+        """Record the loss and the weight of a microbatch whose gradient a pipeline's schedule has
+        accumulated. `part`: None if another rank computes its loss."""
         self._note(microbatch, value, weight, part)
         if self._probe is not None and not self._is_repeated:
             self._probe.without_backward(self._number, microbatch.index)
@@ -450,8 +463,8 @@ class Step:
         clip_norm: float | None = None,
         closure: Callable[[], object] | None = None,
     ) -> None:
-        """Reduce, scale, clip, apply: on all ranks or on none. Every rank calls it once a step, for
-        each prepared model.
+        """Reduce, scale and clip the gradient and update the model, on all ranks or on none. Every
+        rank calls it once a step, for each prepared model.
 
         `clip_norm`: the largest global norm of the gradient. `closure`: for optimizers that compute
         the gradient more than once a step (LBFGS, SAM): a function that loops over `microbatches`
@@ -497,7 +510,8 @@ class Step:
             [],
             clip_norm,
         )
-        # The gradient may be finite even then, because torch.where can mask the loss.
+        # The gradient may be finite although the loss is not, because torch.where can mask the
+        # loss.
         if self._polls and not all(map(math.isfinite, numbers_of(stats.values))):
             result.check()
         self._training.begin_change()
@@ -524,11 +538,11 @@ class Step:
     def _again(
         self, number: int, first: StepResult, closure: Callable[[], object] | None
     ) -> Callable[[], Tensor]:
-        """Make the closure for an optimizer, right before its step. The closure returns the loss
+        """Return the closure that is passed to the optimizer's `step`. The closure returns the loss
         and sets the gradient. Its first call uses the step's gradient, unless the optimizer has
         changed the gradient or the parameters. Later calls compute the gradient at the current
-        parameters, with the same random numbers. `closure`: the script's closure; None: repeat
-        `compute`."""
+        parameters, with the same random numbers. `first`: the step's result. `closure`: the
+        script's closure; None: repeat `compute`."""
         module, calls = self._modules[number], count()
         marks = _marks(module.parameters)
         repeat = closure or partial(self._train, number, *(self._computed or ()))
@@ -555,7 +569,8 @@ class Step:
 
     def _seed_optimizer(self, number: int, *call: int) -> None:
         """Seed the generators for the numbers that an optimizer draws in its step. Called again
-        after each call of its closure, which seeds them for this rank's microbatches."""
+        after each call of the optimizer's closure, because the closure seeds the generators for
+        this rank's microbatches."""
         if self._modules[number].may_draw:
             context = self._training.context
             at = (context.seed, RandomStream.OPTIMIZER, self._run.step, number, *call)
@@ -610,7 +625,8 @@ class Step:
             streams.stop()
 
     def fetched(self) -> list[tuple[Microbatch, Any]]:
-        """All of this rank's microbatches and their batches at once, for a pipeline."""
+        """Return all of this rank's microbatches and their batches at once, for a pipeline's
+        schedule."""
         self._begin_statistics()
         only = None if self._borrowed is None else self._borrowed[0]
         fetched = self._phases.during("data", self.source.batches(0, only))
@@ -623,8 +639,8 @@ class Step:
     def _over_batch(
         self, module: TrainModule, inputs: Callable[[Any], Any] | None, loss: Gathered
     ) -> BatchLoss:
-        """Return the function that computes each microbatch's part of a loss over the whole global
-        batch."""
+        """Return the loss function for each microbatch: its result has the microbatch's part of the
+        gradient of a loss over the whole global batch."""
         _check_loop(module, "a batch loss", "choose replicate or shard, without Recipe.sequence")
         if self.source.weights is not None:
             raise RecipeError(
@@ -731,7 +747,8 @@ class Step:
             )
 
     def _begin(self, number: int) -> None:
-        """Begin the gradient accumulation of model `number` if it has not begun."""
+        """Begin the gradient accumulation of model `number` if it has not begun. Raises `LossError`
+        if it has begun for another model."""
         if not self._has_begun:
             self._check_gradients()
             self._has_begun, self._number, self._module = True, number, self._modules[number]
@@ -743,8 +760,8 @@ class Step:
             self._values: list[Number] = []
             self._forward_weights: list[Tensor] = []
             self._terms: list[dict[str, Tensor]] = []
-            """The loss's terms for each microbatch whose loss is on this rank (in a pipeline, on
-            the last stage)."""
+            """The values of the loss's terms for each microbatch whose loss this rank computes (in
+            a pipeline, the ranks of the last stage do)."""
             self._kinds: list[LossKind] = []
         if self._number != number:
             raise LossError(
@@ -755,13 +772,13 @@ class Step:
 
     @property
     def _weights_of_forward(self) -> Sequence[Number] | None:
-        """The weight of each microbatch, if the loss returns it; None if `Recipe.weight` or the
-        number of samples gives the denominators."""
+        """The weight of each microbatch of this rank, if the loss returns it (`ls.Loss`). None if
+        the loss is divided by the sum of `Recipe.weight` or by the number of samples."""
         return self._forward_weights if self._module.forward_knows_weight else None
 
     def _check_gradients(self) -> None:
-        """Raise `LossError` if gradients have changed since `_note_gradients`, because the script
-        has called a backward."""
+        """Raise `LossError` if gradients have changed since `_note_gradients` was called, because
+        the script itself has called `Tensor.backward`."""
         if self._gradients is None or self._is_repeated:
             return
         if self._gradients != self._modules[0].reducer.gradient_versions():
@@ -777,7 +794,7 @@ class Step:
 
     def _check_complete(self) -> None:
         """Raise `LossError` unless `backward` was called for every microbatch of this rank, with
-        losses of one kind."""
+        losses that agree in type, in the names of their terms and in the rows per sample."""
         module = self._module
         if len(self._seen) < self.source.mine:
             missing = [place for place in self.source.layout.mine() if place not in self._seen]
@@ -796,7 +813,7 @@ class Step:
             )
         for place, kind in zip(
             self._seen, self._kinds, strict=False
-        ):  # only a pipeline's last stage has the loss
+        ):  # in a pipeline, only the last stage has the losses
             if kind.repeats != module.repeats:
                 raise LossError(
                     f"after step {self.index}, microbatch {place}: the batch has {kind.repeats}"
@@ -832,7 +849,8 @@ class Step:
 
 
 def _marks(parameters: Sequence[nn.Parameter]) -> list[Any]:
-    """Return values that differ after a parameter or a gradient was changed."""
+    """Return values, such as version counters, that change whenever a parameter or its gradient is
+    changed."""
     of_parameters = [(version(each), each.data_ptr()) for each in parameters]
     return [of_parameters, gradient_versions(parameters)]
 
@@ -842,7 +860,7 @@ def _check_loop(
     what: str = "step.microbatches or step.backward",
     remedy: str = "call step.compute(inputs, loss), with inputs and loss as in a Recipe",
 ) -> None:
-    """Raise `RecipeError` if the plan does not let the script loop over microbatches. `what`: the
-    call that needs the loop."""
+    """Raise `RecipeError` if the plan does not let the script loop over microbatches. `what`,
+    `remedy`: for the error's text, the call that needs the loop, and what to do instead."""
     if (why := module.executor.why_no_loop) is not None:
         raise RecipeError(f"{what} with {why}; {remedy}")

@@ -1,4 +1,5 @@
-"""A model with its optimizers on one rank. It reduces, scales, clips and applies the gradients."""
+"""A model with its optimizers on one rank: reduces, scales and clips the gradients, and steps the
+optimizers."""
 
 from __future__ import annotations
 
@@ -70,8 +71,9 @@ def held_by(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.P
 
 @dataclass(frozen=True, slots=True)
 class HostValues:
-    """The part of a module's state after a step that the host holds. It changes before the tensors
-    on the device do."""
+    """The part of a `TrainModule`'s state after a step that is in host memory. The host may be
+    steps ahead of its device, so these values may belong to a later step than the device's
+    tensors."""
 
     schedule: list[dict[str, Any]]
     prescale: Tensor | None
@@ -85,7 +87,7 @@ Closure = Callable[[], Any]
 
 class TrainModule:
     """A model and its optimizers on one rank. `parameters`: the trainable parameters, by name.
-    `steppers`: functions to call instead of `step()`, by the id of the optimizer."""
+    `steppers`: `id` of an optimizer -> the function to call instead of its `step()`."""
 
     choice: ReducerChoice
     executor: Executor
@@ -114,9 +116,11 @@ class TrainModule:
         """The parameters that the optimizers hold, by name, including frozen ones."""
         self.modes = OptimizerModes(optimizers, self.held)
         self.balance: ExpertBalance | None = None
-        """The balance of the model's experts, set once the model is built."""
+        """Counts the tokens of each expert and computes the loss terms that balance them. None if
+        the recipe has no `balance`; set once the model is built."""
         self.left_out: LeftOut | None = None
-        """Tensors that are saved only if they have changed. None in a run that saves nothing."""
+        """The tensors that neither the state dict nor an optimizer holds; they are saved in
+        checkpoints only if they have changed. None in a run that saves nothing."""
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.mesh = context.mesh
         self._sums_partial = any(axis.sums == "partial" for axis in context.mesh.larger)
@@ -137,17 +141,18 @@ class TrainModule:
         )
         self._keeps_rest = keeps_rest(context.gradient_compression)
         self.forward_knows_weight: bool | None = None
-        """True for `ls.Loss`, whose weight is known only after the forward. None before the first
-        commit."""
+        """True if the loss function returns an `ls.Loss`, whose weight is known only after the
+        forward. None before the first commit."""
         self.terms: list[str] = []  # the names of the loss's terms if there are several
         self.repeats = 1  # see `LossKind`
         self.prescale: Tensor | None = None
-        """Divisor of an `ls.Loss` before its backward: a power of two near the last step's weight;
-        None at first."""
+        """The number by which the total of an `ls.Loss` is divided before its backward: a power of
+        two near the sum of the weights in the latest step. None before the first step."""
         # the factor by which the latest step's summed gradient was multiplied
         self.gain: Tensor | float = 1.0
         self.snapshot = ModelSnapshot(model, optimizers)
-        """The modules and parameters that the model was prepared with."""
+        """The modules and parameters that the model had when it was prepared, to detect later
+        changes."""
         self.gradient_hooks = GradientHooks(model, in_pipeline=parallel.pipeline is not None)
         self.agreement = self._new_agreement()
         self._reducer: GradientReducer | None = None
@@ -196,9 +201,10 @@ class TrainModule:
         self._optimizer_unscales = (
             fused and is_plain and not self._bitwise and all(map(divides_gradients, optimizers))
         )
-        """True if the optimizers divide the gradient by the scale themselves, as with torch's
-        GradScaler; this saves a pass over the gradient. False with bitwise numerics, because other
-        gradients are multiplied by the scale's reciprocal, which rounds differently."""
+        """True if the optimizers divide the gradient by the fp16 loss scale themselves, as with
+        torch's GradScaler; this saves a pass over the gradient. False with bitwise numerics,
+        because optimizers that cannot do this get gradients multiplied by the scale's reciprocal,
+        which rounds differently."""
 
     def set_trainable(self, names: Collection[str]) -> None:
         """Make exactly these parameters trainable, between two steps. Every rank calls it with the
@@ -246,8 +252,9 @@ class TrainModule:
         return StepAgreement(self.mesh.summed(), [cut.reads], cut.counts)
 
     def check_counts(self) -> None:
-        """For a model of sequences: check the counts that its forward has read, if they differed
-        between ranks in the latest step or evaluation. Every rank calls it. Raises
+        """For a model whose sequences are split over ranks: check that numbers of tokens that its
+        forward reads on the host (of an expert, or of a mask) do not change its output, if these
+        numbers differed between ranks in the latest step or evaluation. Every rank calls it. Raises
         `RecipeError`."""
         if (step := self.agreement.unchecked()) is None:
             return
@@ -259,8 +266,8 @@ class TrainModule:
         self.agreement.settle()
 
     def begin_loop(self, max_microbatches: int) -> None:
-        """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank
-        calls it."""
+        """Build the reducer for a loop of steps that have at most `max_microbatches` microbatches
+        each. Every rank calls it."""
         self.choice = choose_reducer(
             self.mesh,
             bitwise=self._bitwise,
@@ -289,19 +296,21 @@ class TrainModule:
 
     @property
     def names_of_leaves(self) -> list[str]:
-        """The names of the parameters and leaves whose gradients the reducer sums. A leaf has its
-        parameter's name."""
+        """The name of each tensor of `leaves`, whose gradients the reducer sums over ranks. The
+        name of a tied parameter may occur several times."""
         return [*self.names, *(() if self._tied is None else self._tied.names_of_leaves)]
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """The tensors of `names_of_leaves`, if parameters are not sharded."""
+        """The parameters, then the tensors that collect a tied parameter's gradient in each further
+        part of the model that uses it on this rank; in the order of `names_of_leaves`. Only for
+        parameters that are not sharded."""
         parts = [] if self._tied is None else self._tied.leaves
         return [*self.parameters, *(leaf.parameter for leaf in parts)]
 
     def by_parameter(self, gradients: Iterable[Tensor | None]) -> dict[str, Tensor | None]:
-        """Return each parameter's gradient by name, summed over the parts that share the parameter.
-        `gradients`: the gradients of `leaves`."""
+        """Return each parameter's gradient by name, for a tied parameter summed over the parts of
+        the model that use it. `gradients`: the gradients of `leaves`."""
         summed: dict[str, Tensor | None] = {}
         for name, gradient in zip(self.names_of_leaves, gradients, strict=True):
             before = summed.get(name)
@@ -347,8 +356,8 @@ class TrainModule:
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
-        """Sum the gradients over all ranks, and over parts that share a parameter. See
-        `GradientReducer.reduce`."""
+        """Sum the gradients over all ranks, and over the parts of the model that share a tied
+        parameter. See `GradientReducer.reduce`."""
         self.agreement.refuse_late()
         for parameter in self._complex:
             if parameter.grad is not None:
@@ -373,17 +382,17 @@ class TrainModule:
         )
 
     def agree_on_loss(self, kinds: Sequence[LossKind]) -> None:
-        """Agree on the kind of loss at the first commit, because some ranks may have no microbatch.
-        Every rank calls it."""
+        """Set the properties of the loss (`LossKind`) on all ranks at the first commit, from the
+        first rank that has a microbatch. Every rank calls it."""
         everyone = self.mesh.world.gather_values(kinds[0] if kinds else None)
         self.forward_knows_weight, self.terms, self.repeats = next(
             kind for kind in everyone if kind is not None
         )
 
     def divide_by_weight(self, weights: Tensor | None, values: Tensor | list[float]) -> None:
-        """Divide the summed gradient by Σ `weights`, if given. If the sum is 0, the gradient
-        becomes 0 if all `values` of the loss are 0, else NaN. Also chooses the next step's
-        `prescale`."""
+        """Divide the gradient, summed over ranks, by Σ `weights`, if given. If the sum is 0, the
+        gradient becomes 0 if the loss of each microbatch in `values` is 0, else NaN. Also chooses
+        the next step's `prescale`."""
         self.gain = 1.0
         if weights is None:
             return
@@ -406,12 +415,12 @@ class TrainModule:
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def counted_gradients(self) -> list[tuple[str, Tensor]]:
-        """Return the gradients by name. For a parameter that several stages of a pipeline share,
-        only the first stage has the gradient."""
+        """Return (name, gradient) of each parameter that counts in the norm on this rank. A
+        parameter that several stages of a pipeline share is included on the first of them only."""
         return [(name, each.grad) for name, each in self._counted if each.grad is not None]
 
     def _counted_now(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters whose gradients this rank adds to the norm."""
+        """Return the name and parameter of each gradient that this rank adds to the global norm."""
         named = zip(self.names, self.parameters, strict=True)
         return [each for each in named if self._tied is None or self._tied.counts(each[1])]
 
@@ -432,7 +441,8 @@ class TrainModule:
         is not finite.
 
         Returns `StepResult.norm` and `StepResult.applied`. `measure`: True if the norm itself is
-        needed. `closure`: makes the optimizers' closure, once the gradient is final.
+        needed. `closure`: called once the gradient is clipped; returns the closure that is passed
+        to the optimizers' `step`.
         """
         divisor: Tensor | float = 1.0
         if self.loss_scale is not None:
@@ -505,18 +515,18 @@ class TrainModule:
         self.statistics[stage].note_microbatch()
 
     def steps_whole_tensors(self, optimizer: Optimizer) -> bool:
-        """True if the optimizer gets whole tensors, each updated by one rank."""
+        """True if the optimizer is given unsharded tensors, each of which one rank updates."""
         return id(optimizer) in self._steppers
 
     def model_state(self) -> Mapping[str, Any]:
-        """The state of the whole trained model: its state dict, plus tensors outside of it that an
-        optimizer holds or that have changed. Buffers with persistent=False are left out. Every rank
-        calls it."""
+        """The state of the whole trained model: its state dict, plus parameters and buffers that
+        the state dict leaves out, if an optimizer holds them or they have changed. Buffers with
+        persistent=False are left out. Every rank calls it."""
         changed = {} if self.left_out is None else self.left_out.changed()
         return self.mesh.union(complete_state_dict(self.model, self.held, changed, self.mesh.world))
 
     def host_values(self) -> HostValues:
-        """Return the host's current values."""
+        """Return the current values of the state in host memory."""
         groups = [
             [_copied(group) for group in self.modes.groups_of(optimizer)]
             for optimizer in self.optimizers
@@ -524,7 +534,9 @@ class TrainModule:
         return HostValues(self.schedule.state_dict(), self.prescale, self._chosen_trainable, groups)
 
     def state_dict(self, host: HostValues) -> dict[str, Any]:
-        """Return the state besides the model's and the optimizers' tensors."""
+        """Return, as JSON and small tensors, the state that is in neither the model's nor the
+        optimizers' tensors: schedule, loss scale and the like. `host`: the values after the step to
+        save."""
         return {
             "schedule": host.schedule,
             "loss_scale": (
@@ -582,8 +594,8 @@ class TrainModule:
 
 
 def step_optimizer(optimizer: Optimizer) -> None:
-    """Call `optimizer.step()`; if there is no profiler and no step hook, without torch's profiler
-    record, which takes 8 µs."""
+    """Call `optimizer.step()`; if no profiler runs and no step hook is registered, bypass torch's
+    wrapper that records the step for the profiler, which takes 8 µs."""
     step = type(optimizer).step
     if (
         not getattr(step, "hooked", False)
