@@ -1,7 +1,7 @@
-"""The collectives that this process is executing now, from torch's flight recorders and
-shared-memory groups. An accelerator's backend has its own recorder. The process only queues its
-collectives, which run on the device; the device waits in the first unfinished one, or has not
-reached it yet.
+"""The collectives that this process is executing now, for hang reports, from torch's flight
+recorders and from shared-memory groups. An accelerator's backend (NCCL) has its own flight
+recorder. For it, the process only queues collectives, which run on the device: the device waits in
+the first unfinished one, or has not reached it yet.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
+    """One call of a collective by this process."""
+
     name: str
     group: str
     """The process group's name in torch; "default_pg" for all processes."""
     sequence: int
+    """The number of the call in its process group."""
     tensors: str
     """Dtype and shape of this process's tensor, such as float32 (4,)."""
     on_device: bool = False
@@ -38,8 +41,7 @@ class CollectiveCall:
 
 @contextmanager
 def announce(call: CollectiveCall) -> Iterator[None]:
-    """List `call`, which this process is about to make, among the active calls while the body
-    runs."""
+    """A context in which `active_calls` also lists `call`, which this process makes inside."""
     _announced.append(call)
     try:
         yield
@@ -72,9 +74,9 @@ def active_calls() -> list[CollectiveCall]:
 
 
 def open_entries(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the unfinished entries of an accelerator's recorder. A group's collectives run in
-    order, so an entry before a finished one is finished too, even if it is not marked so (in a
-    coalesced call)."""
+    """Return the unfinished collectives among the entries of an accelerator's flight recorder. A
+    process group's collectives run in order, so an entry before a finished one is finished too,
+    even if it is not marked so (in a coalesced call)."""
     latest: dict[Hashable, int] = {}
     for entry in entries:
         if _is_done(entry):
@@ -115,4 +117,4 @@ _DTYPES = {
     "Int": "int32",
     "Byte": "uint8",
 }
-"""The flight recorder's name of a dtype -> torch's."""
+"""The flight recorder's name of a dtype -> torch's name."""

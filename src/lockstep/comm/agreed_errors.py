@@ -1,4 +1,4 @@
-"""Makes every rank raise the error of one rank."""
+"""Makes every rank raise an error that one rank has raised, so that no rank waits for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ E = TypeVar("E", bound=LockstepError)
 
 
 def raise_on_all_ranks(world: World, compute: Callable[[], T], base: type[LockstepError]) -> T:
-    """Return `compute()`. Every rank calls it. If it raises a `base` on any ranks, all ranks raise
-    the error of the first of these."""
+    """Return this rank's `compute()`. Every rank calls this function. If `compute` raises an error
+    of class `base` on some ranks, all ranks raise the error of the first of these ranks."""
     mine, message = None, None
     try:
         result = compute()
@@ -27,8 +27,8 @@ def raise_on_all_ranks(world: World, compute: Callable[[], T], base: type[Lockst
 
 
 def on_rank_0(world: World, compute: Callable[[], T], base: type[LockstepError]) -> T:
-    """Return the JSON value of rank 0's `compute()`. Every rank calls it. If it raises a `base`,
-    all ranks raise that error."""
+    """Call `compute` on rank 0 only, and return its JSON value on every rank. Every rank calls this
+    function. If `compute` raises an error of class `base`, all ranks raise it."""
     mine: LockstepError | None = None
 
     def outcome() -> list[Any]:

@@ -1,4 +1,4 @@
-"""All-reduce with compressed numbers: bf16, fp16 or int8 on the wire."""
+"""All-reduce of float32 vectors that sends the numbers in fewer bytes: as bf16, fp16 or int8."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lockstep.comm.world import World
 BLOCK = 256
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 _LARGEST = {"fp16": 32752.0, "int8": 127.0}
-"""The number to which the largest number of a block is scaled; for fp16 it is below the maximum, so
-that rounding stays in range."""
+"""For each format, the magnitude to which the largest number of a block is scaled. For fp16 it is
+half of the dtype's maximum, so that rounding stays in range."""
 _INT8_DIVISOR = 127.0001
 """Slightly more than 127, so that 127 times the scale of float32's largest number is finite."""
 _LEAST_SCALE = 2.0**-126
@@ -26,12 +26,13 @@ _SCALE_BYTES = 4
 
 
 class Rounding:
-    """The format `bf16`, `fp16` or `int8`. `bf16` has a relative error of at most 2**-8; numbers
-    close to float32's largest become infinite. `fp16` and `int8` have a scale for each block of
-    `BLOCK` numbers. The error of `fp16`, whose scale is a power of two, is at most 2**-11 of the
-    number or 2**-38 of the block's largest number. The error of `int8` is at most 1/254 of the
-    block's largest number, or 2**-127. A non-finite number makes its whole block non-finite; with
-    `bf16`, only the number itself."""
+    """Encodes float32 numbers in the format `bf16`, `fp16` or `int8`, and decodes them.
+
+    `bf16` has a relative error of at most 2**-8; numbers close to float32's largest become
+    infinite. `fp16` and `int8` have a scale for each block of `BLOCK` numbers. The error of `fp16`,
+    whose scale is a power of two, is at most 2**-11 of the number or 2**-38 of the block's largest
+    number. The error of `int8` is at most 1/254 of the block's largest number, or 2**-127. A
+    non-finite number makes its whole block non-finite; with `bf16`, only the number itself."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -56,7 +57,8 @@ class Rounding:
         return torch.cat([part.flatten(1).view(torch.uint8) for part in (scales, codes)], dim=1)
 
     def decode(self, sent: Tensor) -> Tensor:
-        """Return the decoded numbers: float32, (rows, numbers)."""
+        """Return the numbers of encoded rows: float32 of shape (rows, numbers). `sent`: a result of
+        `encode`."""
         if self.name == "bf16":
             return _numbers_in(sent, self._dtype).float()
         blocks = sent.shape[1] // self.bytes(BLOCK)
@@ -74,7 +76,8 @@ class Rounding:
 
 
 def _numbers_in(sent: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows of bytes, (rows, bytes) in any memory layout, as rows of `dtype`."""
+    """Return rows of bytes, uint8 of shape (rows, bytes) in any memory layout, reinterpreted as
+    rows of numbers of `dtype`."""
     flat = torch.empty(sent.numel(), dtype=torch.uint8, device=sent.device)
     flat.view(sent.shape).copy_(sent)
     return flat.view(dtype).view(len(sent), sent.shape[1] // dtype.itemsize)
@@ -82,17 +85,20 @@ def _numbers_in(sent: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Senders:
-    """The ranks that exchange compressed numbers. These are the leaders of hosts, if there are
-    several hosts and one of them has several ranks; otherwise all ranks. A leader gets the
-    uncompressed numbers of the ranks on its host."""
+    """The ranks that exchange compressed numbers with each other. If the ranks are on several
+    hosts, some with several ranks, one leader per host sends: it first gets the sum of its host's
+    ranks, uncompressed, through shared memory. Otherwise all ranks send."""
 
     group: Any
     """Torch's process group of the senders. None: all processes."""
     rank: int
+    """This rank's number among the senders; 0 if it is not a sender."""
     size: int
+    """Number of senders."""
     shared_memory: SharedMemoryGroup | None
     """The senders' shared memory, used instead of `group`; None without it."""
     hierarchy: HierarchicalAllReduce | None
+    """The hosts' leaders and shared memory; None if all ranks send."""
 
     @classmethod
     def of(cls, world: World) -> Senders:
@@ -111,33 +117,34 @@ class Senders:
 
     @property
     def host_shared_memory(self) -> SharedMemoryGroup | None:
-        """The shared memory of the ranks that have the same sender; None if each rank is a
-        sender."""
+        """The shared memory of the ranks on this host, which have one sender; None if each rank is
+        a sender."""
         return None if self.hierarchy is None else self.hierarchy.shared_memory
 
 
 class CompressedAllReduce:
-    """The all-reduce of one vector, with the same bits on every sender; all senders make the same
-    calls in the same order. Each sends a compressed slice to every sender (all-to-all), sums its
-    slice in float32 in the order of the senders, compresses the sum and sends it to all
-    (all-gather). So each number is rounded twice, for any number of senders."""
+    """The compressed all-reduce of one vector, with the same bits on every sender. All senders call
+    `start`, `fold` and `finish` in the same order. Each sends a compressed slice to every sender
+    (all-to-all), sums its slice in float32 in the order of the senders, compresses the sum and
+    sends it to all (all-gather). So each number is rounded twice, for any number of senders."""
 
     def __init__(self, rounding: Rounding, senders: Senders, *, keeps_residual: bool) -> None:
-        """`keeps_residual`: set `residual`, for error feedback."""
+        """`keeps_residual`: True to keep the rounding errors in `residual`, for error feedback."""
         self._rounding = rounding
         self._senders = senders
         self._keeps_residual = keeps_residual
         self._work: dist.Work | None = None
 
     def start(self, numbers: Tensor, exact: Tensor) -> None:
-        """Send both vectors, which are float32 and flat. `exact` is not compressed."""
+        """Start the all-reduce of two flat float32 vectors: `numbers` is compressed, `exact` is
+        not."""
         size, shared = self._senders.size, self._senders.shared_memory
         rows = _in_rows(numbers, size, BLOCK)
         sent = self._rounding.encode(rows)
         if self._keeps_residual:
             self.residual = rows - self._rounding.decode(sent)
-            """This sender's rounding errors, of shape (senders, numbers for each sender). `fold`
-            adds the rounding errors of its slice's sum."""
+            """The rounding errors of the numbers that this sender sends: shape (senders, numbers
+            for each sender). `fold` adds to them the rounding errors of its slice's sum."""
         outgoing = torch.cat([_in_rows(exact, size, 1).view(torch.uint8), sent], dim=1)
         self._exact_bytes = outgoing.shape[1] - sent.shape[1]
         self._received = torch.empty_like(outgoing)
@@ -150,7 +157,7 @@ class CompressedAllReduce:
             )
 
     def fold(self) -> None:
-        """Sum this sender's slice and send the sum to all."""
+        """Sum all senders' numbers in this sender's slice, and send the sum to all senders."""
         exact, numbers = (_sum_of_rows(part) for part in self._parts())
         sent = self._rounding.encode(numbers)
         if self._keeps_residual:
@@ -170,7 +177,8 @@ class CompressedAllReduce:
             target.copy_(rows.reshape(-1)[: target.numel()])
 
     def _parts(self) -> tuple[Tensor, Tensor]:
-        """Wait for the received rows, and return the exact and the decompressed numbers of each."""
+        """Wait for the rows received from the senders. Return the exact numbers and the decoded
+        numbers of each row."""
         if self._work is not None:
             self._work.wait()
         size = self._exact_bytes

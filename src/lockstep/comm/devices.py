@@ -1,8 +1,8 @@
-"""The device and the backend of each process.
+"""Chooses the device and the backend of each process, and compares the devices of all ranks.
 
 NCCL detects two ranks on one GPU only while it connects, and if ranks have different backends, all
-wait. So the ranks compare their devices through the store before they make the process group, and
-all raise the same error.
+wait. So the ranks compare their devices through torch's store before they make the process group.
+If they cannot work together, all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ONE_HOST_EACH = {
     "NCCL_MNNVL_ENABLE": "0",
     "NCCL_MAX_NCHANNELS": "2",
 }
-"""Variables with which NCCL exchanges through sockets alone."""
+"""Environment variables that make NCCL exchange through sockets alone."""
 _SHARE = "--share-devices (LOCKSTEP_SHARE_DEVICES=1)"
 _NOT_FOR_TRAINING = ("undefined", "fake")
 
@@ -52,15 +52,18 @@ class RankDevice:
     type: str
     """Torch's name for the kind of device; empty if the device cannot be used."""
     id: str = ""
-    """The same for two ranks on one device. Empty for the CPU."""
+    """Text that identifies the device: the same for two ranks if and only if they are on one
+    device. Empty for the CPU."""
     visible: int = 0
     """Number of devices that the process sees."""
     why: str = ""
-    """The reason why the process sees no more: the variable that hides devices, or the error."""
+    """The reason why the process sees no more devices: the environment variable that hides them, or
+    an error."""
     shares: bool = False
     """True if the rank was given --share-devices."""
     refusal: str = ""
-    """The reason why the rank cannot join: the error of its backend. Empty if it can join."""
+    """The error of the rank's backend, for which the rank cannot join the process group. Empty if
+    it can."""
 
 
 def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDevice]:
@@ -99,9 +102,10 @@ def _boot_id() -> str:
 
 
 def exchange(store: Store, rank: int, size: int, mine: RankDevice) -> list[RankDevice]:
-    """Return the device of every rank. Every rank calls it equally often. Rank 0 returns last,
-    because it may hold the store and may end after a refusal."""
-    # a script may continue after a refusal, with another group and store
+    """Return the devices of all ranks, in rank order, exchanged through the store. Every rank calls
+    it equally often. Rank 0 returns last: its process may hold the store, and may end if the
+    devices are refused."""
+    # a script may continue after the devices were refused, with another group and store
     turn = store.add(f"lockstep/devices/{rank}", 1)
     key = f"lockstep/devices/{turn}"
     store.set(f"{key}/{rank}", json.dumps(asdict(mine)))
@@ -163,7 +167,8 @@ def _several_on_one(everyone: Sequence[RankDevice], ranks: Sequence[int]) -> str
 
 
 def unusable(device: RankDevice, who: str) -> str:
-    """Return the error for a process whose device does not work. `who`: the process."""
+    """Return the text of the error for a process whose device does not work. `who`: names the
+    process, such as "rank 1 on host"."""
     return (
         f"{who}: {device.why}, or hide the GPUs ({accelerator.how_to_hide()}) to compute on the CPU"
     )

@@ -1,6 +1,8 @@
-"""The first error of a run. The rank that raises it tells the other ranks through torch's store.
+"""The first error of any rank in a run. The rank that raises it sends it to the other ranks through
+torch's store.
 
-The other ranks would see only that an exchange failed; this way, each rank's error names the cause.
+The other ranks would otherwise see only that a collective failed; this way, each rank's error names
+the cause.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from lockstep.comm.world import World
 
 MOST_CHARACTERS = 4000
 MOST_SECONDS = 2.0
-"""The longest time that a rank waits for the store, which may be lost."""
+"""The longest time that a rank waits for an answer of the store, whose process may be lost."""
 _LOOK_SECONDS = 0.02
 
 
@@ -28,7 +30,7 @@ class PeerError:
 
     rank: int
     kind: str
-    """The name of its class."""
+    """The name of the error's class."""
     text: str
 
     @property
@@ -40,12 +42,13 @@ class PeerError:
         return f"{self.kind}: {self.text}"
 
     def as_user_error(self) -> UserError | None:
-        """Return the same error if it is of a kind that every rank raises, else None."""
+        """Return an equal error of the same class if that is a subclass of `UserError`, else
+        None."""
         return named_error(self.kind, self.text, UserError)
 
 
 class FirstFailure:
-    """The first error of the ranks of a run."""
+    """Reports this rank's error to the other ranks of a run, and finds the first one reported."""
 
     def __init__(self, world: World) -> None:
         """Every rank makes one for each run, at the same time. It needs the default process
@@ -57,8 +60,8 @@ class FirstFailure:
         self._store, self._key = store, f"lockstep/failure/{sum(world.gather_values(number))}"
 
     def tell(self, error: BaseException) -> None:
-        """Report this rank's error to the other ranks, unless another rank has reported one.
-        Returns also if the store is lost."""
+        """Report this rank's error to the other ranks, unless another rank has reported one. Does
+        nothing if the store is lost."""
         text = with_notes(error)[:MOST_CHARACTERS]
         cause = PeerError(self._rank, type(error).__name__, text)
 

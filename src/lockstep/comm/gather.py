@@ -1,5 +1,5 @@
-"""Gathers over ranks: differentiable rows, a mean of values, and rows in the order of
-microbatches."""
+"""Gathers over ranks: of rows with gradients, of values for their mean, and of rows in the order of
+microbatches or samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from lockstep.comm.world import World, exact_sum
 
 
 def gather(rows: Tensor, world: World) -> Tensor:
-    """Return the rows of all ranks in rank order; see `Session.gather`. Every rank calls it."""
+    """Return the rows of all ranks in rank order. Gradients flow back to the ranks that gave the
+    rows; see `Session.gather`. Every rank calls it."""
     gathered: Tensor = _Gather.apply(rows, world)  # type: ignore[no-untyped-call]
     return gathered
 
@@ -43,9 +44,9 @@ def mean(values: Tensor, world: World) -> float:
 
 
 def in_order(rows: Tensor, count: int, assignment: MicrobatchAssignment, data: World) -> Tensor:
-    """All-gather one row per microbatch, in the order of the microbatches: shape (count, ...).
-    Every rank of `data` calls it. `rows`: this rank's rows, for the microbatches that `assignment`
-    gives it."""
+    """All-gather one row per microbatch, in the order of a step's `count` microbatches: shape
+    (count, ...). `rows`: this rank's rows, one for each microbatch that `assignment` gives it.
+    `data`: the data-parallel ranks, each of which calls this function."""
     everyone = data.gather_rows(rows, [len(share) for share in assignment.indices_by_rank(count)])
     if not assignment.round_robin:
         return everyone
@@ -58,9 +59,10 @@ def in_order(rows: Tensor, count: int, assignment: MicrobatchAssignment, data: W
 def samples_in_order(
     rows: Tensor | None, sizes: Sequence[int], assignment: MicrobatchAssignment, data: World
 ) -> Tensor:
-    """All-gather one row per sample on the CPU, in the order of the samples. Every rank of `data`
-    calls it. `rows`: the rows of this rank; None if it has none. `sizes`: number of samples in each
-    microbatch."""
+    """All-gather one row per sample on the CPU, in the order of the samples of a step or
+    evaluation. `rows`: the rows of this rank; None if it has none. `sizes`: number of samples in
+    each microbatch of all ranks. `data`: the data-parallel ranks, each of which calls this
+    function."""
     everyone = data.gather_ragged(rows)
     if not assignment.round_robin:
         return everyone

@@ -1,9 +1,10 @@
-"""The connected sockets of torch's Gloo groups, and of a store, in this process; shutting them down
-wakes the threads that wait for them. On torch 2.13 and 2.15 neither `abort` nor `shutdown` of a
-Gloo group wakes a thread in one of its collectives, but the end of a connection does. Each Gloo
-group has a thread with a known name, which sleeps in epoll. The kernel shows the thread's epoll
-(/proc/self/task/*/syscall) and this epoll's sockets (/proc/self/fdinfo), which belong to no other
-code. Linux only.
+"""Shuts down the connected sockets of this process's Gloo process groups, or of its connection to a
+store, to wake the threads that wait for them.
+
+On torch 2.13 and 2.15 neither `abort` nor `shutdown` of a Gloo group wakes a thread in one of its
+collectives, but the end of a connection does. Each Gloo group has a thread with a known name, which
+sleeps in epoll. The kernel shows the thread's epoll (/proc/self/task/*/syscall) and this epoll's
+sockets (/proc/self/fdinfo), which belong to no other code. Linux only.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def gloo_threads() -> list[str]:
 
 
 def shut_down_gloo_sockets() -> bool:
-    """End the connections of every Gloo group of this process; their collectives then raise, on the
-    peers too. Any thread may call it. Returns False if some connections could not be found now; try
-    again."""
+    """End the connections of every Gloo group of this process. The groups' collectives then raise,
+    here and on the ranks at the other ends. Any thread may call it. Returns False if some
+    connections could not be found this time: call it again."""
     waiting = gloo_threads()
     for attempt in range(_LOOKS):
         if attempt:
@@ -53,8 +54,9 @@ def shut_down_gloo_sockets() -> bool:
 
 
 def with_own_connection(store: Store) -> tuple[Store, int | None]:
-    """Return a clone of the store with its own connection, and the inode of its socket for
-    `shut_down`; None as the inode if the store is no `TCPStore`, and so keeps no connection."""
+    """Return a clone of the store that has its own connection, and the inode of the connection's
+    socket, for `shut_down`. If the store is no `TCPStore`, and so has no connection, return the
+    store itself and None."""
     server = store
     while isinstance(server, PrefixStore):
         server = server.underlying_store
@@ -82,8 +84,8 @@ def shut_down(inode: int) -> None:
 
 
 def _shut_down_those_of(thread: str) -> bool:
-    """End the connections that this thread of Gloo serves. False if the thread's epoll cannot be
-    read at the moment."""
+    """End the connections that a Gloo thread serves. `thread`: its id. Returns False if the
+    thread's epoll cannot be read at the moment."""
     epoll = _epoll_of(thread)
     if epoll is None:
         return not (_PROCESS / "task" / thread).exists()
@@ -103,8 +105,9 @@ def _epoll_of(thread: str) -> int | None:
 
 
 def _with_socket(number: int, inode: int, function: Callable[[socket.socket], T]) -> T | None:
-    """Call the function with a duplicate of a connected TCP socket. Returns None if the descriptor
-    does not (or no longer) belong to the socket `inode`."""
+    """Call `function` with a duplicate of the connected TCP socket whose file descriptor is
+    `number`, and return its result. Returns None if the descriptor does not (or no longer) belong
+    to the socket with that inode."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
         descriptor = os.dup(number)
         opened.callback(os.close, descriptor)
@@ -128,7 +131,7 @@ def _leads_to(number: int, inode: int, port: int) -> bool:
 
 
 def _sockets() -> dict[int, int]:
-    """Return the descriptor of each socket of this process, by inode."""
+    """Return inode -> file descriptor of each socket of this process."""
     return {inode: number for inode, number in _descriptors() if inode}
 
 

@@ -1,9 +1,9 @@
-"""Hierarchical all-reduce over several hosts: shared memory inside each host, torch between one
-leader rank per host.
+"""Hierarchical all-reduce over several hosts: ranks are summed through shared memory inside each
+host, and then through torch between one leader rank per host.
 
-Each host sends as many bytes as one rank would. In the alternative, every rank exchanges a slice
-with its counterparts on other hosts. This sends as many bytes; between two network namespaces of
-two ranks it was no faster, and slower below 1 MB.
+Each host sends as many bytes as one rank would. In an alternative that is not used here, every rank
+exchanges a slice with its counterparts on other hosts. That sends as many bytes; between two
+network namespaces with two ranks each it was no faster, and slower below 1 MB.
 
 (No `from __future__ import annotations` here: DDP reads its hooks' annotations, and needs classes.)
 """
@@ -24,14 +24,14 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 
 
 class HierarchicalAllReduce:
-    """All-reduces over several hosts, with the same bits on every rank. Every rank makes the same
-    calls in the same order, with contiguous CPU tensors. Raises an `ExchangeError` if a rank of
-    this host fails, and torch's error if another host is lost."""
+    """All-reduces over the ranks of several hosts. The sums have the same bits on every rank. Every
+    rank makes the same calls in the same order, with contiguous CPU tensors. Raises an
+    `ExchangeError` if a rank of this host fails, and torch's error if another host is lost."""
 
     def __init__(self, shared_memory: SharedMemoryGroup | None, leaders: Sequence[int]) -> None:
         """`leaders`: the first rank of each host, numbered among all processes."""
         self.shared_memory = shared_memory
-        """The group of this host's ranks; None if the host has one rank."""
+        """The shared-memory group of this host's ranks; None if the host has one rank."""
         self.leader_group: Any = None
         """Torch's process group of the leaders; None on the other ranks."""
         self.leaders = tuple(leaders)
@@ -39,9 +39,10 @@ class HierarchicalAllReduce:
 
     @classmethod
     def create(cls, group: Any, hosts: Sequence[int]) -> "HierarchicalAllReduce | Unavailable":
-        """Share memory inside each host. Every rank calls it; all ranks get a
-        `HierarchicalAllReduce`, or all get the same `Unavailable`. `hosts`: the number of each
-        rank's host. Every process must call `connect` before the first all-reduce."""
+        """Make the all-reduce for the ranks of `group`, which share memory inside each host. Every
+        rank calls it; all ranks get a `HierarchicalAllReduce`, or all get the same `Unavailable`.
+        `hosts`: the number of each rank's host. Every process must call `connect` before the first
+        all-reduce."""
         if len(set(hosts)) == len(hosts):
             return Unavailable("no two of its ranks are on one host")
         host = hosts[dist.get_rank(group)]
@@ -59,8 +60,8 @@ class HierarchicalAllReduce:
     def connect(
         leaders_of_all: Iterable[tuple[int, ...]], created_here: "Iterable[HierarchicalAllReduce]"
     ) -> None:
-        """Make the leaders' process groups. Every process calls it. `leaders_of_all`: `leaders` of
-        every process."""
+        """Make the process groups of hosts' leaders. Every process calls it. `leaders_of_all`: the
+        attributes `leaders` of all processes' objects. `created_here`: this process's objects."""
         for leaders in leaders_of_all:
             group = _new_group(leaders)
             for each in created_here:
@@ -72,8 +73,8 @@ class HierarchicalAllReduce:
         self._finish(tensor, self._start(tensor))
 
     def sum_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start the all-reduce (sum) of a DDP bucket: the communication hook. The call for the last
-        bucket waits for all."""
+        """DDP's communication hook: start the all-reduce (sum) of a bucket. The call for the last
+        bucket waits for the sums of all buckets."""
         if bucket.index() == 0:
             self._started = []  # drop what a failed backward has left
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -103,8 +104,8 @@ class HierarchicalAllReduce:
 
     @contextmanager
     def abort_on_error(self) -> Iterator[None]:
-        """Abort the shared memory group if the body raises: other ranks must not wait for a leader
-        that failed."""
+        """A context that aborts the host's shared-memory group if the body raises: the host's other
+        ranks must not wait for a leader that failed."""
         try:
             yield
         except BaseException:

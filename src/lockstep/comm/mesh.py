@@ -1,4 +1,5 @@
-"""The layout of a run's processes on the axes of its plan."""
+"""The device mesh of a run: its processes, laid out on the axes of its plan (data parallelism,
+sharding, tensor parallelism, pipeline and so on), and the process groups along these axes."""
 
 from __future__ import annotations
 
@@ -33,39 +34,43 @@ class Mesh:
     """The process groups of this rank along the axes of the plan. Made once in a run."""
 
     world: World
+    """All processes of the run."""
     larger: Sequence[Axis]
     """The axes with more than one rank, outermost first."""
     torch_mesh: DeviceMesh | None
-    """Torch's mesh of these axes, with their names as names of dims. Several axes over which
-    parameters are sharded are joined into one dim, such as `shard_context`. None if there is at
-    most one axis and the state is not sharded."""
+    """Torch's mesh of the axes in `larger`, with their names as names of dims. Several axes over
+    which parameters are sharded are joined into one dim, such as `shard_context`. None if there is
+    at most one axis and the model's state is not sharded."""
     expert_mesh: DeviceMesh | None
-    """Torch's mesh for the parameters of experts. The axis `expert` divides experts, so it is not
-    joined into the dim over which they are sharded. Unless the plan has both `shard` and `expert`,
-    it is `torch_mesh`."""
+    """Torch's mesh for the parameters of experts (of a mixture of experts). The axis `expert`
+    divides experts, so it is not joined into the dim over which they are sharded. Unless the plan
+    has both `shard` and `expert`, it is `torch_mesh`."""
     groups: Mapping[tuple[str, ...], World]
     """The processes along one axis, or along several axes together, by the names of the axes."""
     without_shared_memory: Mapping[str, str]
     """Axis over which gradients are summed -> the reason why some or all of its ranks do not share
     memory."""
     bitwise: bool = False
-    """True if the ranks of `tokens` sum losses and gradients in each microbatch's backward."""
+    """True for numerics=bitwise: the ranks that divide a microbatch's tokens then sum losses and
+    gradients in each microbatch's backward."""
     alone: World = field(init=False)
-    """This process."""
+    """This process alone, as a group of one rank."""
     data: World = field(init=False)
-    """The data ranks: together they compute all microbatches of a step. On all other axes they have
-    this rank's position."""
+    """The data-parallel ranks: together they compute all microbatches of a step. On all other axes
+    they have this rank's position."""
     replicas: World = field(init=False)
-    """The ranks that hold the same state."""
+    """The ranks that hold the same parameters and optimizer state as this rank."""
     stages: World = field(init=False)
-    """The ranks that together hold the model's layers."""
+    """The ranks of this rank's pipeline: together they hold all layers of the model."""
     tokens: World = field(init=False)
-    """The ranks that divide the tokens of each microbatch."""
+    """The ranks that divide the tokens of each microbatch (the axis `context`)."""
     loss_parts: World = field(init=False)
-    """The ranks that each have a part of a microbatch's loss. A single rank has the whole loss."""
+    """The ranks that each have a part of a microbatch's loss; this rank alone if it has the whole
+    loss."""
     parts: World = field(init=False)
-    """The ranks that together hold each parameter of a stage. (`tensor` splits a parameter
-    further.)"""
+    """The ranks that together hold the parameters of a pipeline stage: those over which FSDP2
+    shards them or, without sharding, over which experts are divided. (The axis `tensor` splits
+    parameters further.)"""
 
     def __post_init__(self) -> None:
         alone = replace(self.world, rank=0, size=1, owns_group=False)
@@ -85,8 +90,8 @@ class Mesh:
 
     @classmethod
     def of(cls, world: World, plan: Plan) -> Mesh:
-        """Place the processes on the axes of a resolved plan. Every rank calls it: it makes process
-        groups."""
+        """Place the processes on the axes of a resolved plan (one in which every axis has a size).
+        Every rank calls it, because it makes process groups."""
         atexit.unregister(_at_exit)  # register only one handler
         atexit.register(_at_exit)
         larger = plan.larger
@@ -124,7 +129,8 @@ class Mesh:
         return self.groups.get((name,)) or self.alone
 
     def along(self, asked: Callable[[Axis], bool]) -> World:
-        """Return the processes along all axes for which `asked` returns True."""
+        """Return the processes that differ from this one only in their positions on the axes for
+        which `asked` returns True."""
         return self._world_along(_names(self.larger, asked))
 
     def _world_along(self, names: tuple[str, ...]) -> World:
@@ -138,17 +144,17 @@ class Mesh:
         return self.along(lambda axis: sums(axis) and self.sums_over(axis))
 
     def sums_over(self, axis: Axis) -> bool:
-        """True if gradients and the numbers of a step are summed over the axis after the
+        """True if gradients, losses and flags of a step are summed over the axis after the
         backward."""
         return _sums(axis) and not (self.bitwise and _cuts(axis))
 
     def is_expert(self, parameter: Tensor) -> bool:
-        """True for a parameter of experts that are divided over ranks."""
+        """True for a parameter of experts, if different ranks hold different experts."""
         dims = _divided_dims(parameter)
         return any(_divides_experts(axis) and axis.name in dims for axis in self.larger)
 
     def shards(self, parameter: Tensor | None = None) -> World:
-        """Return the processes over which a parameter is sharded: this one alone if `shard` is 1.
+        """Return the processes over which FSDP2 shards a parameter: this one alone if `shard` is 1.
         `parameter=None`: any parameter that belongs to no expert."""
         is_expert = parameter is not None and self.is_expert(parameter)
         return self._world_along((_sharded_experts if is_expert else _sharded)(self.larger))
@@ -162,7 +168,8 @@ class Mesh:
         return torch_mesh[_JOIN.join(names)]
 
     def copies(self, tensor: Tensor) -> World:
-        """Return the ranks that hold the same part of a tensor of the state."""
+        """Return the ranks that hold the same part of a tensor (parameter or optimizer state) as
+        this rank."""
         if self.is_expert(tensor):
             return self.replicas
         return self._world_along(_copies_of_dense(self.larger))
@@ -215,7 +222,7 @@ def _names(axes: Sequence[Axis], asked: Callable[[Axis], bool]) -> tuple[str, ..
 
 
 def _sharded(axes: Sequence[Axis]) -> tuple[str, ...]:
-    """Return the names of the axes over which parameters are sharded."""
+    """Return the names of the axes over which FSDP2 shards parameters that belong to no expert."""
     if not any("parameters" in axis.divides for axis in axes):
         return ()
     return _names(axes, lambda axis: axis.shards_parameters)
@@ -234,8 +241,8 @@ def _copies_of_dense(axes: Sequence[Axis]) -> tuple[str, ...]:
 
 
 def _dims(axes: Sequence[Axis], sharded: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return the axes of each dim of torch's mesh. All `sharded` axes are one dim, at the position
-    of the first one."""
+    """Return, for each dim of torch's mesh, the names of the axes that it consists of. All
+    `sharded` axes are one dim, at the position of the first one."""
     dims: list[tuple[str, ...]] = [(axis.name,) for axis in axes if axis.name not in sharded]
     if sharded:
         at = next(place for place, axis in enumerate(axes) if axis.name in sharded)
@@ -244,24 +251,25 @@ def _dims(axes: Sequence[Axis], sharded: tuple[str, ...]) -> tuple[tuple[str, ..
 
 
 _JOIN = "_"
-"""Joins the names of axes to the name of a dim of torch's mesh."""
+"""The separator in the name of a dim of torch's mesh that consists of several axes."""
 
 
 def divided_over(tensor: Tensor) -> set[str]:
-    """Return the names of the axes over which a DTensor is divided."""
+    """Return the names of the axes over which a DTensor is sharded; none for a plain tensor."""
     return {axis for dim in _divided_dims(tensor) for axis in dim.split(_JOIN)}
 
 
 def _divided_dims(tensor: Tensor) -> list[str]:
-    """Return the names of the dims of torch's mesh over which a DTensor is divided."""
+    """Return the names of the dims of torch's mesh over which a DTensor is sharded; none for a
+    plain tensor."""
     names = getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None) or ()
     placements = getattr(tensor, "placements", ())
     return [name for name, at in zip(names, placements, strict=True) if not at.is_replicate()]
 
 
 def shard_dim_over(tensor: Tensor, axis: str) -> int | None:
-    """Return the dim along which a DTensor is sharded over an axis; None if it is not sharded over
-    it."""
+    """Return the dim of the tensor along which it is sharded over an axis of the mesh; None if it
+    is not sharded over that axis."""
     names = getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None) or ()
     placements: Any = getattr(tensor, "placements", ())
     placement = dict(zip(names, placements, strict=True)).get(axis)
@@ -306,8 +314,9 @@ class PipelineStateDict(Mapping[str, Tensor]):
 
 
 _meshes: dict[Any, tuple[list[DeviceMesh], Mapping[tuple[str, ...], Any]]] = {}
-"""Meshes with their groups. Each is made once while the default process group exists, because torch
-caches meshes of DTensors and confuses equal ones."""
+"""Torch's meshes with their process groups, by the arguments of `_make_meshes`. Each is made once
+while the default process group exists, because torch caches meshes of DTensors and confuses equal
+ones."""
 _Dims = tuple[tuple[str, ...], ...]
 
 
@@ -317,8 +326,9 @@ def _make_meshes(
     wanted: tuple[tuple[str, ...], ...],
     meshes: tuple[_Dims, ...],
 ) -> tuple[list[DeviceMesh], Mapping[tuple[str, ...], Any]]:
-    """Return torch's meshes of these axes, and the process groups along the `wanted` ones.
-    `meshes`: for each mesh, the axes of each dim. Equal entries share one mesh.
+    """Return torch's meshes of the processes, and the process groups along the `wanted` axes, each
+    a tuple of names. `sizes`: name and size of each axis. `meshes`: for each mesh, the axes of each
+    of its dims. Equal entries share one mesh.
 
     The groups are made here. If torch's mesh made the groups itself, it would split them from a
     group that is bound to a device, and give Gloo the options of NCCL (torch 2.13 to 2.15): Gloo
@@ -378,8 +388,9 @@ def _with_shared_memory(
     data: tuple[str, ...],
     summed: tuple[str, ...],
 ) -> tuple[dict[tuple[str, ...], World], dict[str, str]]:
-    """Give shared memory to the groups along axes over which gradients are `summed`. Returns all
-    groups and, for each group in which some ranks cannot share memory, the reason."""
+    """Give shared memory to the CPU groups along the axes over which gradients are summed. `data`,
+    `summed`: names of the data-parallel axes, and of the axes over which gradients are summed.
+    Returns all groups and, for each group in which some ranks cannot share memory, the reason."""
     with_memory = dict(groups)
     mine, hierarchies = dict[str, str](), dict[str, HierarchicalAllReduce]()
     by_label = {
@@ -413,8 +424,8 @@ def _with_shared_memory(
 
 
 def forget_meshes() -> None:
-    """Drop all meshes and process groups, and close their sockets, before the default group is
-    destroyed."""
+    """Drop all of torch's meshes and their process groups, and close the groups' sockets. Called
+    before the default process group is destroyed."""
     forget_leader_groups()
     for meshes, _ in _meshes.values():
         for mesh in meshes:
@@ -423,8 +434,9 @@ def forget_meshes() -> None:
 
 
 def _at_exit() -> None:
-    """Drop the meshes when the process ends, before the default group is destroyed: the group's
-    threads end only with the last reference to it, and modules in reference cycles hold some."""
+    """Drop torch's meshes when the process ends, before the default process group is destroyed. A
+    group's threads end only with the last reference to it, and modules in reference cycles may hold
+    references, so garbage is collected too."""
     forget_meshes()
     gc.collect()
 
@@ -434,7 +446,8 @@ def _part(world: World, group: Any) -> World:
 
 
 def shard_as(like: Tensor, full: Tensor) -> Tensor:
-    """Return this rank's part of `full`, distributed as `like` is, without communication."""
+    """Return this rank's part of the tensor `full`, which every rank has, sharded as the DTensor
+    `like` is; `full` itself if `like` is a plain tensor. No communication."""
     if not hasattr(like, "full_tensor"):
         return full
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -444,7 +457,8 @@ def shard_as(like: Tensor, full: Tensor) -> Tensor:
 
 
 def like_parameter(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return this rank's part of a gradient as a tensor that is distributed like the parameter."""
+    """Return a gradient as a DTensor that is sharded like the parameter, or as a plain tensor for a
+    plain parameter. `part`: this rank's part of the gradient."""
     shaped = part.view_as(to_local(parameter))
     if not hasattr(parameter, "full_tensor"):
         return shaped
@@ -462,7 +476,8 @@ def like_parameter(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor. Every rank of its mesh calls it, in the same order."""
+    """Return the full tensor of a DTensor, or a plain tensor itself. Every rank of the DTensor's
+    mesh calls it, in the same order."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate

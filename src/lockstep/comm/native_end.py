@@ -1,4 +1,4 @@
-"""Calls a function before native code ends this process.
+"""Calls a Python function before C++ code ends this process by `std::terminate`.
 
 Gloo ends the process if ranks exchange tensors of different sizes: its thread throws an exception,
 and C++ calls `std::terminate`. Linux with libstdc++ only.
@@ -15,7 +15,7 @@ _SET_TERMINATE = "_ZSt13set_terminatePFvvE"
 
 
 class NativeEnd:
-    """Calls `before` in the thread that ends the process, until `close`."""
+    """Calls `before` if C++ calls `std::terminate`, in the thread that does so, until `close`."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._set: Any = None

@@ -1,10 +1,12 @@
-"""A sum over microbatches in a fixed order: its bits do not depend on the number of processes.
+"""A sum of vectors (such as gradients) over microbatches in a fixed order, so that its bits do not
+depend on the number of processes.
 
-Each rank holds a few complete nodes of the canonical tree (`lockstep.tree`). The vector is split
-into one slice per rank. An all-to-all sends every node's part of a slice to one rank, which adds
-them in the tree's order; an all-gather distributes the sums. If every rank holds one node, this
-sends as many bytes as a ring all-reduce; a rank with k nodes sends k times as much in the
-all-to-all.
+The order is that of a binary tree whose leaves are the microbatches (`lockstep.tree`). A node is
+the sum of the leaves below it, and each rank starts with the few nodes that it can compute alone.
+The vector is split into one slice per rank. An all-to-all sends every node's part of a slice to one
+rank, which adds them in the tree's order; an all-gather distributes the sums. If every rank has one
+node, this sends as many bytes as a ring all-reduce; a rank with k nodes sends k times as much in
+the all-to-all.
 """
 
 from __future__ import annotations
@@ -23,15 +25,17 @@ from lockstep.comm.world import World
 
 @dataclass(frozen=True, slots=True)
 class TreeNodes:
-    """The nodes of the tree over `count` microbatches that each rank holds."""
+    """The nodes of the summation tree over `count` microbatches that each rank can compute
+    alone."""
 
     count: int
     nodes: tuple[tuple[tuple[int, int], ...], ...]
+    """For each rank, its nodes, each as the range [start, stop) of microbatches below it."""
 
     @classmethod
     def of(cls, shares: Sequence[range]) -> TreeNodes:
-        """Return the nodes of each rank. `shares`: each rank's microbatches, which are consecutive
-        ranges."""
+        """Return the nodes of all ranks. `shares`: each rank's microbatches; together these ranges
+        are consecutive."""
         count = sum(map(len, shares))
         return cls(
             count, tuple(tuple(tree.cover(share.start, share.stop, count)) for share in shares)
@@ -39,8 +43,8 @@ class TreeNodes:
 
 
 class OrderedSum:
-    """The ordered sum of one vector. Every rank calls `start`, `fold` and `finish` of the same sums
-    in the same order."""
+    """The sum of one vector over all microbatches of all ranks, in the order of the summation tree.
+    Every rank calls `start`, `fold` and `finish` of the same sums in the same order."""
 
     def __init__(
         self,
@@ -48,7 +52,8 @@ class OrderedSum:
         tree_nodes: TreeNodes,
         world: World,
     ) -> None:
-        """`nodes`: this rank's nodes, in order, each of shape (length,)."""
+        """`nodes`: the vectors of this rank's nodes, in order, each of shape (length,).
+        `tree_nodes`: the nodes of all ranks."""
         self._shared_memory = world.shared_memory
         self._group = world.group
         self._rank = world.rank
@@ -56,8 +61,9 @@ class OrderedSum:
         self._nodes = nodes
 
     def start(self, length: int, like: Tensor) -> None:
-        """Send every slice to the rank that adds it. `like` gives dtype and device to a rank
-        without nodes."""
+        """Start to send every slice of this rank's nodes to the rank that adds it. `length`: number
+        of elements of the vector. `like`: a tensor with its dtype and device, for a rank without
+        nodes."""
         world = len(self._tree_nodes.nodes)
         self._chunk = -(-length // world)
         self._length = length
@@ -80,7 +86,8 @@ class OrderedSum:
             )
 
     def fold(self) -> None:
-        """Add this rank's slice in the tree's order and send the sum to all."""
+        """Add all ranks' nodes in this rank's slice of the vector, in the tree's order, and start
+        to send the slice's sum to all ranks."""
         self._wait()
         spans = [span for nodes in self._tree_nodes.nodes for span in nodes]
         parts: list[Tensor] = list(self._incoming.view(len(spans), self._width))

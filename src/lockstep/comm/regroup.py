@@ -1,5 +1,5 @@
-"""Moves a surviving process from a group that has lost a process to a new group: abort, leave,
-join.
+"""Moves a surviving process from a process group that has lost a member to a new process group, in
+three steps: abort the collectives, leave the groups, join the new one.
 
     with abortable(within_seconds=1.0):       # the main thread
         train()                               # raises CollectivesAborted
@@ -55,17 +55,17 @@ from lockstep.comm.segment import ExchangeError
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World, join, leave, owns_group
 
-# Interval at which an abort is repeated, at first and at most: another thread may be making a
-# group.
+# Interval at which an abort is repeated, at first and at most. It is repeated because another
+# thread may be making a process group at the time of the abort.
 _AGAIN_SECONDS, _MAX_AGAIN_SECONDS = 0.02, 0.5
 
 
 class CollectivesAborted(LockstepError):
-    """`abort_collectives` has ended a collective or a wait for other processes."""
+    """Raised where `abort_collectives` has ended a collective, or a wait for other processes."""
 
 
 class _Abort:
-    """An abort. It lasts until the process leaves its groups."""
+    """One abort of this process's collectives, repeated until the process leaves its groups."""
 
     def __init__(self) -> None:
         self.is_set = threading.Event()
@@ -128,9 +128,10 @@ def is_aborted(within_seconds: float = 0.0) -> bool:
 
 
 class abortable:
-    """Turn an error of a collective in the body into `CollectivesAborted`, if collectives were
-    aborted, or are aborted within `within_seconds` of the error: a lost peer may cause the error
-    before this process learns of the abort. The exception keeps no variables of the body alive."""
+    """A context that replaces the error of a collective in its body by `CollectivesAborted`, if
+    collectives were aborted, or are aborted within `within_seconds` of the error: a lost peer may
+    cause the error before this process learns of the loss and aborts. The new exception keeps no
+    variables of the body alive."""
 
     def __init__(self, within_seconds: float = 0.0) -> None:
         self._within_seconds = within_seconds
@@ -240,8 +241,8 @@ def join_over(
 
 
 def launcher_store(environ: Mapping[str, str]) -> Store:
-    """Connect to the store that the launcher has made for this start, at MASTER_ADDR:MASTER_PORT;
-    to be passed to `join_over`."""
+    """Return a connection to the store that the launcher has made for this start of the processes,
+    at MASTER_ADDR:MASTER_PORT. It is to be passed to `join_over`."""
     server = TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False)
     return PrefixStore("lockstep/start", server)
 

@@ -1,15 +1,16 @@
-"""A shared memory segment of the processes of one host, with a counter for each rank on which the
-other ranks wait.
+"""A shared memory segment of the processes of one host, with a counter for each rank: a rank
+increases its own, and the other ranks wait for it.
 
 The memory is a memfd of rank 0, which the other ranks open through /proc. It has no name, so the
 kernel frees it with the last process that maps it, even if processes are killed. It is not in
 /dev/shm, whose limit (64 MB in a container) does not apply. Its pages are allocated at the start,
 so a later write cannot fail.
 
-The memory starts with 64-bit words: a cache line for each rank (its counter, its state, the rank at
-fault), then each rank's current call. One rank writes a word, and the others read it. On x86-64
-stores become visible in order, so a counter that is stored after its data needs no barrier. Other
-processors reorder stores, so they are refused.
+The memory starts with 64-bit words: a cache line for each rank (its counter, its state, and after
+an error the rank at fault), then a description of each rank's current collective. Each word is
+written by one rank, and read by the others. On x86-64 stores become visible in order, so a counter
+that is stored after its data needs no barrier. Other processors reorder stores, so they are
+refused.
 """
 
 from __future__ import annotations
@@ -66,17 +67,17 @@ class ExchangeError(LockstepError):
         all processes.)"""
 
     def copy(self) -> ExchangeError:
-        """Return an equal error without a traceback."""
+        """Return an equal error without a traceback, to be raised again."""
         return type(self)(self.ranks, str(self))
 
 
 class PeerDied(ExchangeError):
-    """The process of a rank ended before its part was complete."""
+    """The process of a rank ended before it completed its part of a collective."""
 
 
 class PeersLate(ExchangeError):
-    """Ranks did not reach the collective within the timeout, although their processes exist: they
-    hang, are stopped, or compute for longer."""
+    """Some ranks did not reach a collective within the timeout, although their processes exist:
+    they hang, are stopped, or compute for longer."""
 
 
 class CallsDiffer(ExchangeError):
@@ -87,15 +88,15 @@ class CallsDiffer(ExchangeError):
     ) -> None:
         super().__init__(ranks, text)
         self.calls = calls
-        """For two ranks (numbered among all processes), their calls. None if the calls have no
-        labels, or if another rank has compared them."""
+        """For two ranks that differ (numbered among all processes), the labels of their calls. None
+        if the calls have no labels, or if another rank has found the difference."""
 
     def copy(self) -> CallsDiffer:
         return CallsDiffer(self.ranks, str(self), self.calls)
 
 
 class PeerStopped(ExchangeError):
-    """A rank raised in a collective, called `abort`, or closed the group."""
+    """A rank raised an exception in a collective, aborted the shared-memory group, or closed it."""
 
 
 _ERRORS: dict[int, tuple[type[ExchangeError], str]] = {
@@ -109,16 +110,17 @@ _ERRORS: dict[int, tuple[type[ExchangeError], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Unavailable:
-    """The reason why these processes cannot share memory. The same on every rank."""
+    """The reason why the processes of a group cannot share memory. The same on every rank."""
 
     reason: str
     hosts: tuple[int, ...] = ()
-    """The number of each rank's host, if the ranks are on several hosts."""
+    """The number of each rank's host, if the reason is that the ranks are on several hosts; else
+    empty."""
 
 
 class Segment:
-    """One rank's view of the shared memory. Made by `open_segment`; used by one thread at a time,
-    except for `stop`."""
+    """One rank's view of the shared memory of a group of ranks. Made by `open_segment`; used by one
+    thread at a time, except for `stop`."""
 
     def __init__(
         self,
@@ -129,8 +131,8 @@ class Segment:
         *,
         names: Sequence[int],
     ) -> None:
-        """`ends`: a descriptor for each rank that becomes readable when its process ends (-1 for
-        this one)."""
+        """`ends`: for each rank, a file descriptor that becomes readable when the rank's process
+        ends (-1 for this rank)."""
         self.rank = rank
         self.names = names
         """The number of each rank among all processes, for error texts."""
@@ -138,8 +140,8 @@ class Segment:
         self.memory = memory
         self.words = memoryview(memory)[: _words_bytes(self.size)].cast("q")
         self.data_bytes = _words_bytes(self.size)
-        """Offset of the data in bytes. The words before the data, from `calls(0, 0)` on, hold the
-        ranks' calls."""
+        """Offset in bytes, in the memory, of the ranks' data buffers. The words before them, from
+        index `calls(0, 0)` on, describe the ranks' calls."""
         self.peers = [peer for peer in range(self.size) if peer != rank]
         self.counters = [_line(peer) + _COUNTER for peer in range(self.size)]
         # nobody may call `close` before the segment is freed
@@ -168,13 +170,13 @@ class Segment:
         self._futex(_FUTEX, self._address + 8 * place, _FUTEX_WAKE, _ALL, None)
 
     def calls(self, buffer: int, rank: int) -> int:
-        """Return the index of the first of the `size` + 1 words that describe a rank's call.
-        `buffer` is 0 or 1."""
+        """Return the index, in `words`, of the first of the `size` + 1 words that describe a rank's
+        collective call. `buffer`: index (0 or 1) of the data buffer that the call uses first."""
         return _line(self.size) + (buffer * self.size + rank) * _call_words(self.size)
 
     def wait(self, target: int) -> None:
-        """Return once all counters have reached `target`. Raises an `ExchangeError` if a rank fails
-        or is late."""
+        """Wait until the counters of all other ranks have reached `target`. Raises an
+        `ExchangeError` if a rank fails, or does not come within the timeout."""
         words = self.words
         places = [self.counters[peer] for peer in self.peers]
         start = time.monotonic()
@@ -199,8 +201,9 @@ class Segment:
                     self._look(target, waited)
 
     def _look(self, target: int, waited: float) -> None:
-        """Raise if a rank that has not reached `target` has ended or closed the group, if any rank
-        has stopped, or if the timeout is over."""
+        """Raise an `ExchangeError` if a rank whose counter has not reached `target` has ended or
+        has closed the group, if any rank has stopped exchanging, or if this rank has waited for
+        longer than the timeout."""
         words = self.words
         dead = [self._ranks[end] for end, _ in self._poll.poll(0)]
         closed = [peer for peer in self.peers if words[_line(peer) + _STATE] == _LEFT]
@@ -233,8 +236,9 @@ class Segment:
         return _ERRORS[kind][0](ranks, text)
 
     def stop(self, cause: BaseException | None = None) -> None:
-        """Make the other ranks raise an error of the type of `cause`, or `PeerStopped`. Any thread
-        may call it."""
+        """Make the other ranks' collectives raise an error. `cause`: the exception of this rank;
+        the others raise one of its class if it is an `ExchangeError`, else `PeerStopped`. Any
+        thread may call it."""
         kind = next(
             (kind for kind, (error, _) in _ERRORS.items() if type(cause) is error), _STOPPED
         )
@@ -276,11 +280,12 @@ def open_segment(
     timeout: timedelta,
     among: Sequence[int] | None = None,
 ) -> Segment | Unavailable:
-    """Open a segment of `data_bytes` zeros for the ranks of `group`. Every rank calls it; all ranks
-    get a segment, or all get the same reason. `among`: the ranks of `group` that share a segment
-    with this one; each rank passes its own list. Ranks are on one host if they have the same boot
-    id and namespace of process ids, and each finds rank 0's random token in the memory that it
-    opened. (What the launcher says is not used.)"""
+    """Open a shared memory segment with `data_bytes` bytes of data, all zero, for the ranks of
+    `group`. Every rank calls it; all ranks get a segment, or all get the same `Unavailable`.
+    `among`: the ranks of `group` that share a segment with this one (None: all); each rank passes
+    its own list. Ranks are taken to be on one host if they have the same boot id and namespace of
+    process ids, and each finds rank 0's random token in the memory that it opened. (The launcher's
+    local ranks are not used.)"""
     here, everyone_size = dist.get_rank(group), dist.get_world_size(group)
     if everyone_size == 1:
         return Unavailable("there is one process, which has nobody to share memory with")
@@ -325,8 +330,8 @@ def _why_not_shared(rank: int, hosts: Sequence[Sequence[str | int]]) -> str:
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
-    """Return (result, "") or (None, reason): a rank that fails must still call the collective that
-    follows."""
+    """Return (result of `call`, ""), or (None, reason) if it raises: a rank that fails must still
+    call the collective that follows."""
     try:
         return call(), ""
     # AttributeError if this is not Linux, or an old version
@@ -346,8 +351,8 @@ def _unavailable(everyone: Sequence[dict[str, Any]]) -> Unavailable | None:
 
 
 def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str, Any]:
-    """Return the data with which other ranks can open the memory. Rank 0 makes the memory; `opened`
-    closes its descriptor."""
+    """Return what this rank tells the others: its host and process id and, from rank 0, which makes
+    the memory, also what they need to open it. `opened` closes the memory's descriptor later."""
     if sys.platform != "linux":
         raise ValueError(
             f"the system is {sys.platform}; memory without a name, which this needs, is Linux's"
@@ -381,9 +386,10 @@ def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str
 
 
 def _open(everyone: Sequence[dict[str, Any]], rank: int) -> tuple[mmap.mmap, list[int]]:
-    """Return the memory and, for each peer, a descriptor that becomes readable when its process
-    ends. The next collective proves that the peers were alive, so that their process ids were not
-    reused."""
+    """Map rank 0's memory. Return it and, for each rank, a descriptor that becomes readable when
+    the rank's process ends (-1 for this rank). `everyone`: the results of `_offer` of all ranks.
+    The next collective proves that the other processes were still alive, so that their process ids
+    had not been reused."""
     first = everyone[0]
     descriptor = os.open(
         f"/proc/{first['process']}/fd/{first['descriptor']}", os.O_RDWR | os.O_CLOEXEC
@@ -413,7 +419,7 @@ def _close(descriptors: Sequence[int]) -> None:
 
 
 def _exchange(group: dist.ProcessGroup, value: dict[str, Any]) -> list[dict[str, Any]]:
-    """All-gather a JSON value, in rank order. Every rank calls it."""
+    """Return the JSON values of all ranks of `group`, in rank order. Every rank calls it."""
     text = json.dumps(value)
     if len(text) > _EXCHANGE_BYTES:
         text = json.dumps({"reason": value["reason"][: _EXCHANGE_BYTES // 8]})

@@ -43,8 +43,9 @@ P = ParamSpec("P")
 # processor's cache (1 MiB) between write and read.
 BUFFER_BYTES = 1 << 20
 _MIN_CELL_BYTES = 4096
-# Up to this many ranks, or for tensors up to this size, every rank adds all elements. Compared with
-# slices, this takes more additions, but one wait instead of two, and one copy less.
+# Up to this many ranks, or for tensors up to this size, every rank adds all elements in an
+# all-reduce. Compared with one slice per rank, this takes more additions, but one wait instead of
+# two, and one copy less.
 _DIRECT_RANKS = 4
 _DIRECT_BYTES = 256 << 10
 
@@ -52,7 +53,8 @@ _DIRECT_BYTES = 256 << 10
 def _collective(
     method: Callable[Concatenate["SharedMemoryGroup", P], None],
 ) -> Callable[Concatenate["SharedMemoryGroup", P], None]:
-    """Wrap a collective: if it raises, the other ranks raise too, and the group is unusable."""
+    """Wrap a method that is a collective: if it raises on this rank, the other ranks' collectives
+    raise too, and the group is unusable."""
 
     @functools.wraps(method)
     def wrapped(self: "SharedMemoryGroup", *args: P.args, **kwargs: P.kwargs) -> None:
@@ -62,7 +64,8 @@ def _collective(
 
 
 class PendingAllGather(dist.Work):
-    """An all-gather that has started: this rank's part is visible to the other ranks."""
+    """A started all-gather: the first piece of this rank's part is visible to the other ranks, and
+    `wait` completes the exchange."""
 
     def __init__(self, group: "SharedMemoryGroup", rest: Iterator[None]) -> None:
         super().__init__()
@@ -70,8 +73,8 @@ class PendingAllGather(dist.Work):
         self._group = group
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Complete the all-gather. Raises an `ExchangeError`. `timeout` is ignored: the group has
-        its own timeout."""
+        """Complete the all-gather. Raises an `ExchangeError` if a rank fails. `timeout` is ignored:
+        the group has its own timeout."""
         if self._group.pending is self:
             self._group.finish()
         return True
@@ -90,7 +93,8 @@ class SharedMemoryGroup(Closing):
         self.size = segment.size
         self.name = name
         self.pending: PendingAllGather | None = None
-        """The started all-gather. The next call of any kind completes it first."""
+        """The all-gather that was started and is not complete; else None. The group's next
+        collective completes it first."""
         self.is_closed = False
         """True if this rank has closed the group."""
         self._segment = segment
@@ -103,8 +107,9 @@ class SharedMemoryGroup(Closing):
 
     @classmethod
     def active_calls(cls) -> "list[tuple[str, str, int, str, str]]":
-        """Return (collective, group, number, dtype and size, label) of each call in progress. Any
-        thread may call it."""
+        """Return the calls of this process's groups that are in progress, each as (collective, name
+        of the group, number of the call in the group, dtype and size, label). Any thread may call
+        it."""
         calls = []
         for group in _groups_now():
             if group._is_called:
@@ -140,10 +145,10 @@ class SharedMemoryGroup(Closing):
         return cls(segment, buffer_bytes, f"shared memory{of}")
 
     def label(self, text: str) -> int:
-        """Return the number of a label for collectives. Labels are compared as sizes are, so that
-        ranks that exchange different tensors of one size raise `CallsDiffer`. Every rank labels the
-        same texts in the same order. `text`: the purpose of the call, such as "gathers block
-        'a'"."""
+        """Return the number of a label, to be passed to collectives. In each collective the ranks'
+        labels are compared, as sizes are, so that ranks that exchange different tensors of one size
+        raise `CallsDiffer`. `text`: the purpose of the call, such as "gathers block 'a'". Every
+        rank calls this method with the same texts in the same order."""
         labels = self._rounds.labels
         if text not in labels:
             labels.append(text)
@@ -161,8 +166,9 @@ class SharedMemoryGroup(Closing):
 
     @_collective
     def reduce_scatter(self, output: Tensor, tensor: Tensor, label: int = 0) -> None:
-        """Write the sum of this rank's chunk into `output`. `tensor`: one chunk per rank; it must
-        not overlap `output`. `label`: result of the method `label`."""
+        """Write this rank's chunk of the sum over ranks into `output`. `tensor`: one chunk per
+        rank, concatenated; it must not overlap `output`. `label`: a number that the method `label`
+        has returned."""
         into, numbers = flat(output), flat(tensor)
         if len(into) * self.size != len(numbers) or tensor.dtype is not output.dtype:
             raise ValueError(
@@ -187,22 +193,23 @@ class SharedMemoryGroup(Closing):
     @_collective
     def all_gather(self, output: Tensor, tensor: Tensor, label: int = 0) -> None:
         """Write all ranks' tensors into `output` in rank order. `tensor` may be this rank's part of
-        `output`. `label`: result of the method `label`."""
+        `output`. `label`: a number that the method `label` has returned."""
         for _ in self._gathering(output, tensor, label):
             pass
 
     def start_all_gather(self, output: Tensor, tensor: Tensor, label: int = 0) -> PendingAllGather:
-        """Start an all-gather. After `wait` on the result, or the group's next call, `output` is
-        complete and `tensor` may be changed. If `tensor` is larger than a buffer, only its first
-        piece is exchanged before."""
+        """Start an all-gather (see `all_gather`), and return before the other ranks have come.
+        `output` is complete, and `tensor` may be changed, after `wait` on the result or after the
+        group's next collective. If `tensor` is larger than a buffer, only its first piece is
+        written before this call returns."""
         rest = self._gathering(output, tensor, label)
         self._call("all_gather", next, rest)
         self.pending = PendingAllGather(self, rest)
         return self.pending
 
     def finish(self) -> None:
-        """Complete the all-gather in progress, if any. Raises an `ExchangeError` if the group has
-        failed."""
+        """Complete the all-gather that was started, if any. Raises an `ExchangeError` if an earlier
+        collective of the group has failed."""
         if self._failure is not None:
             raise self._failure()
         if self.pending is not None:
@@ -231,7 +238,8 @@ class SharedMemoryGroup(Closing):
             self._is_called = False
 
     def _gathering(self, output: Tensor, tensor: Tensor, label: int) -> Iterator[None]:
-        """Run an all-gather. Yields once, before the first wait."""
+        """Run an all-gather as a generator, which yields once: after this rank's first piece is
+        written, before the first wait for other ranks."""
         into, mine = flat(output), flat(tensor)
         if len(into) != len(mine) * self.size or tensor.dtype is not output.dtype:
             raise ValueError(
@@ -282,7 +290,7 @@ class SharedMemoryGroup(Closing):
     ) -> None:
         """Send each rank a chunk of `tensor`, with `sizes` elements, and receive chunks of
         `output_sizes` elements into `output`, in rank order. The tensors must not overlap. `label`:
-        result of the method `label`."""
+        a number that the method `label` has returned."""
         into, numbers = flat(output), flat(tensor)
         fits = sum(output_sizes) == into.numel() and sum(sizes) == numbers.numel()
         if not fits or tensor.dtype is not output.dtype:
@@ -313,8 +321,8 @@ class SharedMemoryGroup(Closing):
             start = stop
 
     def abort(self) -> None:
-        """Make collectives raise `PeerStopped` on every rank, including this one. Any thread may
-        call it."""
+        """Make the group's collectives raise `PeerStopped` on every rank, including this one. Any
+        thread may call it."""
         self._segment.stop()
         if self._failure is None:
             self._failure = functools.partial(
@@ -357,7 +365,7 @@ class SharedMemoryGroup(Closing):
             self._failure = functools.partial(PeerStopped, (self.rank,), text)
 
     def _reduce_directly(self, numbers: Tensor, views: BufferViews) -> None:
-        """An all-reduce in which every rank adds all elements."""
+        """All-reduce `numbers` so that every rank adds all elements of all ranks."""
         whole = views.whole
         for index, piece in enumerate(split(numbers, whole[0][0].numel())):
             parts = [head(part, len(piece)) for part in whole[self._rounds.buffer]]
@@ -368,8 +376,8 @@ class SharedMemoryGroup(Closing):
             add(parts, piece)
 
     def _reduce_by_slices(self, numbers: Tensor, views: BufferViews) -> None:
-        """An all-reduce in which every rank adds its slice of a piece, and publishes the sum
-        together with the next piece."""
+        """All-reduce `numbers`, in pieces that fit the buffers. Every rank adds one slice of a
+        piece, and writes the slice's sum for the other ranks in the round of the next piece."""
         room = views.results[0][0].numel()
         pieces = split(numbers, room * self.size)
         earlier: tuple[Tensor, ...] = ()

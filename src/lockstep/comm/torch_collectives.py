@@ -1,5 +1,5 @@
-"""Contexts that count waits in torch's collectives, hide the process group, or refuse
-collectives."""
+"""Contexts that measure the time of waits in torch's collectives, that hide the process group from
+user code, or that refuse collectives in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.base.torch_private import TorchDispatchMode
 
 
 class Waits:
-    """The time that a process has waited for other ranks in collectives."""
+    """The total time that this process has waited for other ranks in collectives."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -27,7 +27,8 @@ counted."""
 
 @contextmanager
 def count_torch_waits() -> Iterator[None]:
-    """Count the waits for torch's collectives in `waits` while the body runs."""
+    """A context in which the time of each `Work.wait` of torch's collectives is added to
+    `waits`."""
     if not dist.is_available():
         yield
         return
@@ -53,10 +54,10 @@ class CollectiveCalled(Exception):
 
 @contextmanager
 def as_one_process(*, watched: bool = True) -> Iterator[None]:
-    """Make `torch.distributed.is_initialized()` return False while the body runs, so that
-    torchmetrics and similar code do not synchronise. For a user's function that each rank calls
-    separately. `watched`: also refuse collectives, which would count values twice or wait for
-    ever."""
+    """A context in which `torch.distributed.is_initialized()` returns False, so that torchmetrics
+    and similar code do not synchronise. For a user's function that each rank calls separately.
+    `watched`: True to also raise `CollectiveCalled` for collectives, which would count values twice
+    or wait for ever."""
     is_initialized = dist.is_initialized
     dist.is_initialized = lambda: False
     try:
@@ -67,8 +68,8 @@ def as_one_process(*, watched: bool = True) -> Iterator[None]:
 
 
 class CollectivesRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises `CollectiveCalled` for each collective that is called in the body. It slows down every
-    operation."""
+    """A context that raises `CollectiveCalled` if the body calls a collective of torch. It slows
+    down every operation of the body."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
