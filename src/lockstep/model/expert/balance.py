@@ -15,21 +15,22 @@ import torch
 from torch import Tensor
 
 MORE = 3
-"""Number of columns of a load after the experts' columns."""
+"""Number of columns of a load after the experts' columns: number of tokens, choices out of range,
+tokens with logits that are not finite."""
 
 
 def load_of(index: Tensor, is_finite: Tensor, counted: Tensor | None, experts: int) -> Tensor:
-    """Return the load (experts + MORE,) of some tokens. `index`: (tokens, k), the chosen experts.
-    `is_finite`: (tokens,), True for tokens with finite logits. `counted`: (tokens,), True for
-    tokens that count; None: all."""
+    """Return the load (see the module) of some tokens in one layer: integers of shape (experts +
+    MORE,). `index`: (tokens, k), the chosen experts. `is_finite`: (tokens,), True for tokens with
+    finite logits. `counted`: (tokens,), True for tokens that count (no padding); None: all."""
     return loads_of_samples(index, is_finite, counted, experts, samples=1)[0]
 
 
 def loads_of_samples(
     index: Tensor, is_finite: Tensor, counted: Tensor | None, experts: int, *, samples: int
 ) -> Tensor:
-    """Return the load of each sample, (samples, experts + MORE). The tokens of a sample are
-    consecutive. See `load_of`."""
+    """Return the load of each sample in one layer, (samples, experts + MORE). The tokens of a
+    sample are consecutive. The arguments are as in `load_of`."""
     counts = (
         torch.ones(len(index), dtype=torch.int64, device=index.device)
         if counted is None
@@ -48,8 +49,9 @@ def loads_of_samples(
 
 
 def chosen_per_token(load: Tensor) -> Tensor:
-    """Return f: the number of tokens that chose each expert, per token, in float64. Its sum is the
-    number of experts that a token chooses. Without tokens: 0. `load`: (..., experts + MORE)."""
+    """Return f: for each expert, the fraction of the tokens that chose it, in float64. The sum over
+    experts is the number of experts that a token chooses. Without tokens: 0. `load`: (..., experts
+    + MORE)."""
     tokens = load[..., -MORE, None].clamp(min=1)
     return load[..., :-MORE].double() / tokens.double()
 
@@ -60,7 +62,8 @@ def widened(logits: Tensor) -> Tensor:
 
 
 def probabilities(logits: Tensor, scores: Literal["softmax", "sigmoid"]) -> Tensor:
-    """Return the probabilities (tokens, experts) that a router gives, in float32 at least."""
+    """Return a router's probabilities (tokens, experts) for its logits, in float32 at least. With
+    "sigmoid", each token's scores are divided by their sum."""
     wide = widened(logits)
     if scores == "softmax":
         return wide.softmax(-1)
@@ -69,28 +72,34 @@ def probabilities(logits: Tensor, scores: Literal["softmax", "sigmoid"]) -> Tens
 
 
 def summed_probabilities(given: Tensor, counted: Tensor | None, *, samples: int) -> Tensor:
-    """Return the sum of the probabilities over the tokens of each sample, (samples, experts)."""
+    """Return the sum of a router's probabilities over the tokens of each sample, (samples,
+    experts). `given`: the probabilities (tokens, experts). `counted`: True for tokens that count;
+    None: all."""
     if counted is not None:
         given = given * counted[:, None]
     return given.view(samples, -1, given.shape[-1]).sum(1)
 
 
 def balance_loss(chosen: Tensor, summed: Tensor) -> Tensor:
-    """Return E Σ f Σ p of one layer: divided by the number of tokens, it is E Σ f P.
+    """Return one layer's balance loss as a sum over tokens: E Σ f Σ p. Divided by the number of
+    tokens, it is E Σ f P, with P the mean of p over tokens. E is the number of experts; the first
+    sum is over experts, the second over tokens.
 
-    `chosen`: f of each expert. `summed`: each probability summed over tokens. Both have the shape
-    (samples, experts), or (experts,)."""
+    `chosen`: f, for each expert the fraction of the tokens that chose it. `summed`: for each
+    expert, its router probability p summed over tokens. Both have the shape (samples, experts), or
+    (experts,)."""
     return chosen.shape[-1] * (chosen.to(summed.dtype) * summed).sum()
 
 
 def averaged_over_layers(loads: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the layers' loads. If all layers have the same tokens, f of this sum is the
-    mean of the layers' f."""
+    """Return the sum of the layers' loads. If all layers have the same tokens, f (see
+    `chosen_per_token`) of this sum is the mean of the layers' f."""
     return torch.stack(list(loads)).sum(0)
 
 
 def z_loss(logits: Tensor, counted: Tensor | None) -> Tensor:
-    """Return the sum over tokens of logsumexp(logits)**2."""
+    """Return a router's z-loss: the sum over tokens of logsumexp(logits)**2. `counted`: True for
+    tokens that count; None: all."""
     each = widened(logits).logsumexp(-1).square()
     return (each if counted is None else each * counted).sum()
 
@@ -103,7 +112,7 @@ def bias_step(load: Tensor) -> Tensor:
 
 
 def relative_load(load: Tensor) -> Tensor:
-    """Return each expert's tokens, divided by the mean over the layer's experts; 0 without tokens.
-    1: balanced."""
+    """Return, for each expert, the number of its tokens divided by the mean over the layer's
+    experts; 0 without tokens. If the layer is balanced, all are 1."""
     counts = load[..., :-MORE].double()
     return counts / counts.mean(-1, keepdim=True).clamp(min=1e-300)

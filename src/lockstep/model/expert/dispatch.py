@@ -39,39 +39,42 @@ from lockstep.model.trial import SMALL
 
 _PLAIN = (int, float, str, FunctionType, BuiltinFunctionType)
 ComputeRows = Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]
-"""(rows, their local experts, ones, number of rows from each rank) -> the output of the experts."""
+"""(rows of tokens, the index of each row's expert among this rank's experts, weights of 1, number
+of rows from each rank) -> the experts' output for the rows."""
 
 
 @dataclass(slots=True, eq=False)
 class Dispatch:
-    """The forward of one module of experts, some of which each rank holds."""
+    """The forward of one module of experts that is divided over the ranks of the axis `expert`:
+    each rank holds equally many of its experts."""
 
     names: Sequence[str]
     """The names of all modules of experts of the model."""
     place: int
     """The index of this module in `names`."""
     most: int
-    """The largest number of experts in one of these modules."""
+    """The largest number of experts that one of the modules in `names` has."""
     experts: Experts
     world: World
     """The ranks of the axis `expert`."""
     exchange: SyncBatchNormExchange
-    """Knows if the microbatch is a dummy."""
+    """Its `is_dummy` tells if this rank computes a dummy microbatch, which sends no rows."""
     proved: set[tuple[Any, ...]]
-    """The kinds of modules that were proved. All modules of a model share this set."""
+    """The kinds of modules (see `_kind`) for which a check has found that the divided forward
+    computes the same as the module's own. All modules of a model share this set."""
     leaves: Leaves | None
-    """With bitwise numerics: the leaves that keep the gradients for each rank's rows apart. The
-    rows of each rank are then computed separately, as on one process."""
+    """With bitwise numerics: the parameter tensors with which each rank's rows are computed
+    separately, so that autograd keeps the gradients for different ranks' rows apart. Else None."""
     _own: Callable[..., Any] = field(init=False)
     _signature: inspect.Signature = field(init=False)
     _attributes: tuple[Any, ...] = field(init=False)
-    """The plain attributes of the module and its parts, before the first forward."""
+    """The result of `plain_attributes` for the module, before the first forward."""
     _is_checked: bool = False
     _is_left: bool = False
-    """True for a module that keeps its own forward."""
+    """True for a module whose forward cannot be divided, so that its own forward is called."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatch:
-        """Return the forward of a copy of the module, over the same ranks."""
+        """Return a copy for a copy of the module, which communicates over the same ranks."""
         made = copy(self)
         memo[id(self)] = made
         made.experts = deepcopy(self.experts, memo)
@@ -85,7 +88,7 @@ class Dispatch:
         return self.names[self.place]
 
     def install(self) -> None:
-        """Replace the module's forward."""
+        """Replace the module's forward by this object's."""
         module: Any = self.experts.module
         self._own = module.forward
         self._signature = inspect.signature(self._own)
@@ -111,14 +114,14 @@ class Dispatch:
             return self._dispatched(self.world, compute, tokens, index, weights, is_dummy=is_dummy)
 
     def leave_out(self) -> None:
-        """Tell the other ranks that a forward leaves the module out. Raises `RecipeError` on all
-        ranks if another rank calls the module."""
+        """Tell the other ranks of the axis that the model's forward on this rank leaves this module
+        out. Raises `RecipeError` on all ranks if another rank calls the module."""
         self._exchange_counts(self.world, self._nothing(), None)
 
     def end_forward(self) -> None:
-        """Tell the other ranks that a forward of the model has ended. Raises `RecipeError` if
-        another rank calls a module of experts instead. On an accelerator the host does not wait for
-        the answer, so only the other rank raises."""
+        """Tell the other ranks of the axis that the model's forward on this rank has ended. Raises
+        `RecipeError` if another rank calls a module of experts instead. On an accelerator this rank
+        does not wait for the answer, so only the other rank raises."""
         call = self._call(len(self.names))
         with handled():
             _, theirs = self._exchange(self.world, self._nothing(), call)
@@ -138,8 +141,9 @@ class Dispatch:
         *,
         is_dummy: bool = False,
     ) -> Tensor:
-        """Return the output for this rank's tokens, computed on all ranks of `world`. `compute`:
-        computes this rank's experts. Every rank calls it."""
+        """Return the experts' output for this rank's tokens, whose rows are computed on the ranks
+        of `world` that hold their experts. `compute`: computes the rows that this rank receives.
+        Every rank calls it."""
         samples, choices = index.shape
         routing = self._nothing() if is_dummy else Routing.of(index, self.experts.count)
         sent, received, counts = self._exchange_counts(world, routing, index)
@@ -152,8 +156,9 @@ class Dispatch:
         return (pairs * weights[..., None]).sum(1).to(back.dtype)
 
     def _prove(self, tokens: Tensor, index: Tensor, weights: Tensor) -> None:
-        """Compare this forward with the module's own, in which each rank has all experts. Every
-        rank of the axis calls it."""
+        """Check that this forward computes the same as the module's own forward with all experts on
+        each rank. Every rank of the axis calls it. The arguments give the shapes of the random
+        tensors that are computed. Raises `RecipeError`."""
         world, each = self.world, self.experts.count // self.world.size
         whole = {key: _in_use(full_tensor(part.detach())) for key, part in self._parameters()}
         local = {key: tensor[world.rank * each :][:each] for key, tensor in whole.items()}
@@ -189,9 +194,9 @@ class Dispatch:
         self, world: World, routing: Routing, index: Tensor | None
     ) -> tuple[list[int], list[int], Tensor]:
         """Return the number of rows to send to each rank, the number to receive from each rank, and
-        the received numbers by expert: (ranks, local experts). `index`: None if the module is left
-        out. Raises `RecipeError` on all ranks if a rank has chosen an expert that does not exist,
-        or has called another layer."""
+        the number to receive from each rank for each of this rank's experts: (ranks, local
+        experts). `index`: None if the module is left out. Raises `RecipeError` on all ranks if a
+        rank has chosen an expert that does not exist, or has called another module of experts."""
         count, each = self.experts.count, self.experts.count // world.size
         mine, theirs = self._exchange(world, routing, self._call(self.place, index is None))
         # the host waits here
@@ -216,16 +221,18 @@ class Dispatch:
         return sent, received, theirs[:, :each]
 
     def _call(self, place: int, is_left_out: bool = False) -> int:
-        """Return a number that encodes this rank's call and its number of chunks. `place`: the
-        module's index; at the end of a forward, the number of modules."""
+        """Return a number that the ranks compare, to see if they call the same module. It encodes
+        `place`, the number of chunks of the sequence, and if the module is left out. `place`: the
+        module's index in `names`; at the end of a forward, the number of modules."""
         sequence = None if self.leaves is None else active()
         chunks = 0 if sequence is None else sequence.layout.chunks
         return 2 * (place + (len(self.names) + 1) * chunks) + is_left_out
 
     def _exchange(self, world: World, routing: Routing, call: int) -> tuple[Tensor, Tensor]:
         """Send to every rank the number of rows for each of its experts, the number of choices out
-        of range, and the call. Return the sent and the received tensors. They have the same shape
-        for all modules, so that ranks that call different modules can exchange them."""
+        of range, and `call` (see `_call`). Return the sent and the received tensors, with a row for
+        each rank. They have the same shape for all modules, so that ranks that call different
+        modules can exchange them."""
         ranks = world.size
         counts = routing.counts.view(ranks, -1)
         padded = F.pad(counts, (0, self.most // ranks - counts.shape[1]))
@@ -234,7 +241,8 @@ class Dispatch:
         return mine, world.all_to_all(mine)
 
     def _differing(self, calls: Sequence[int]) -> str:
-        """Return the text of the error for ranks that differ in `_call`."""
+        """Return the text of the error for ranks that call different modules or have different
+        numbers of chunks. `calls`: the result of `_call` on each rank."""
         other = next(rank for rank, call in enumerate(calls) if call != calls[0])
         chunks, places = zip(
             *(divmod(call // 2, len(self.names) + 1) for call in calls), strict=True
@@ -263,8 +271,9 @@ class Dispatch:
     def _computed(
         self, parameters: Parameters, rows: Tensor, local: Tensor, ones: Tensor, _: list[int]
     ) -> Tensor:
-        """Return the output of the module's own forward for rows of these experts. `parameters`:
-        the experts' parameters."""
+        """Return the output of the module's own forward for some rows, with `parameters` in place
+        of the module's parameters. `local`: for each row, the index of its expert in these
+        parameters."""
         is_empty = not len(rows)
         if is_empty:
             # one row of zeros, so that parameters have gradients (of zeros), as on a rank with rows
@@ -285,8 +294,9 @@ class Dispatch:
         ones: Tensor,
         received: list[int],
     ) -> Tensor:
-        """Compute the rows of each rank separately. `parameters_of`: (rank) -> the parameters with
-        which its rows are computed."""
+        """Return the output for the received rows, computed separately for the rows from each rank.
+        `parameters_of`: (rank) -> the parameters with which its rows are computed. `received`:
+        number of rows from each rank."""
         ends = list(accumulate(received, initial=0))
         parts = [
             self._computed(parameters_of(rank), rows[a:b], local[a:b], ones[a:b], [])
@@ -298,7 +308,8 @@ class Dispatch:
         )
 
     def _local(self) -> Parameters:
-        """Return this rank's part of each parameter, through which gradients flow."""
+        """Return this rank's part of each divided parameter, as a tensor through which gradients
+        reach the parameter."""
         return {key: parameter.to_local() for key, parameter in self._parameters()}
 
     def _parameters(self) -> Iterator[tuple[Key, DTensor]]:
@@ -329,8 +340,9 @@ class Dispatch:
         return type(module), module.training, shapes, self._attributes
 
     def _check(self, given: list[Any]) -> None:
-        """Check the arguments of the first call, and prove the module's kind. If this fails for a
-        module that every rank holds whole, the module keeps its own forward; otherwise raises
+        """Check the arguments of the module's first call and, once for each kind of module, that
+        the divided forward computes the same as the module's own. If this fails for a module that
+        every rank holds whole, the module's own forward is used from then on; otherwise raises
         `RecipeError` on all ranks."""
         if not self._is_checked or (not self._is_left and self._kind() not in self.proved):
             # all ranks must call this module before they prove it
@@ -370,8 +382,8 @@ def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _problem(given: list[Any]) -> str | None:
-    """Return the reason why these cannot be the arguments of an experts' forward; None if they
-    can."""
+    """Return the reason why these cannot be the arguments of the forward of a module of experts
+    (tokens, index, weights), as a text for an error; None if they can."""
     said = ", ".join(
         f"{tuple(each.shape)} {each.dtype}".replace("torch.", "")
         if isinstance(each, Tensor)
@@ -395,8 +407,8 @@ def _problem(given: list[Any]) -> str | None:
 
 @torch.no_grad()
 def _in_use(parameter: Tensor) -> Tensor:
-    """Return random values for a parameter that is (nearly) all zeros, because zeros would hide an
-    error of the layer."""
+    """Return the parameter or, if it is (nearly) all zeros, random values of its shape, because
+    zeros would hide an error in the check of the forward."""
     if parameter.abs().max() >= SMALL:
         return parameter
     generator = torch.Generator().manual_seed(parameter.numel())
@@ -405,7 +417,8 @@ def _in_use(parameter: Tensor) -> Tensor:
 
 @contextmanager
 def _with_parameters(parameters: Parameters) -> Iterator[None]:
-    """A context in which modules compute with these tensors."""
+    """A context in which the tensors in `parameters` take the place of the modules' own
+    parameters."""
     before = {(each, name): own_parameters(each)[name] for each, name in parameters}
     try:
         for (each, name), tensor in parameters.items():
@@ -417,8 +430,9 @@ def _with_parameters(parameters: Parameters) -> Iterator[None]:
 
 
 class _Rows(torch.autograd.Function):
-    """Returns the token's row for each pair. The backward sums the gradients of a token's pairs in
-    the order of its choices."""
+    """Returns, for each pair (token, chosen expert) in `order`, the row of its token. The backward
+    sums the gradients of a token's pairs in the order of its choices, so that the bits do not
+    depend on `order`."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, order: Tensor, choices: int) -> Tensor:
@@ -434,20 +448,23 @@ class _Rows(torch.autograd.Function):
 
 
 def _unsorted(rows: Tensor, order: Tensor, pairs: int) -> Tensor:
-    """Return the rows of all pairs, in the order of pairs; zeros for pairs that were not sent."""
+    """Return the rows of all pairs (token, chosen expert), sorted by token and choice; zeros for
+    pairs that were not sent. `order`: for each of `rows`, the number of its pair."""
     made = rows.new_empty if len(order) == pairs else rows.new_zeros
     return made(pairs, *rows.shape[1:]).index_copy(0, order, rows)
 
 
 def _send(rows: Tensor, received: list[int], sent: list[int], world: World) -> Tensor:
-    """Send `sent` rows to each rank. Returns the `received` rows of each, in rank order."""
+    """Send the first `sent[0]` rows to rank 0, the next `sent[1]` to rank 1, and so on. Returns the
+    rows received from all ranks, in rank order: `received[r]` from rank r."""
     if world.size == 1:
         return rows
     return _Exchange.apply(rows, received, sent, world)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchanges rows; the backward sends their gradients back."""
+    """Sends rows to each rank and receives rows from each (see `_send`); the backward sends the
+    gradients back."""
 
     @staticmethod
     def forward(

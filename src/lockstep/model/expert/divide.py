@@ -73,8 +73,9 @@ def check_parts(shared: Iterable[str], experts: Mapping[str, Experts]) -> None:
 
 
 def _other_number(experts: Experts) -> str | None:
-    """Return an attribute `num_experts`, as text, if no such attribute equals dim 0 of the
-    parameters; else None."""
+    """Return, as a text for an error, an attribute of the module such as `num_experts=8` that
+    differs from the size of dim 0 of the parameters. None if there is no such attribute, or if one
+    of them equals that size."""
     numbers = {
         value: f"{name}={value}"
         for module in experts.module.modules()
@@ -95,11 +96,13 @@ def divide_experts(
     materialize: Callable[[nn.Module], None],
     bitwise: bool,
 ) -> list[Leaves]:
-    """Reduce the modules to this rank's experts, in place, and make their forwards send tokens.
-    Every rank calls it, before FSDP2 shards the model. `mesh`, `world`: the axis `expert`.
-    `exchange`: knows if the microbatch is a dummy. `roots`: names of the modules that are called
-    one after another; "" for the model. `materialize`: called with each module before it is
-    divided. Returns the leaves of each module, with bitwise numerics."""
+    """Reduce the modules to this rank's experts, in place, and make their forwards send tokens to
+    the ranks that hold the experts. Every rank calls it, before FSDP2 shards the model. `mesh`,
+    `world`: the axis `expert`. `exchange`: its `is_dummy` tells if the microbatch is a dummy.
+    `roots`: names of the modules that are called one after another in a forward (a pipeline's
+    parts); "" for the model. `materialize`: called with each module before it is divided, to
+    allocate its parameters. Returns the `Leaves` of each module with bitwise numerics, else an
+    empty list."""
     proved: set[tuple[object, ...]] = set()
     leaves: list[Leaves] = []
     layers = []
@@ -122,16 +125,18 @@ def divide_experts(
 def compute_by_rows(
     experts: Mapping[str, Experts], world: World, exchange: SyncBatchNormExchange
 ) -> None:
-    """Make modules of experts that every rank holds whole compute with the same bits as divided
-    ones. Modules that cannot keep their own forward. `world`: this rank alone."""
+    """Make modules of experts that every rank holds whole compute the same bits as modules that are
+    divided over ranks. Modules that do not allow it keep their own forward. `world`: a world of
+    this rank alone. `exchange`: as in `divide_experts`."""
     proved: set[tuple[object, ...]] = set()
     for place, each in enumerate(experts.values()):
         Dispatch(list(experts), place, each.count, each, world, exchange, proved, None).install()
 
 
 def use_eager(experts: Mapping[str, Experts]) -> list[str]:
-    """Make experts of transformers compute one after another, because in faster implementations the
-    bits of a row depend on the other rows. Returns the names of the changed modules."""
+    """Make modules of experts of transformers compute one expert after another (the "eager"
+    implementation), because in faster implementations the bits of a row depend on the other rows.
+    Returns the names of the changed modules."""
     changed = []
     for name, each in experts.items():
         config = getattr(each.module, "config", None)

@@ -39,7 +39,8 @@ class Experts(nn.Module):
             output = output.index_add(0, row, weighted.to(output.dtype))
         return output
 """
-"""Code of a module of experts, to suggest instead of a list of modules."""
+"""Code of a module of experts, which an error suggests in place of a list with one module for each
+expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,9 @@ class Experts:
 
 def find_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, Experts]:
     """Return the modules of experts by name, in the order of the model's modules. `names`:
-    `Recipe.experts`; None: find the modules that have this form. Raises `RecipeError` for names of
-    other modules, and for experts in a list of modules."""
+    `Recipe.experts`; None: find the modules that have the form of a module of experts (stacked
+    parameters, forward of three arguments). Raises `RecipeError` for names of other modules, and
+    for experts in a list of modules."""
     experts = stacked_experts(model, names)
     if names is None and not experts and (lists := _lists_of_experts(model)):
         raise RecipeError(_refused_list(*next(iter(lists.items()))))
@@ -62,8 +64,8 @@ def find_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, Exp
 
 
 def stacked_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, Experts]:
-    """Return the result of `find_experts`, but nothing for a model with experts in a list. Raises
-    `RecipeError` for names of other modules."""
+    """Return the result of `find_experts`, but an empty dict (no error) for a model with experts in
+    a list of modules. Raises `RecipeError` for names of other modules."""
     modules = {name: module for name, module in model.named_modules() if name}
     if names is None:
         outer = outermost([name for name, module in modules.items() if _looks_like(module)])
@@ -113,8 +115,8 @@ def _count(name: str, module: nn.Module) -> int:
 
 
 def _lists_of_experts(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return lists of equal modules that are called "experts", or that are beside a linear layer
-    with one output per module."""
+    """Return, by name, the lists of modules with equal shapes that seem to be experts: those with
+    "expert" in their name, and those beside a linear layer with one output per module."""
     lists = {}
     for name, module in model.named_modules():
         for child, members in module.named_children():

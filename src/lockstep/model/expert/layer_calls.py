@@ -2,9 +2,9 @@
 more often.
 
 Each call of a layer has collectives, which all ranks of the axis `expert` must make. If a rank's
-forward leaves out a layer, the rank announces this in place of the layer's call. If only some ranks
-leave it out, all ranks raise; otherwise rows would go to the wrong layer. A rank also announces the
-end of a forward, because another rank may still call a layer.
+forward leaves out a layer, the rank tells this to the others in place of the layer's collectives.
+If only some ranks leave it out, all ranks raise; otherwise rows would go to the wrong layer. A rank
+also tells the others that its forward has ended, because another rank may still call a layer.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Checks, in the first forward, that experts on several ranks compute the same as all experts on
-one rank.
+"""Checks, in the first forward, that a module of experts that is divided over ranks computes the
+same as with all experts on one rank.
 
 Random rows are computed twice, by the experts of all ranks and by the module's own forward with all
 experts. Half of the rows choose their experts at random; all other rows choose the same experts.
@@ -26,7 +26,8 @@ T = TypeVar("T")
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(tokens, index, weights) -> the output of a module of experts."""
 ROWS = 32
-"""Number of rows that choose experts at random; as many more rows all choose the same experts."""
+"""Number of rows in the check that choose experts at random; as many further rows all choose the
+same experts."""
 RULE = (
     "the output of a token must be the sum over its experts of weight times expert(token), where"
     " expert(token) depends on the token's row and the expert's parameters alone: take no mean over"
@@ -47,10 +48,12 @@ def prove(
     weights: Tensor,
     world: World,
 ) -> None:
-    """Compare `divided` with `whole`. Every rank of the axis calls it. `divided`: has collectives,
-    and raises the same error on all ranks. `alone`: computes the same as `divided` on one rank,
-    with the same bits; None if bits may differ. `tokens`, `index`, `weights`: the arguments of a
-    forward, which give the shapes. Raises `RecipeError`, the same on all ranks."""
+    """Compare two forwards of a module of experts on random rows. Every rank of the axis `expert`
+    calls it. `divided`: the forward over all ranks, which has collectives, and raises the same
+    error on all ranks. `whole`: the module's own forward with all experts. `alone`: the divided
+    forward on one rank with all experts, whose bits must equal those of `divided`; None if bits may
+    differ. `tokens`, `index`, `weights`: the arguments of a forward, which give the shapes. Raises
+    `RecipeError`, the same on all ranks."""
     generator = torch.Generator().manual_seed(world.rank)
     rows = 2 * ROWS
     scores = torch.rand(rows, experts, generator=generator)
@@ -110,8 +113,8 @@ def _check_close(name: str, found: list[Tensor], expected: list[Tensor], world: 
 
 
 def on_all_ranks(world: World, name: str, compute: Callable[[], T]) -> T:
-    """Return `compute()`. Every rank calls it. Raises `RecipeError` on all ranks if it fails on
-    any."""
+    """Return `compute()`, a forward of a module of experts. Every rank calls it. Raises
+    `RecipeError` on all ranks if it fails on any."""
 
     def compute_named() -> T:
         try:
@@ -128,8 +131,8 @@ def on_all_ranks(world: World, name: str, compute: Callable[[], T]) -> T:
 def _with_gradients(
     compute: Compute, tokens: Tensor, index: Tensor, weights: Tensor
 ) -> list[Tensor]:
-    """Return the output, and the gradients that a weighted sum of the output has with respect to
-    tokens and weights."""
+    """Return the output of a module of experts, and the gradients of a weighted sum of its elements
+    with respect to tokens and weights."""
     inputs = tokens.detach().requires_grad_(), weights.detach().requires_grad_()
     output = compute(inputs[0], index, inputs[1])
     factors = torch.linspace(0.5, 1.5, output.numel()).view(output.shape).to(output)
@@ -146,7 +149,7 @@ def _states(device: torch.device) -> list[Tensor]:
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Return the difference of two tensors, relative to the second."""
+    """Return the norm of the difference of two tensors, divided by the norm of the second."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return math.inf
     if torch.equal(found, expected):

@@ -1,4 +1,5 @@
-"""Finds the routers of a model's experts, and records their choices in a forward."""
+"""Finds the routers of a model's experts, and records their logits and the experts that they choose
+in a forward."""
 
 from __future__ import annotations
 
@@ -35,18 +36,20 @@ class RoutedLayer:
     router: str
     """Name of the module that returns the logits."""
     bias: str | None = None
-    """Name of the buffer that is added to the scores before experts are chosen, if the balance
-    updates it."""
+    """Name of the buffer that is added to the router's scores before experts are chosen; None if
+    `Recipe.balance` does not update it."""
 
 
 @dataclass(slots=True)
 class Choices:
-    """The choices of one layer's router in a forward. Empty if the forward skipped the layer."""
+    """The logits of one layer's router in a forward, and the experts that were chosen. Empty if the
+    forward skipped the layer."""
 
     logits: list[Tensor] = field(default_factory=list)
-    """(tokens, experts), for each call of the router."""
+    """The router's logits, (tokens, experts), for each call of the router."""
     index: list[Tensor] = field(default_factory=list)
-    """(tokens, k), for each call of the experts."""
+    """The indices of the k experts that each token has chosen, (tokens, k), for each call of the
+    module of experts."""
     places: Tensor | None = None
     """The indices of this rank's tokens in the sequence, if ranks divide its tokens."""
 
@@ -60,7 +63,7 @@ def find_routers(
 ) -> list[RoutedLayer]:
     """Return the layers of experts with their routers, in the order of the model's modules. Call it
     before the model is parallelized. `experts`, `routers`: as in `Recipe` and `Balance`.
-    `with_bias`: True to find each router's bias, because the balance updates it. Raises
+    `with_bias`: True to find each router's bias too, because `Balance.bias_rate` updates it. Raises
     `RecipeError`."""
     layers = find_experts(model, experts)
     if not layers:
@@ -97,8 +100,9 @@ def _routers_matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def router_beside(model: nn.Module, name: str, experts: Experts) -> str:
-    """Return the name of the module beside the experts that has a weight with a row for each
-    expert. Raises `RecipeError`."""
+    """Return the name of a layer's router: the module in the same parent module as the experts, or
+    inside a module there, that has a weight with a row for each expert. `name`: name of the module
+    of experts. Raises `RecipeError`."""
     around = name.rpartition(".")[0]
     parent = model.get_submodule(around)
     inside = {id(each) for each in experts.module.modules()}
@@ -125,8 +129,9 @@ def _scores(module: nn.Module, experts: int) -> bool:
 
 
 def bias_of(model: nn.Module, name: str, experts: Experts, router: str) -> str:
-    """Return the name of the buffer that is added to the router's scores before experts are chosen.
-    Raises `RecipeError`."""
+    """Return the name of the buffer that is added to the router's scores before experts are chosen:
+    the only one around the router with a value for each expert. Raises `RecipeError`. `name`: name
+    of the module of experts."""
     around = name.rpartition(".")[0]
     inside = {id(each) for each in experts.module.modules()}
     roots = [
@@ -168,7 +173,8 @@ class RoutingRecorder:
     def __init__(self, model: nn.Module, layers: Sequence[RoutedLayer]) -> None:
         self.layers = layers
         self._choices: list[Choices] | None = None
-        """None if no forward is recorded."""
+        """The records of each layer in the present forward; None if no forward is being
+        recorded."""
         self._hooks = []
         for place, layer in enumerate(layers):
             router = model.get_submodule(layer.router)
@@ -186,8 +192,8 @@ class RoutingRecorder:
         self._choices = [Choices() for _ in self.layers]
 
     def take(self) -> list[Choices]:
-        """Return the choices of each layer since `start`, and stop recording: other forwards, such
-        as the recomputation of a block, do not count."""
+        """Return the records of each layer since `start`, and stop recording, so that other
+        forwards, such as the recomputation of a block, are not recorded."""
         choices, self._choices = self._choices, None
         return [Choices() for _ in self.layers] if choices is None else choices
 
@@ -225,15 +231,17 @@ class RoutingRecorder:
 
 
 def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that is never compiled: compiled code has a graph break there."""
+    """Return `hook` as a function that torch.compile does not compile: compiled code has a graph
+    break there."""
     called: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return called
 
 
 def _in_range(index: Tensor, experts: int) -> Tensor:
-    """Return the index; on a CPU, with choices out of range replaced by valid ones, because the
-    module of experts would raise an error on this rank alone. The loads have the number of such
-    choices, so that all ranks raise one error after the step's forwards."""
+    """Return the indices of the chosen experts. On a CPU, indices out of range are replaced by
+    valid ones, because the module of experts would raise an error on this rank alone. The loads
+    (`balance.py`) count such choices, so that all ranks raise one error after the step's
+    forwards."""
     if index.is_cpu and index.numel() and (int(index.min()) < 0 or int(index.max()) >= experts):
         return index.clamp(0, experts - 1)
     return index

@@ -1,5 +1,5 @@
-"""Computes, from the chosen experts, the pairs of a token and an expert that each rank computes.
-Pure functions."""
+"""Computes, from the experts that tokens have chosen, which pairs (token, expert) are sent to which
+rank. Functions of tensors without communication."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Routing:
     """The pairs (token, expert) of this rank's tokens, in the order in which they are sent."""
 
     order: Tensor
-    """The pairs, sorted by expert and then by token. Pair number `k * token + choice` is a token
-    with one of its k experts."""
+    """The numbers of the pairs, sorted by expert and then by token. Pair number `k * token +
+    choice` is a token with one of its k experts."""
     counts: Tensor
     """Number of pairs of each expert: (E,)."""
     outside: Tensor
@@ -23,8 +23,9 @@ class Routing:
 
     @classmethod
     def of(cls, index: Tensor, experts: int) -> Routing:
-        """Return the routing of the chosen experts, `index` (S, k). No value is read by the
-        host."""
+        """Return the routing for the chosen experts: `index` (S, k) holds, for each token, the
+        indices of its k experts. `experts`: their number in the layer. The host does not wait for
+        the device."""
         experts_in_order, order = index.reshape(-1).sort(stable=True)
         bounds = torch.arange(
             experts + 1, dtype=experts_in_order.dtype, device=experts_in_order.device
@@ -40,8 +41,9 @@ class Routing:
 
 
 def local_experts(counts: Tensor, rows: int) -> Tensor:
-    """Return the local expert of each received row. `counts`: (ranks, local experts), the rows from
-    each rank for each expert. `rows`: their sum."""
+    """Return, for each row that this rank has received, the index of its expert among this rank's
+    experts. `counts`: (ranks, local experts), the number of rows from each rank for each of these
+    experts. `rows`: their sum."""
     ends = counts.flatten().cumsum(0)
     # not repeat_interleave, for which the host may wait
     places = torch.arange(rows, device=counts.device)
