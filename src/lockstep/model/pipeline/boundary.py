@@ -1,4 +1,5 @@
-"""A pipeline's microbatches, and the boundary between stages: a tensor or a tuple of tensors."""
+"""A pipeline's microbatches, and descriptions of what a stage passes to the next one: a tensor or a
+tuple of tensors."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ from torch import Tensor
 from lockstep.base.errors import RecipeError
 
 Around = Callable[[int], AbstractContextManager[Any]]
-"""(stage) -> the context of the stage's forward. A whole model is stage 0."""
+"""(index of a pipeline stage) -> the context in which the stage's forward runs. A model without a
+pipeline is stage 0."""
 Run = Callable[[int, Callable[["Arguments"], Any], Any], Any]
-"""(stage, its forward, `Arguments` or `Chunks` of them) -> the stage's output, or `Chunks` of
-outputs. The last stage's result is passed to `PipelineMicrobatch.score`."""
+"""(index of a stage, the stage's forward, the `Arguments` with which it is called or `Chunks` of
+them) -> the stage's output, or `Chunks` of outputs. The last stage's result is passed to
+`PipelineMicrobatch.score`."""
 
 
 class Arguments(NamedTuple):
-    """Positional and keyword arguments."""
+    """The positional and keyword arguments of a call of a model, or of a part of it."""
 
     positional: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -38,13 +41,15 @@ class Arguments(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """A value for each chunk of a sequence, if a stage computes each chunk by itself."""
+    """A stage's arguments or outputs for each chunk of a sequence, if the stage computes each chunk
+    by itself (bitwise numerics)."""
 
     each: tuple[Any, ...]
 
 
 def within(around: Around) -> Run:
-    """Return a `Run` that calls the forward in a context."""
+    """Return a `Run` that calls a stage's forward in the context that `around` returns for the
+    stage."""
 
     def run(stage: int, forward: Callable[[Arguments], Any], arguments: Arguments) -> Any:
         with around(stage):
@@ -55,8 +60,8 @@ def within(around: Around) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class PipelineLoss:
-    """The loss of a microbatch, as scalars. The backward accumulates the gradient of `grad_output *
-    total`."""
+    """The loss of a microbatch that the last stage computes. `total` and `grad_output` are scalars;
+    the backward accumulates the gradient of `grad_output * total`."""
 
     total: Tensor
     grad_output: Tensor
@@ -68,29 +73,36 @@ class StageTerm(NamedTuple):
     """A part of a microbatch's loss that is computed in a stage's forward."""
 
     scaled: Tensor
-    """Scalar. The backward accumulates its gradient."""
+    """The term, as a scalar, already multiplied by its factor. The backward accumulates its
+    gradient."""
     record: Sequence[Tensor | float]
-    """Further numbers to send, after those of `PipelineLoss.record`."""
+    """Numbers that are added, one by one, to those of the same microbatch's
+    `PipelineLoss.record`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineMicrobatch:
-    """One microbatch. Every rank has the same microbatches in the same order. Functions that only
-    other ranks call may be anything."""
+    """One microbatch, and the functions with which a pipeline computes it. Every rank has the same
+    microbatches in the same order. Functions that only other ranks call may be any function."""
 
     position: tuple[int, ...]
-    """The key of its random streams, see `ModuleRandomStreams.start`."""
+    """The indices from which the microbatch's random numbers are seeded (see
+    `ModuleRandomStreams.start`)."""
     inputs: Callable[[], Arguments | Chunks]
-    """Returns the arguments of the first part. Called twice, on the first rank."""
+    """Returns the arguments of the model's first part. Called on the first rank, twice: to see
+    their shapes, and in the first stage's forward."""
     score: Callable[[Any], Any]
-    """(output) -> `PipelineLoss`; in a forward without backward it may return anything. Called on
-    the last rank."""
+    """(the model's output) -> `PipelineLoss`. In a forward without backward it may return any
+    value. Called on the last rank."""
     is_dummy: bool = False
-    """True if the microbatch is computed only because of other ranks' collectives."""
+    """True if this rank computes the microbatch only because other ranks' forwards have
+    collectives, which all ranks must call. Its gradient is zero."""
     is_recomputed: bool = False
-    """True if another pipeline's microbatch is computed, to compare its gradient."""
+    """True if this pipeline computes a microbatch of another pipeline, to compare the gradients of
+    both."""
     run: Run | None = None
-    """Computes this microbatch in a stage. None: call the stage's forward."""
+    """Calls a stage's forward for this microbatch. None: the stage's forward is called without a
+    context."""
     before: Callable[[], object] = lambda: None
     """Called before each stage's forward, on its rank."""
     term: Callable[[], StageTerm | None] = lambda: None
@@ -99,21 +111,24 @@ class PipelineMicrobatch:
 
 
 class Boundary(NamedTuple):
-    """The output of a stage for microbatches of one shape. The same on every rank."""
+    """A description of the tensors that a stage passes to the next one, for microbatches whose
+    inputs have the same shapes. It is the same on every rank."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     gradients: tuple[bool, ...]
-    """True for each tensor that gets a gradient from the next stage."""
+    """For each tensor, True if the next stage sends back a gradient of it."""
     single: bool
-    """True for a tensor, False for a tuple."""
+    """True if the stage's output is a tensor, False if it is a tuple."""
     chunks: int | None
-    """Number of chunks, each with such tensors; None if the sequence is not in chunks."""
+    """Number of the sequence's chunks, if a stage computes each by itself: the fields above
+    describe the tensors of the first chunk, then those of the second, and so on. None if it does
+    not."""
 
     @classmethod
     def of(cls, value: Any, part: str) -> Boundary:
-        """Return the boundary of `value`, the output of `part`. Raises `RecipeError` if a member of
-        it is not a tensor."""
+        """Return the description of `value`, the output of a stage whose last part is called
+        `part`. Raises `RecipeError` if `value` is not a tensor or a tuple of tensors."""
         if isinstance(value, Chunks):
             return cls.joined(Chunks(tuple(cls.of(each, part) for each in value.each)), part)
         tensors = value if isinstance(value, tuple) else (value,)
@@ -148,8 +163,8 @@ class Boundary(NamedTuple):
 
     @classmethod
     def joined(cls, boundary: Boundary | Chunks, part: str) -> Boundary:
-        """Return the boundary of all chunks. `boundary`: the boundary of each chunk, or that of
-        whole sequences."""
+        """Return one description for all chunks of a sequence. `boundary`: the description for each
+        chunk. A description for whole sequences is returned unchanged."""
         if isinstance(boundary, Boundary):
             return boundary
         chunks: Sequence[Boundary] = boundary.each
@@ -174,7 +189,8 @@ class Boundary(NamedTuple):
         return cls(tuple(map(tuple, shapes)), tuple(dtypes), tuple(gradients), single, chunks)
 
     def arguments(self, tensors: tuple[Tensor, ...]) -> Arguments | Chunks:
-        """Return the arguments of the next stage. `tensors`: the received tensors."""
+        """Return the arguments with which the next stage is called. `tensors`: the tensors that it
+        has received, which this boundary describes."""
         if self.chunks is None:
             return self._arguments_of_one(tensors)
         width = len(tensors) // self.chunks
@@ -186,8 +202,8 @@ class Boundary(NamedTuple):
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """The boundary without its shapes. It is the same for all microbatches in one call of a
-        schedule."""
+        """The description without the sizes of the tensors' dims. It is the same for all
+        microbatches in one call of a schedule."""
         sizes = tuple(map(len, self.shapes))
         return self.dtypes, self.gradients, self.single, self.chunks, sizes
 
@@ -198,7 +214,8 @@ class Boundary(NamedTuple):
         )
 
     def check(self, value: Any, part: str) -> None:
-        """Raise `RecipeError` if a microbatch's output differs from this boundary."""
+        """Raise `RecipeError` if `value`, a stage's output for a microbatch, does not have the
+        shapes and dtypes described here. `part`: name of the stage's last part."""
         boundary = Boundary.of(value, part)
         if boundary != self:
             raise RecipeError(
@@ -217,22 +234,23 @@ class Boundary(NamedTuple):
 
 
 def received_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return received tensors in a form that the first part may change in place, with gradients
-    that can be sent back."""
+    """Return the tensors that a stage has received, in a form that the stage's first part may
+    change in place, and whose gradients can be sent back to the previous stage."""
     return _StageInputs.apply(*tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def sendable_outputs(value: Any, scaled: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return a stage's output as tensors that can be sent and detached: contiguous, and no views.
-    `scaled`: a scalar whose gradient the same backward accumulates."""
+    """Return the tensors in a stage's output in a form that can be sent to the next stage and
+    detached in place: contiguous, and no views. `scaled`: a scalar loss of this stage, whose
+    gradient the backward of these tensors also accumulates."""
     chunks = value.each if isinstance(value, Chunks) else (value,)
     tensors = [each for one in chunks for each in (one if isinstance(one, tuple) else (one,))]
     return _StageOutputs.apply(scaled, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _StageInputs(torch.autograd.Function):
-    """The identity on tensors; the results share memory with the leaves. Gradients become
-    contiguous."""
+    """The identity on received tensors. The results share memory with the arguments. The backward
+    makes the gradients contiguous."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -245,7 +263,8 @@ class _StageInputs(torch.autograd.Function):
 
 
 class _StageOutputs(torch.autograd.Function):
-    """The identity on tensors; the results are not views. The gradient of the scalar is 1."""
+    """The identity on a stage's outputs. The results are contiguous, and no views. The backward
+    passes the gradient 1 to the scalar."""
 
     @staticmethod
     def forward(ctx: Any, scaled: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,8 @@
-"""Discovers the shapes that a pipeline's stages exchange, and raises errors on every rank.
+"""Discovers the shapes of the tensors that a pipeline's stages exchange, and raises an error of one
+rank on every rank.
 
-One microbatch of each kind is computed stage by stage. Torch's own shape inference repeats every
-part and the loss for each schedule, and deadlocks if one rank fails."""
+For each combination of input shapes, one microbatch is computed, stage by stage. Torch's own shape
+inference repeats every part and the loss for each schedule, and deadlocks if one rank fails."""
 
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ from lockstep.model.pipeline.stage import StageForwards, unchanged_buffers
 
 
 class StageFailed(LockstepError):
-    """Another rank of the pipeline failed with an error that is not a user's mistake."""
+    """Raised on all other ranks if a rank of the pipeline fails with an error that is not a
+    `UserError`."""
 
 
 class PipelineFailure:
-    """The first error on this rank since `clear`. Every rank of the pipeline makes one."""
+    """Holds the first error on this rank until it is raised on every rank. Every rank of the
+    pipeline makes one."""
 
     def __init__(self, world: World) -> None:
         self.error: Exception | None = None
@@ -56,8 +59,8 @@ class PipelineFailure:
             self.raise_known()
 
     def raise_known(self) -> None:
-        """Raise the error of this rank, or the first error of another rank. Every rank calls it
-        once all ranks know that there is an error."""
+        """Raise this rank's error or, if it has none, an error with the text of the first rank that
+        has one. Every rank calls it, at a point where all ranks know that there is an error."""
         mine, self.error = self.error, None
         error = None if mine is None else [type(mine).__name__, str(mine)]
         everyone = self._world.gather_values(error)
@@ -71,8 +74,8 @@ class PipelineFailure:
 
 
 class SequentialCheck:
-    """The parts of a model, and its original forward. Create it before any axis changes how modules
-    are called."""
+    """Checks that a model's forward only calls the given parts, one after another. Create it before
+    the model is parallelized, because it keeps the modules' original forwards."""
 
     def __init__(self, model: nn.Module, parts: Sequence[str]) -> None:
         self._forward = model.forward
@@ -81,9 +84,9 @@ class SequentialCheck:
         self._forwards = {id(module): module.forward for module in model.modules()}
 
     def check(self, call: Callable[[Callable[..., Any]], Any]) -> None:
-        """Raise `RecipeError` unless the forward passes each part the output of the previous part,
-        and returns the last output. `call`: a function that calls its argument with the model's
-        inputs. The parts are not computed, so they need no values."""
+        """Raise `RecipeError` unless the model's forward passes each part the output of the
+        previous part, and returns the output of the last one. `call`: a function that calls its
+        argument with the model's inputs. The parts are not computed, so they need no values."""
         handed: list[_Placeholder] = []
         original: Any = nn.Module.__call__
         known = {id(module) for module in self._modules}
@@ -137,7 +140,8 @@ class _NotSequential(Exception):
 
 
 class _Placeholder:
-    """A part's output, which the forward can only pass on."""
+    """Takes the place of a part's output in `SequentialCheck`. The model's forward can only pass it
+    on to the next part."""
 
     def __init__(self, part: str) -> None:
         self._part = part
@@ -153,8 +157,8 @@ FAILED = -1
 
 
 class BoundaryDiscovery:
-    """The boundaries for every kind of microbatch that has occurred. Every rank of the pipeline
-    makes the same calls on it."""
+    """The boundaries (descriptions of what each stage passes to the next one) for all combinations
+    of input shapes that have occurred. Every rank of the pipeline makes the same calls on it."""
 
     def __init__(
         self, model: nn.Module, forwards: StageForwards, world: World, failure: PipelineFailure
@@ -168,8 +172,8 @@ class BoundaryDiscovery:
         self._sequential_check = SequentialCheck(model, self._stages.parts)
         self._checked_modes: set[bool] = set()
         self._known: dict[tuple[int, bool], list[Boundary]] = {}
-        """(hash of the inputs' shapes, backward) -> the boundary after each stage except the
-        last."""
+        """(hash of the shapes and dtypes of a microbatch's inputs, True if there is a backward) ->
+        the boundary after each stage except the last."""
 
     def routes(
         self, microbatches: Sequence[PipelineMicrobatch], *, backward: bool
@@ -182,8 +186,9 @@ class BoundaryDiscovery:
         return [self._known[key] for key in keys]
 
     def _undiscovered(self, keys: Sequence[tuple[int, bool]]) -> list[int]:
-        """The first microbatch of each new kind; if ranks must run the same forwards, of each kind
-        that is new on any rank."""
+        """Return the index of the first microbatch for each key that is not known yet; if ranks
+        must run the same forwards, for each key that is not known on any of them. `keys`: the key
+        in `_known` of each microbatch."""
         new = torch.zeros(len(keys))
         for key in set(keys) - self._known.keys():
             new[keys.index(key)] = 1.0
@@ -192,8 +197,9 @@ class BoundaryDiscovery:
         return [index for index, flag in enumerate(new.tolist()) if flag]
 
     def _signatures(self, microbatches: Sequence[PipelineMicrobatch]) -> list[int]:
-        """A hash of the shapes and types of each microbatch's inputs, computed on the first rank.
-        Hosts exchange it without waiting for their devices."""
+        """Return a hash of the shapes and dtypes of each microbatch's inputs, computed on the first
+        rank of the pipeline and sent to all. The host does not wait for its device. Raises on every
+        rank if the first rank fails."""
         numbers = torch.zeros(len(microbatches), dtype=torch.int64)
         if self.world.rank == 0:
             try:
@@ -220,15 +226,16 @@ class BoundaryDiscovery:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
     def _check_sequential(self, inputs: Arguments | Chunks) -> None:
-        """Check the model's forward, once in each mode. Called on the first rank."""
+        """Check that the model's forward calls only the parts in order, once in training mode and
+        once in evaluation mode. Called on the first rank. `inputs`: the arguments of the model."""
         if self._model.training not in self._checked_modes:
             one = inputs.each[0] if isinstance(inputs, Chunks) else inputs
             self._sequential_check.check(one.call)
             self._checked_modes.add(self._model.training)
 
     def _discover(self, microbatch: PipelineMicrobatch, backward: bool) -> list[Boundary]:
-        """Find the boundaries of a microbatch by computing its stages one after another. Every rank
-        calls it."""
+        """Return the boundary after each stage except the last, found by computing the microbatch's
+        stages one after another. Every rank calls it."""
 
         def compute(stage: int, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
             with (
@@ -255,8 +262,9 @@ class BoundaryDiscovery:
         return route
 
     def try_forward(self, arguments: Arguments | Chunks, run: Run) -> Any:
-        """Call the stages one after another, outside of a microbatch and without gradients. Every
-        rank calls it. Returns the model's output on the last rank, None on other ranks."""
+        """Call the stages one after another, outside of training steps and without gradients.
+        `arguments`: the model's arguments. `run`: calls each stage's forward. Every rank calls it.
+        Returns the model's output on the last rank, None on other ranks."""
 
         def compute(stage: int, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
             given = arguments
@@ -276,8 +284,9 @@ class BoundaryDiscovery:
         count: int,
     ) -> tuple[list[Boundary], Any]:
         """Compute the first `count` stages one after another. Every rank calls it. Returns the
-        boundaries after these stages and, on the last stage's rank, the model's output. `compute`:
-        (stage, received tensors, boundaries before the stage) -> the stage's output."""
+        boundaries after these stages (without the last stage's) and, on the last stage's rank, the
+        model's output; None on other ranks. `compute`: (stage, received tensors, boundaries before
+        the stage) -> the stage's output."""
         route: list[Boundary] = []
         value: tuple[Tensor, ...] = ()
         last_output = None
@@ -305,8 +314,9 @@ class BoundaryDiscovery:
     def _sent_to_next_stage(
         self, stage: int, value: tuple[Tensor, ...], boundary: Boundary
     ) -> tuple[Tensor, ...]:
-        """Send the value, or receive it. Returns the input of the next stage if that stage is on
-        this rank."""
+        """Send the output of a stage, `value`, to the rank of the next stage, or receive it there.
+        Returns the tensors if the next stage is on this rank. `boundary`: the description of the
+        output."""
         source, target = stage % self._stages.ranks, (stage + 1) % self._stages.ranks
         if source == target or self.world.rank not in (source, target):
             return value

@@ -2,9 +2,10 @@
 stages.
 
 Torch's schedules order the forwards, backwards, sends and receives. This module adds to them: the
-last stage's forward computes the loss, with a factor for each microbatch; microbatches of different
-shapes share a schedule; each part draws from its own random stream; and if a forward fails, the
-schedule runs to its end before every rank raises."""
+last stage's forward computes the loss, multiplied by a factor for each microbatch; microbatches of
+different shapes may be in one call of a schedule; each part of the model draws random numbers from
+a stream of its own; and if a forward fails, the schedule runs to its end before every rank
+raises."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ from lockstep.plan import Schedule
 class Pipeline:
     """The stages of one model on one rank. Every rank of the pipeline makes one, and calls its
     methods in the same order. `model`: this rank's parts must have values before the first call.
-    `together`: for each axis with collectives in a stage's forward, the ranks along it, which hold
-    shards of the parameters or parts of the sequences."""
+    `together`: for each axis whose ranks call collectives in a stage's forward, the ranks along it,
+    which hold shards of the same parameters or tokens of the same sequences."""
 
     def __init__(
         self,
@@ -73,26 +74,30 @@ class Pipeline:
         self.try_forward = self._discovery.try_forward
         self._after: Callable[[int], object] = lambda _: None
         self.on_gradient: Callable[[int, int], None] | None = None
-        """Called with the stage's index in `modules` and the microbatch's number, when a backward
-        of `run` has completed the gradient of the stage's weights."""
+        """Called with the stage's index in `modules` and the microbatch's index in `run`, when a
+        backward has completed the microbatch's gradient of the stage's weights."""
         self.on_exchange: Callable[[int, Sequence[int], Sequence[Tensor]], None] | None = None
-        """Called in `run` with the microbatch's number, the position of the exchange, and the
-        tensors that a stage receives or sends. The loss counts as sent."""
+        """Called in `run` with the microbatch's index, the position of the exchange (the index of
+        the stage's forward or backward among all of the microbatch's, then `RECEIVED` or `SENT`),
+        and the tensors that the stage receives or sends. The loss counts as sent."""
         self.leaves: Sequence[PartLeaf] = ()
-        """See `SeparateParts`."""
+        """The leaves of autograd's graph for parameters that several parts of the model share (see
+        `SeparateParts`)."""
         self.expert_leaves: Sequence[Leaves] = ()
-        """The leaves of each module of experts that is divided over ranks."""
+        """For each module of experts that is divided over ranks, the tensors in place of its
+        parameters that get the gradients for each rank's rows."""
         self._schedules: dict[Any, tuple[Any, list[VariableShapeStage]]] = {}
         self._microbatches: Sequence[PipelineMicrobatch] = ()
         self._routes: list[list[Boundary]] = []
         self._results: dict[int, Any] = {}
         self._rows: dict[int, list[Sequence[Tensor | float]]] = {}
-        """For each microbatch, the numbers to record from each of this rank's stages."""
+        """Index of a microbatch -> the numbers that each of this rank's stages has computed for all
+        ranks (`StageTerm.record`, `PipelineLoss.record`)."""
 
     @property
     def exchange(self) -> SyncBatchNormExchange | None:
-        """The exchange of statistics between the slices of a microbatch; None if microbatches are
-        not split over pipelines."""
+        """The exchange of SyncBatchNorm's statistics between the ranks that each compute a slice of
+        a microbatch's samples; None if microbatches are not split over pipelines."""
         return self._forwards.exchange
 
     @exchange.setter
@@ -100,9 +105,9 @@ class Pipeline:
         self._forwards.exchange = exchange
 
     def watch(self, around: Around, after: Callable[[int], object]) -> None:
-        """Set the context of each stage's forward and loss, and a function to call after each
-        forward of `run`. Both take the stage's index in `modules`. `after` is called in the order
-        of microbatches, without dummies."""
+        """Set the context of each stage's forward and loss (`around`), and a function that `run`
+        calls after each forward (`after`). Both take the stage's index in `modules`. `after` is
+        called in the order of microbatches, not for dummy microbatches."""
         self._forwards.around, self._after = around, after
 
     @property
@@ -120,14 +125,16 @@ class Pipeline:
         return len(self.stages.ranges) - 1
 
     def parts_by_stage(self) -> dict[int, list[nn.Module]]:
-        """Return the parts of each of this rank's stages."""
+        """Return this rank's stages by index, each with its parts of the model in the order of
+        their calls."""
         return self._forwards.parts
 
     def run(self, microbatches: Sequence[PipelineMicrobatch], columns: int = 1) -> Tensor:
         """Compute forward and backward of all microbatches. Adds the gradient of Σ grad_output *
-        total to this rank's `.grad`. Returns every microbatch's `PipelineLoss.record`: shape
-        (microbatches, columns), float64, the same on every rank. If a forward fails, every rank
-        raises; the gradients are then invalid."""
+        total (see `PipelineLoss`) over the microbatches to the `.grad` of this rank's parameters.
+        Returns every microbatch's `PipelineLoss.record`, of `columns` numbers: shape (microbatches,
+        columns), float64, the same on every rank. If a forward fails, every rank raises; the
+        gradients are then invalid."""
         if not microbatches:
             return torch.zeros((0, columns), dtype=torch.float64, device=self.world.device)
         self._run_all(microbatches, backward=True)
@@ -171,9 +178,9 @@ class Pipeline:
                 self._run_schedule(start + first, start + end, schedule, backward)
 
     def _starts(self) -> list[int]:
-        """Return the microbatches with which a schedule begins: the first one, and each one whose
-        boundaries differ from the previous microbatch's. Ranks that must run the same forwards get
-        the same result."""
+        """Return the indices of the microbatches with which a new call of the schedule begins: the
+        first one, and each one whose tensors between stages differ in more than their shapes from
+        the previous microbatch's. Ranks that must run the same forwards get the same result."""
         kinds = list(map(_signatures, self._routes))
         starts = [
             0,
@@ -243,7 +250,7 @@ class Pipeline:
 
     def weights(self) -> list[list[nn.Parameter]]:
         """The leaves of autograd in each of this rank's stages: the stage's parameters, except that
-        a leaf replaces a parameter that an earlier part also has."""
+        a leaf replaces a parameter that an earlier part of the model also has."""
         seen: set[nn.Parameter] = set()
         leaves = []
         for stage, module in enumerate(self.modules):
@@ -262,8 +269,9 @@ class Pipeline:
 
     def _forward(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
         """Run a stage's forward for torch's schedule. If the forward fails, return zeros, so that
-        no rank waits for its output. But if it has collectives, raise, because these cannot be
-        replaced."""
+        no rank waits for its output; every rank raises after the schedule. But if the forward has
+        collectives, raise at once, because the other ranks would wait in them. `local`: the stage's
+        index in `modules`. `index`: the microbatch's."""
         try:
             return self._compute(stage, local, index, received)
         except Exception as error:
@@ -328,8 +336,8 @@ class Pipeline:
 
 
 class _StageModule(nn.Module):
-    """The module that torch's pipelining calls for a stage. It holds the stage's parameters, whose
-    gradients zero-bubble computes."""
+    """The module that torch's pipelining calls for a stage. It holds the stage's parameters,
+    because torch's zero-bubble schedule asks it for the tensors whose gradients it computes."""
 
     def __init__(
         self,
@@ -342,16 +350,17 @@ class _StageModule(nn.Module):
         self.parts = nn.ModuleList(parts)
         self.leaves = nn.ParameterList(leaves)
         self.expert_leaves = expert_leaves
-        """The tensors of the last forward. Under `shard` they exist only once the forward has
-        gathered the parameters."""
+        """Returns the tensors in place of the experts' parameters in the last forward. If
+        parameters are sharded, they exist only once the forward has gathered the parameters."""
         self.compute = compute
         self.received: tuple[Tensor, ...] = ()
-        """Inputs of the latest forward."""
+        """The tensors from the previous stage with which the last forward was called."""
         self.index = 0
-        """The number of the microbatch that the next forward computes."""
+        """The index in `Pipeline.run` of the microbatch that the next forward computes."""
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the leaves of autograd's graph."""
+        """Yield the leaves of autograd's graph in the stage: its parameters (all-gathered, if they
+        are sharded), and the tensors that take the place of parameters."""
         yield from gathered_parameters(self) or super().parameters(recurse)
         yield from self.expert_leaves()
 

@@ -1,6 +1,7 @@
-"""A rank's stages of a pipeline: their forwards, one microbatch at a time, and an extension of
-torch's stage, which allows microbatches of different shapes, handles missing gradients, and frees
-memory early. It imports torch's schedules, which takes long, so only pipelines import it."""
+"""The stages that a rank has of a pipeline: their forwards for one microbatch, and a subclass of
+torch's `PipelineStage`, which allows microbatches of different shapes, handles missing gradients,
+and frees memory early. This module imports torch's schedules, which takes long, so it is imported
+only for pipelines."""
 
 from __future__ import annotations
 
@@ -47,23 +48,27 @@ SEVERAL_STAGES_A_RANK: dict[str, Any] = {
 class VariableShapeStage(PipelineStage):
     submod: Any
     routes: Sequence[Sequence[Boundary]]
-    """For each microbatch of the call, the boundary after each stage except the last."""
+    """For each microbatch in the present call of the schedule, the description of what each stage
+    except the last passes to the next one."""
     losses: list[Tensor]
     first: int
-    """The number of the first microbatch in the call."""
+    """The index in `Pipeline.run` of the first microbatch in the present call of the schedule."""
     around: Callable[[int], AbstractContextManager[Any]]
-    """(microbatch) -> the context for its backward."""
+    """(index of a microbatch in the call of the schedule) -> the context in which its backward
+    runs."""
     on_missing_gradient: Callable[[], None]
     on_gradient: Callable[[int], None] | None
-    """Called with the number of each microbatch once its gradient of the weights is complete."""
+    """Called with the index in `Pipeline.run` of each microbatch, once its gradient of the stage's
+    weights is complete."""
     on_exchange: Callable[[int, Sequence[int], Sequence[Tensor]], None] | None
-    """See `Pipeline`."""
+    """See `Pipeline.on_exchange`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         keep_gradients(self)
         self.received: dict[int, tuple[Tensor, ...]] = {}
-        """Inputs from the previous stage, by microbatch; kept until the microbatch's backward."""
+        """Index of a microbatch in the call of the schedule -> the tensors received from the
+        previous stage, kept until the microbatch's backward."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:
@@ -90,8 +95,8 @@ class VariableShapeStage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Send zeros as the gradient of an input on which the output does not depend; torch's stage
-        would deadlock."""
+        """Compute a microbatch's backward. If the output does not depend on an input, zeros are
+        sent to the previous stage as the gradient of this input; torch's stage would deadlock."""
         received = self.received.pop(bwd_chunk_id, ())
         is_full = kwargs.get("full_backward", True)
         self._note_received(bwd_chunk_id, self._backward_place, self.grad_recv_info)
@@ -117,8 +122,8 @@ class VariableShapeStage(PipelineStage):
             )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Compute the weight gradients, and free the graph of the loss, which torch's stage would
-        keep until the end of the call."""
+        """Compute a microbatch's gradients of the weights after those of its inputs, and free the
+        graph of its loss, which torch's stage would keep until the end of the schedule."""
         # the first stage has no gradients of inputs: this is its whole backward
         split = nullcontext() if self.is_first else weights_backward(self.submod)
         with self.around(bwd_chunk_id), split:
@@ -134,7 +139,8 @@ class VariableShapeStage(PipelineStage):
 
     @property
     def _forward_place(self) -> int:
-        """The index of this stage's forward among all forwards and backwards of a microbatch."""
+        """The index of this stage's forward among the forwards and backwards of a microbatch in all
+        stages, in their order."""
         return int(self.stage_index)
 
     @property
@@ -151,7 +157,7 @@ class VariableShapeStage(PipelineStage):
             self.on_exchange(self.first + chunk, position, exchanged)
 
     def release(self) -> None:
-        """Free the tensors that the last call received and computed."""
+        """Free the tensors that the last call of the schedule has received and computed."""
         self.clear_runtime_states()
         self.received.clear()
         self.submod.received = ()
@@ -178,14 +184,14 @@ class VariableShapeStage(PipelineStage):
 
 
 def _allocates_at_receive(info: Any) -> bool:
-    """True from torch 2.15 on, where a stage has descriptions of the tensors that it receives
-    instead of a buffer for each microbatch."""
+    """True from torch 2.15 on, where `info` describes a tensor that a stage receives, which is
+    allocated when it is received. Before, `info` has a buffer for each microbatch."""
     return hasattr(info, "allocate_buffer")
 
 
 class StageForwards:
-    """Calls the parts of a stage one after another, with the random streams of the microbatch.
-    `together`: as in `Pipeline`."""
+    """Calls the parts of this rank's stages one after another, with the random numbers that belong
+    to the microbatch and the part. `together`: as in `Pipeline`."""
 
     def __init__(
         self,
@@ -203,8 +209,8 @@ class StageForwards:
             for stage in self.own
         }
         self.exchange: SyncBatchNormExchange | None = None
-        """The exchange of statistics between the slices of a microbatch; None if microbatches are
-        not split."""
+        """The exchange of SyncBatchNorm's statistics between the ranks that each compute a slice of
+        a microbatch's samples; None if microbatches are not split."""
         self.around: Around = lambda _: nullcontext()
         self.streams = streams
         self._together = together
@@ -216,8 +222,9 @@ class StageForwards:
         received: tuple[Tensor, ...],
         route: Sequence[Boundary],
     ) -> Any:
-        """Return the stage's output. `received`: tensors from the previous stage. `route`: the
-        known boundaries."""
+        """Return the output of a stage for a microbatch. `received`: the tensors from the previous
+        stage; empty for the first stage. `route`: the description of what each stage before this
+        one passes on."""
         self.streams.start(microbatch.position, self.stages.ranges[stage].start)
         if stage == 0:
             arguments = microbatch.inputs()
@@ -229,7 +236,8 @@ class StageForwards:
         return microbatch.run(stage, partial(self.called, stage), arguments)
 
     def called(self, stage: int, arguments: Arguments) -> Any:
-        """Return the output of the stage's parts. `arguments`: the arguments of its first part."""
+        """Return the output of a stage's parts, called one after another. `arguments`: the
+        arguments of its first part."""
         first, *others = self.parts[stage]
         value = first(*arguments.positional, **arguments.keywords)
         for part in others:
@@ -238,16 +246,16 @@ class StageForwards:
 
     @property
     def lockstep_ranks(self) -> Sequence[World]:
-        """For each axis with collectives in forwards, the ranks along it, which must run the same
-        forwards. Empty if there is no such axis."""
+        """For each axis whose ranks call collectives in the forwards, the ranks along it, which
+        must run the same forwards at the same time. Empty if there is no such axis."""
         if (exchange := self._exchange_in_training) is None:
             return self._together
         return () if exchange.world is None else (exchange.world,)
 
     @contextmanager
     def computing(self, microbatch: PipelineMicrobatch) -> Iterator[None]:
-        """Tell SyncBatchNorm which microbatch is computed. Entered in the forward, and in the
-        backward because of recomputation."""
+        """A context that tells SyncBatchNorm whether the microbatch is a dummy. It is entered in
+        the microbatch's forward, and in its backward because of activation checkpointing."""
         exchange = self._exchange_in_training
         if exchange is None:
             yield
@@ -265,13 +273,16 @@ class StageForwards:
 
 @contextmanager
 def unchanged_buffers(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """A context that restores the buffers of `parts` at its end."""
+    """A context that restores the values of the modules' buffers (such as running statistics) at
+    its end."""
     kept = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, value in kept:
-                # torch counts a version for each write, except BatchNorm's writes
+                # write only if the value differs, because each write changes the tensor's version;
+                # BatchNorm's own writes do not
+
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)

@@ -1,5 +1,5 @@
-"""The sequential parts of a model, and their split into pipeline stages of similar cost, without
-communication."""
+"""The parts of a model that its forward calls one after another, and their split into pipeline
+stages of similar cost. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zer
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """A parameter whose gradients are summed over several ranks of a pipeline, in the order of
-    `ranks`. Only the first rank includes it in the norm."""
+    """A parameter that several parts of the model share, whose gradients are summed over the ranks
+    of the pipeline that have these parts, in the order of `ranks`. Only the first of these ranks
+    includes it in the norm of the gradient."""
 
     name: str
     ranks: tuple[int, ...]
-    """In bitwise runs, each part that has the parameter has a gradient, so a rank may occur several
-    times."""
+    """The ranks of the pipeline that have the parameter. With bitwise numerics, each part of the
+    model that has the parameter has a gradient, so a rank occurs once for each of its parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The split of a model into stages, each of which runs some of `parts` in order. Stage s is on
-    rank s mod `ranks` of the pipeline."""
+    """The split of a model into stages, each of which runs consecutive parts of the model. Stage s
+    is on rank s mod `ranks` of the pipeline. `parts`: names of the model's parts, in the order of
+    their calls."""
 
     parts: tuple[str, ...]
     ranges: tuple[range, ...]
@@ -53,8 +55,9 @@ class Stages:
         bitwise: bool = False,
     ) -> Stages:
         """Split `model` into stages for a pipeline of `ranks` ranks, with `per_rank` stages on
-        each. Raises `RecipeError`. `patterns`: `Recipe.stages`. `costs`: the cost of each part;
-        None: its number of parameters. Call it before any parameter is removed from the model."""
+        each. Raises `RecipeError`. `patterns`: `Recipe.stages`. `costs`: the relative cost of
+        computing each part; None: its number of parameters. `bitwise`: True for bitwise numerics
+        (see `SharedParameter.ranks`). Call it before any parameter is removed from the model."""
         if not (parts := sequential_parts(model, patterns)):
             raise RecipeError(
                 f"pipeline={ranks} and a model ({type(model).__name__}) that is not an"
@@ -81,7 +84,7 @@ class Stages:
         return cls(tuple(parts), ranges, ranks, shared)
 
     def on_rank(self, rank: int) -> range:
-        """The stages of one rank of the pipeline, ascending."""
+        """Return the indices of the stages on one rank of the pipeline, in ascending order."""
         return range(rank, len(self.ranges), self.ranks)
 
     def last_part(self, stage: int) -> str:
@@ -92,11 +95,11 @@ class Stages:
 
 
 def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """Return the names of the model's sequential parts, in the order of their calls. Empty if the
-    order is unknown. The parts of an `nn.Sequential` are its members. Otherwise they are the
-    modules that `patterns` name, in the order of the patterns; modules that match the same pattern
-    are in the model's order. Raises `RecipeError` if these modules cannot be parts, or leave out a
-    tensor."""
+    """Return the names of the model's parts that its forward calls one after another, in this
+    order. Empty if the order is unknown. The parts of an `nn.Sequential` are its members. Otherwise
+    they are the modules that `patterns` name, in the order of the patterns; modules that match the
+    same pattern are in the model's order. Raises `RecipeError` if these modules cannot be parts, or
+    do not contain every parameter and buffer of the model."""
     if patterns is None:
         if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
             return []
@@ -116,8 +119,9 @@ def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[s
 
 
 def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
-    """Split `costs` into `count` non-empty contiguous runs with the smallest maximum sum; of
-    several such splits, the most even one."""
+    """Split `costs` into `count` non-empty contiguous runs so that the largest sum of a run is as
+    small as possible; of several such splits, return the one with the smallest sum of squares. A
+    run is a range of indices in `costs`."""
     most = _best(costs, count, lambda cost: cost, max, math.inf)[-1][0]
     table = _best(costs, count, lambda cost: cost * cost, lambda one, other: one + other, most)
     runs: list[range] = []
@@ -130,10 +134,11 @@ def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
 
 
 def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
-    """Split `count` microbatches into consecutive calls of torch's schedules: [start, stop) and the
-    schedule's name. Torch's 1F1B needs at least as many microbatches as stages; fewer are run by
-    GPipe. Torch's interleaved schedules need a number of microbatches that is a multiple of the
-    number of rounds; the remaining ones are a second call."""
+    """Split `count` microbatches into consecutive calls of torch's schedules. Returns, for each
+    call, (index of the first microbatch, index after the last one, name of the schedule). Torch's
+    1F1B needs at least as many microbatches as stages; fewer are run by the GPipe schedule. Torch's
+    interleaved schedules need a number of microbatches that is a multiple of the number of rounds;
+    the remaining ones are a second call."""
     if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.ranges)):
         return [(0, count, schedule)] if count else []
     if schedule == "1f1b":
@@ -144,8 +149,8 @@ def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int,
 
 
 def check_microbatches(count: int, stages: Stages) -> None:
-    """Raise `RecipeError` if a full global batch has fewer microbatches on a data rank (`count`)
-    than there are stages."""
+    """Raise `RecipeError` if there are fewer microbatches than stages. `count`: number of
+    microbatches that one pipeline computes in a step with a full global batch."""
     if count < len(stages.ranges):
         raise RecipeError(
             f"{counted(count, 'microbatch')} per step in a pipeline of {len(stages.ranges)} stages;"
@@ -158,9 +163,9 @@ def check_microbatches(count: int, stages: Stages) -> None:
 def shared_parameters(
     model: nn.Module, parts: Sequence[str], ranks: Sequence[int], *, each_part: bool
 ) -> tuple[SharedParameter, ...]:
-    """Return the parameters that parts on several ranks share. `ranks`: the rank of each part.
-    `each_part`: also return parameters that several parts on one rank share, with a rank for each
-    part."""
+    """Return the parameters that parts of the model on several ranks of the pipeline share.
+    `ranks`: the rank of each part. `each_part`: also return parameters that several parts on one
+    rank share; `SharedParameter.ranks` then has a rank for each part."""
     holders: dict[int, list[int]] = {}
     for part, rank in zip(parts, ranks, strict=True):
         for parameter in model.get_submodule(part).parameters():
@@ -175,8 +180,8 @@ def shared_parameters(
 
 
 def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
-    """Remove the parameters and buffers outside of these parts. Modules stay, and so do the names
-    of the remaining tensors."""
+    """Remove the parameters and buffers that are in none of the parts with these names (set them to
+    None). All modules stay, so the names of the remaining tensors do not change."""
     held = {id(tensor) for name in names for tensor in module_tensors(model.get_submodule(name))}
     for module in model.modules():
         for tensors in (own_parameters(module), own_buffers(module)):
@@ -231,8 +236,9 @@ def _check_statistics(model: nn.Module, parts: Sequence[str], ranges: Sequence[r
 
 
 def _units(trainable: Sequence[bool]) -> list[range]:
-    """Group the parts: each group is a part with trainable parameters, and the following parts
-    without any."""
+    """Return groups of consecutive parts that a split must not separate, as ranges of indices: each
+    group is a part with trainable parameters, and the following parts without any. `trainable`: for
+    each part, True if it has trainable parameters."""
     starts = [place for place, can in enumerate(trainable) if can]
     if not starts:
         return []
@@ -246,9 +252,10 @@ def _best(
     join: Callable[[float, float], float],
     most: float,
 ) -> list[tuple[float, int]]:
-    """Dynamic programming over the number of runs. Entry row * (len(costs) + 1) + stop of the
-    result is (least value, start of the last run) for costs[:stop] in `row` runs, none of which has
-    a sum above `most`."""
+    """Find the best splits of `costs` by dynamic programming over the number of runs. The value of
+    a split is `value` of each run's sum, joined by `join`. Entry row * (len(costs) + 1) + stop of
+    the result is (least value, start of the last run) for costs[:stop] in `row` runs, none of which
+    has a sum above `most`."""
     length, sums = len(costs), list(accumulate(costs, initial=0.0))
     table = [(math.inf, 0)] * ((count + 1) * (length + 1))
     table[0] = (0.0, 0)

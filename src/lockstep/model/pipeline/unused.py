@@ -1,9 +1,9 @@
-"""Gradients of parameters that a microbatch does not use, in a backward that computes only
-gradients of weights.
+"""Zeros that stand for the missing gradients of parameters that a microbatch does not use, in a
+backward that computes only gradients of weights.
 
 Under zero-bubble, torch asks for the gradient of each parameter in the graph, and raises if one has
-none. All chunks of a stage share one node of the graph, so all parameters of the stage are in the
-graph."""
+none. If a stage computes each chunk of a sequence by itself, all chunks share one node of the
+graph, so all parameters of the stage are in the graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _UNUSED = "lockstep_is_unused"
 
 
 def given_or_unused(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """Return the gradient, or zeros that `clear_unused` recognises."""
+    """Return the gradient or, if it is None, zeros of the parameter's shape that `clear_unused`
+    recognises."""
     if gradient is not None:
         return gradient
     zeros = parameter.new_zeros(()).expand_as(parameter)
@@ -25,7 +26,7 @@ def given_or_unused(gradient: Tensor | None, parameter: Tensor) -> Tensor:
 
 
 def clear_unused(parameters: Iterable[Tensor]) -> None:
-    """Clear the gradients of parameters that have only these zeros."""
+    """Set `.grad` to None for parameters whose gradient is only zeros from `given_or_unused`."""
     for each in parameters:
         if hasattr(each.grad, _UNUSED):
             each.grad = None
