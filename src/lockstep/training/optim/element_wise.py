@@ -1,5 +1,5 @@
-"""Finds optimizers for which the update of an element depends on other elements of its tensor:
-Muon, Adafactor, LAMB."""
+"""Finds optimizers whose update of an element depends on other elements of the tensor (Muon,
+Adafactor, LAMB) or on other tensors (Prodigy), by trying them on small tensors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from lockstep.plan import Plan
 
 ROWS, COLUMNS, DEPTH = 8, 12, 3
 STEPS = 10
-"""Number of steps of a trial: RAdam moves nothing in the first five."""
+"""Number of optimizer steps in a trial. (RAdam changes no parameter in the first five.)"""
 TOLERANCE = 1e-3
-"""Largest relative difference that counts as rounding, between the updates of a tensor and of its
-halves."""
+"""Largest relative difference that counts as rounding between two updates of a tensor: one computed
+on the whole tensor, and one on its two halves separately."""
 MIXING_TOLERANCE = 1e-5
-"""Largest relative difference that counts as rounding, between the updates of a tensor alone and
-together with other tensors. Both are computed by the same operations."""
+"""Largest relative difference that counts as rounding between two updates of a tensor: one computed
+with the tensor alone in the optimizer, and one together with other tensors. It is small, because
+both are computed by the same operations."""
 
 KNOWN = (
     torch.optim.SGD,
@@ -39,16 +40,17 @@ KNOWN = (
     torch.optim.Adadelta,
     torch.optim.ASGD,
 )
-"""torch's optimizers that update each element independently. Other optimizers are tried."""
+"""torch's optimizers that update each element independently. Other optimizers are tried on small
+tensors."""
 
-# groups, each with the shapes of its tensors in a trial
+# for each parameter group in a trial: its settings, and the shapes of its small tensors
 _Trial = list[tuple[dict[str, Any], list[tuple[int, ...]]]]
 
 
 def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[Optimizer]:
-    """The optimizers that need whole tensors although the plan divides them; a
-    `WholeTensorOptimizer` must step these. Raises `RecipeError` if it does not support the plan's
-    division."""
+    """Return the optimizers that need whole tensors to update parameters that the plan shards. A
+    `WholeTensorOptimizer` must step these. Raises `RecipeError` if the plan shards the model in a
+    way that it, or an optimizer, does not support."""
     optimizers = [optimizer for optimizer in optimizers if not _is_known(optimizer)]
     axes = plan.state_divided
     if axes and (mixing := next(filter(mixes_tensors, optimizers), None)) is not None:
@@ -76,9 +78,10 @@ def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[O
 def is_element_wise(
     optimizer: Optimizer, divided: Callable[[Tensor], object] = lambda parameter: True
 ) -> bool:
-    """True if the optimizer updates the two halves of a tensor in the same way as the whole tensor.
-    This is tried on a copy of each group, with small tensors that have as many dims as the
-    parameters for which `divided` is true. Raises `RecipeError` if it cannot be tried."""
+    """True if the optimizer updates the two halves of a tensor, each by itself, in the same way as
+    the whole tensor. This is tried on a copy of each parameter group, with small tensors that have
+    as many dims as the group's parameters. `divided`: returns true for the parameters that are
+    sharded; others are not tried. Raises `RecipeError` if the optimizer cannot be tried."""
     for group in optimizer.param_groups:
         dims = {parameter.dim() for parameter in group["params"] if divided(parameter)}
         if any(_differs(optimizer, group, _shape(each)) for each in sorted(dims - {0})):
@@ -87,16 +90,16 @@ def is_element_wise(
 
 
 def _is_known(optimizer: Optimizer) -> bool:
-    """True for an optimizer of `KNOWN` whose `step` is torch's."""
+    """True if the optimizer is of a class in `KNOWN`, and its `step` is torch's, without hooks."""
     kind = type(optimizer)
     is_changed = has_step_hooks(optimizer) or "step" in vars(optimizer)
     return kind in KNOWN and not is_changed and kind.step.__module__.startswith("torch.optim.")
 
 
 def mixes_tensors(optimizer: Optimizer) -> bool:
-    """True if the optimizer's update of a tensor depends on other tensors. This is tried on a copy,
-    with small tensors: each group with two tensors, and all groups together. Raises `RecipeError`
-    if it cannot be tried."""
+    """True if the optimizer's update of a tensor depends on other tensors. This is tried on a copy
+    of the optimizer, with small tensors: each parameter group with two tensors, and all groups
+    together. Raises `RecipeError` if the optimizer cannot be tried."""
     shapes = [
         _shape(max((each.dim() for each in group["params"]), default=1))
         for group in optimizer.param_groups
@@ -110,9 +113,9 @@ def mixes_tensors(optimizer: Optimizer) -> bool:
 
 
 def _mixes(optimizer: Optimizer, trial: _Trial) -> bool:
-    """True if the first tensor's update changes when the other tensors' gradients are larger or
-    change sign at each step, or if any tensor's update changes when it is the optimizer's only
-    one."""
+    """True if, in a trial, the first tensor's update changes when the other tensors' gradients are
+    larger or change sign at each step, or if any tensor's update changes when the optimizer has no
+    other tensor. `trial`: parameter groups with the shapes of their tensors."""
     numbers = range(sum(len(shapes) for _, shapes in trial))
     try:
         # constant gradients, because the optimizer's estimate may need them
@@ -140,9 +143,10 @@ def _mixes(optimizer: Optimizer, trial: _Trial) -> bool:
 def _moved(
     optimizer: Optimizer, trial: _Trial, factor: float, *, varies: bool, only: int | None = None
 ) -> list[Tensor]:
-    """Return the change of each tensor over the trial's steps. `factor` multiplies the gradients of
-    all tensors but the first; if it is negative, these change sign at each step. `varies`: each
-    step has different gradients. `only`: index of the only tensor that the optimizer gets."""
+    """Return the change of each tensor over the trial's steps, by a copy of the optimizer. `factor`
+    multiplies the gradients of all tensors but the first; if it is negative, these change sign at
+    each step. `varies`: each step has different gradients. `only`: index of the only tensor that
+    the optimizer gets; None: it gets all."""
     generator, device = torch.Generator().manual_seed(0), _device(trial[0][0])
 
     def drawn(shape: tuple[int, ...]) -> Tensor:
@@ -212,8 +216,8 @@ def _half(start: Tensor, gradients: Sequence[Tensor], part: int) -> tuple[Tensor
 def updated(
     optimizer: Optimizer, group: dict[str, Any], start: Tensor, gradients: Sequence[Tensor]
 ) -> Tensor:
-    """Return `start` after a copy of the optimizer, with the settings of `group`, has made one step
-    for each gradient."""
+    """Return the value of a parameter that begins as `start`, after a copy of the optimizer, with
+    the settings of the parameter group `group`, has made one step for each gradient."""
     parameter = torch.nn.Parameter(start.clone())
     copied = _copied(optimizer, [(group, [parameter])])
     for gradient in gradients:
@@ -225,8 +229,9 @@ def updated(
 def _copied(
     optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[torch.nn.Parameter]]]
 ) -> Optimizer:
-    """Return a copy of the optimizer without state, with these groups' settings and these
-    parameters. A learning rate of 0 is replaced, because it would move nothing."""
+    """Return a copy of the optimizer without state. `groups`: for each of its parameter groups, a
+    group whose settings are copied, and the new parameters. A learning rate of 0 is replaced,
+    because no parameter would change."""
     copied: Optimizer = object.__new__(type(optimizer))
     vars(copied).update(vars(optimizer))
     copied.param_groups = [{**group, "params": parameters} for group, parameters in groups]

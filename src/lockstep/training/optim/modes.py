@@ -23,11 +23,12 @@ def has_modes(optimizer: Optimizer) -> bool:
 
 
 class OptimizerModes:
-    """Switches a model's optimizers between these modes. After a switch to evaluation mode and
-    back, every parameter has the same bits."""
+    """Switches a model's optimizers between training and evaluation mode, by their methods `train`
+    and `eval`. After a switch to evaluation mode and back, every parameter has the same bits."""
 
     def __init__(self, optimizers: Sequence[Optimizer], held: Mapping[str, nn.Parameter]) -> None:
-        """`held`: the parameters that the optimizers hold, by name."""
+        """`optimizers`: those without modes are ignored. `held`: the parameters that the optimizers
+        hold, by name."""
         self._optimizers = [optimizer for optimizer in optimizers if has_modes(optimizer)]
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         theirs = {id(parameter) for group in groups for parameter in group["params"]}
@@ -41,7 +42,7 @@ class OptimizerModes:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Enter evaluation mode."""
+        """Enter evaluation mode; do nothing if it is on already."""
         if not self.training_values:
             self._groups = {
                 id(optimizer): [dict(group) for group in optimizer.param_groups]
@@ -55,7 +56,8 @@ class OptimizerModes:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A context in evaluation mode."""
+        """A context in evaluation mode. On exit, training mode is entered again if it was on
+        before."""
         if self.training_values:
             yield
             return

@@ -1,6 +1,6 @@
-"""Lays out what an optimizer multiplies (Shampoo, SOAP, Muon) in the same way on any number of
-ranks, and after a resume: a product of matrices rounds by where they begin in memory, and by their
-strides."""
+"""Gives the matrices that an optimizer multiplies (Shampoo, SOAP, Muon) the same memory alignment
+and strides on any number of ranks, and after a resume. The rounding of a matrix product depends on
+both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.model.tensor.elementwise import aligned, is_aligned
 
 
 def may_multiply(optimizers: Iterable[Optimizer]) -> bool:
-    """True unless all optimizers are torch's that compute element by element."""
+    """True if an optimizer may multiply matrices: it is Muon, or its `step` is not torch's."""
     return any(
         type(each).__name__ == "Muon" or not type(each).step.__module__.startswith("torch.optim.")
         for each in optimizers
@@ -26,8 +26,9 @@ def may_multiply(optimizers: Iterable[Optimizer]) -> bool:
 
 
 def lay_out(parameters: Iterable[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
-    """Copy gradients that begin within a vector, in a bucket, and state that begins there, or whose
-    elements are in another order than a saved one's (the eigenvectors of `eigh`)."""
+    """Copy each gradient that is not aligned in memory (because it is a view into a bucket). Also
+    copy each tensor of the optimizers' state that is not aligned, or whose strides differ from
+    those that it would have after a resume (the eigenvectors that `eigh` returns)."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad = laid_out(parameter.grad)
@@ -39,16 +40,18 @@ def lay_out(parameters: Iterable[nn.Parameter], optimizers: Sequence[Optimizer])
 
 
 def laid_out(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy that begins where a vector may, with the same strides."""
+    """Return the tensor if its memory is aligned for the processor's vector instructions, else an
+    aligned copy with the same strides."""
     return tensor if is_aligned(to_local(tensor)) else tensor.clone()
 
 
 def _lay_out_state(
     held: dict[Any, Any] | list[Any], shape: Size | None, storages: Counter[int]
 ) -> None:
-    """Replace each tensor that lies in another way; not one of two tensors in one storage, because
-    a copy would no longer change with the other one. `shape`: of tensors that have a parameter's
-    strides."""
+    """Replace each tensor in a parameter's optimizer state by an aligned copy, unless it is
+    aligned. A tensor that shares its storage with another one stays, because a copy would no longer
+    change with the other. `shape`: the parameter's shape; tensors of this shape keep their strides,
+    and others become contiguous."""
     for name, each in held.items() if isinstance(held, dict) else enumerate(held):
         if isinstance(each, dict | list):
             _lay_out_state(each, None, storages)
@@ -57,7 +60,7 @@ def _lay_out_state(
 
 
 def _tensors(held: Any) -> Iterator[Tensor]:
-    """Yield the dense tensors in a state."""
+    """Yield the dense tensors in an optimizer's state: those in nested dicts and lists."""
     if isinstance(held, dict | list):
         for each in held.values() if isinstance(held, dict) else held:
             yield from _tensors(each)

@@ -1,8 +1,8 @@
-"""The state of an optimizer in a checkpoint: tensors by parameter, and values that are encoded as
-JSON.
+"""The state of an optimizer as it is saved in a checkpoint: tensors by parameter, and other values,
+which are encoded as JSON.
 
-An optimizer that overrides both `state_dict` and `load_state_dict` is saved as `state_dict` returns
-it, and loaded by `load_state_dict`."""
+An optimizer that overrides both `state_dict` and `load_state_dict` is saved as its `state_dict`
+returns it, and loaded by its `load_state_dict`. Others are saved from `Optimizer.state`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from lockstep.base.torch_private import is_distributed, tree_leaves
 from lockstep.checkpoint.tensor_shards import torch_dtype
 
 EXECUTION = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
-"""Fields of a parameter group that do not affect what is learned, or that a scheduler adds."""
+"""Fields of a parameter group that do not affect the trained model, or that a scheduler adds."""
 
 Settings = list[list[dict[str, Any]]]
-"""The settings of each parameter group of each optimizer of a model, as JSON."""
+"""The settings (lr, betas and so on) of each parameter group of each optimizer of a model, as
+JSON."""
 
 
 def settings_of(optimizers: Sequence[Optimizer]) -> Settings:
@@ -36,8 +37,8 @@ def settings_of(optimizers: Sequence[Optimizer]) -> Settings:
 
 
 def differing(saved: Settings, now: Settings) -> Iterator[tuple[int, int, str]]:
-    """Yield (optimizer, group, name) of each setting that differs. Groups that only one side has
-    are skipped."""
+    """Yield (index of the optimizer, index of the parameter group, name) of each setting that
+    differs between a checkpoint and this run. Groups that only one of them has are skipped."""
     for number, (theirs, ours) in enumerate(zip(saved, now, strict=False)):
         for group, (before, after) in enumerate(zip(theirs, ours, strict=False)):
             yield from (
@@ -48,7 +49,8 @@ def differing(saved: Settings, now: Settings) -> Iterator[tuple[int, int, str]]:
 
 
 def described(saved: Settings, now: Settings) -> list[str]:
-    """Return the differences as text: `optimizer: lr of group 0: 0.1, now 0.01`."""
+    """Return each difference between a checkpoint's optimizer settings and this run's as text, such
+    as `optimizer: lr of group 0: 0.1, now 0.01`."""
     return [
         f"optimizer{f' {number}' if len(now) > 1 else ''}: {name} of group {group}:"
         f" {saved[number][group][name]!r}, now {now[number][group][name]!r}"
@@ -69,21 +71,22 @@ Kinds = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (dtype, shap
 
 @dataclass(slots=True)
 class OptimizerState:
-    """An optimizer's state."""
+    """An optimizer's state, in the parts in which a checkpoint saves it."""
 
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """Parameter -> key -> tensor."""
+    """Name of a parameter -> key, such as `exp_avg` -> tensor."""
     rest: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Parameter -> key -> other value."""
+    """Name of a parameter -> key -> value that is not a tensor."""
     shared: dict[Any, Any] = field(default_factory=dict)
-    """State that belongs to no parameter: values in `Optimizer.state` under other keys."""
+    """State that belongs to no parameter: the entries of `Optimizer.state` whose keys are not
+    parameters."""
     more: dict[str, Any] = field(default_factory=dict)
     """Entries of the optimizer's state dict other than `state` and `param_groups`."""
 
     @classmethod
     def of(cls, optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> OptimizerState:
-        """The state of `optimizer`, whose parameters are among `named`. Raises
-        `CheckpointError`."""
+        """Return the state of `optimizer`. `named`: the model's parameters by name, including the
+        optimizer's. Raises `CheckpointError` if the state cannot be saved."""
         state = cls()
         _check_inner(optimizer)
         names = {id(parameter): name for name, parameter in named.items()}
@@ -103,8 +106,8 @@ class OptimizerState:
     def load(
         self, optimizer: Optimizer, named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]]
     ) -> None:
-        """Load this state into the optimizer. `groups`: the saved settings of its parameter
-        groups."""
+        """Load this state into the optimizer. `named`: the model's parameters by name. `groups`:
+        the saved settings of the optimizer's parameter groups."""
         states = {
             name: {**self.tensors.get(name, {}), **self.rest.get(name, {})}
             for name in {**self.tensors, **self.rest}
@@ -150,8 +153,8 @@ def has_own_pair(optimizer: Optimizer) -> bool:
 
 
 def remedy(optimizer: Optimizer) -> str:
-    """Return the remedy for an optimizer whose state does not consist of tensors, numbers and
-    text."""
+    """Return the part of an error that tells the user what to do about an optimizer whose state
+    does not consist of tensors, numbers and text."""
     name = type(optimizer).__name__
     return (
         f"give {name} both a state_dict() that returns tensors, numbers or text instead, by"
@@ -163,8 +166,9 @@ def remedy(optimizer: Optimizer) -> str:
 def allocate(
     optimizer: Optimizer, named: Mapping[str, nn.Parameter], prefix: str, saved: Kinds
 ) -> dict[str, dict[str, Tensor]]:
-    """Return, by parameter and key, a tensor to load each saved tensor under `prefix` into: the
-    optimizer's own tensor if it has one, else a new one."""
+    """Return name of a parameter -> key -> tensor into which a checkpoint's tensor can be loaded:
+    the optimizer's own state tensor if it exists, else a new one. `saved`: dtype and shape of the
+    checkpoint's tensors by name; those of this optimizer begin with `prefix`."""
     mine = {id(parameter) for parameter in _parameters(optimizer)}
     on_device = any(
         group.get("capturable") or group.get("fused") for group in optimizer.param_groups
@@ -204,8 +208,9 @@ def _check_inner(optimizer: Optimizer) -> None:
 
 
 def _own_states(optimizer: Optimizer) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """Return the contents of the optimizer's own `state_dict`: its states by parameter, and the
-    rest."""
+    """Return the contents of the `state_dict` that the optimizer overrides: the entries of `state`,
+    with parameters as keys instead of their numbers; and all entries other than `state` and
+    `param_groups`."""
     kept = {
         key: dict(values) for key, values in optimizer.state.items() if isinstance(values, dict)
     }

@@ -25,8 +25,8 @@ from lockstep.plan import Plan
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """True if the optimizer's `step` cannot be called without a closure, or its class has
-    `needs_closure = True`."""
+    """True if the optimizer's `step` cannot be called without a closure that computes the loss, or
+    if its attribute `needs_closure` is true."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return bool(getattr(optimizer, "needs_closure", False)) or (
         closure is not None and closure.default is inspect.Parameter.empty
@@ -36,8 +36,8 @@ def needs_closure(optimizer: Optimizer) -> bool:
 def check_closures(
     optimizers: Sequence[Optimizer], plan: Plan, *, precision: str, gradient_compression: str
 ) -> None:
-    """Raise `RecipeError` if an optimizer needs a closure and the plan or recipe does not allow
-    one."""
+    """Raise `RecipeError` if an optimizer's `step` needs a closure, and the plan or the recipe does
+    not allow that the gradient is computed several times per step."""
     with_closure = next(filter(needs_closure, optimizers), None)
     if with_closure is None:
         return
@@ -67,8 +67,8 @@ STATE_IS_ZERO_AT_FIRST = (
 def build_optimizers(
     factory: Callable[[nn.Module], Any], model: nn.Module, *, in_part: bool = False
 ) -> list[Optimizer]:
-    """Call the recipe's factory. Raises `RecipeError` unless each trainable parameter is in exactly
-    one of its optimizers.
+    """Call the recipe's optimizer factory with the model, and return its optimizers. Raises
+    `RecipeError` unless each trainable parameter is in exactly one of them.
 
     `in_part`: True if this rank has only some of the model's parameters, so that one of several
     optimizers may have none.
@@ -102,8 +102,8 @@ def build_optimizers(
 
 
 def _made(factory: Callable[[nn.Module], Any], model: nn.Module) -> Any:
-    """Call the factory. Raises `RecipeError` if the factory is an optimizer class, which takes
-    parameters instead of a model."""
+    """Return the result of the recipe's optimizer factory. Raises `RecipeError` if the factory is
+    an optimizer class, which takes parameters instead of a model."""
     try:
         return factory(model)
     except TypeError as error:
@@ -121,7 +121,8 @@ def _made(factory: Callable[[nn.Module], Any], model: nn.Module) -> Any:
 
 @contextmanager
 def _empty_optimizers_allowed() -> Iterator[None]:
-    """Allow optimizers without parameters, which torch refuses."""
+    """A context in which optimizers without parameters can be made, which torch refuses
+    otherwise."""
     original: Any = Optimizer.__init__
 
     def patched(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
@@ -186,9 +187,9 @@ def check_gradients(
 
 
 def unfuse(optimizers: Sequence[Optimizer]) -> bool:
-    """Make fused optimizers use foreach for parameters on a CPU, because a CPU's fused kernels
-    round differently at the end of a tensor. Groups that are added later are included. Returns True
-    if any optimizer was fused."""
+    """Set `foreach` instead of `fused` in each optimizer with parameters on a CPU, because the
+    CPU's fused kernels round differently at the end of a tensor. Parameter groups that are added
+    later get the same setting. Returns True if any optimizer was changed."""
     was_fused = False
     for optimizer in optimizers:
         fused = [
@@ -208,8 +209,8 @@ def unfuse(optimizers: Sequence[Optimizer]) -> bool:
 
 
 def separate_meshes(optimizer: Optimizer) -> None:
-    """Split param groups by mesh during each `optimizer.step()`: foreach and fused kernels refuse
-    mixed meshes."""
+    """Register step hooks that split the optimizer's param groups by device mesh during each
+    `step`, because foreach and fused kernels refuse DTensors of different meshes together."""
     if all(len(_by_mesh(group["params"])) == 1 for group in optimizer.param_groups):
         return
     kept: list[list[dict[str, Any]]] = []

@@ -32,8 +32,8 @@ class OnMetric:
 
 
 class Schedule:
-    """Sets the learning rates of each step: base rate times multiplier, or a torch LRScheduler
-    stepped once a step."""
+    """Sets the learning rates of each step: the optimizer's own rates times a function of the step,
+    or by torch LRSchedulers that are stepped after each step or evaluation."""
 
     def __init__(
         self, schedule: Callable[[Any], Any] | None, optimizers: Sequence[Optimizer]
@@ -47,8 +47,8 @@ class Schedule:
         self.metric: str | None = None
         """The evaluation metric that the schedule follows; None if it follows the step."""
         self._set: list[float] | None = None
-        """The rates that the schedule has set; None before the first step, and after a checkpoint
-        was loaded."""
+        """The learning rates as the schedule has set them last, to detect changes by other code;
+        None before the first step, after a checkpoint was loaded, and if they are not compared."""
         if schedule is None:
             return
         try:
@@ -74,11 +74,12 @@ class Schedule:
 
     @property
     def counts_updates(self) -> bool:
-        """True for a torch scheduler that is stepped after each update."""
+        """True if the schedule is a torch scheduler that is stepped after each optimizer step."""
         return any(not isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
 
     def before_step(self, step: int) -> None:
-        """Set the rates of a step. Raises `RecipeError` if other code has changed them."""
+        """Set the learning rates of a step. Raises `RecipeError` if other code has changed them
+        since the schedule set them."""
         if self._set is not None and self._set != (rates := self._rates()):
             number = next(
                 i for i, (now, then) in enumerate(zip(rates, self._set, strict=True)) if now != then
@@ -113,7 +114,7 @@ class Schedule:
         self._note_rates()
 
     def after_evaluation(self, value: float) -> None:
-        """Step the schedule. Called with each new value of `metric`."""
+        """Step the schedulers that follow an evaluation metric. `value`: the metric's new value."""
         for scheduler in self._schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(value)
@@ -125,7 +126,8 @@ class Schedule:
             self._set = self._rates()
 
     def _rates(self) -> list[Any]:
-        """The rate of each group; None for a group without a learning rate."""
+        """Return the current learning rate of each parameter group; None for a group without
+        one."""
         return [group.get("lr") for group in self._groups]
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -145,8 +147,9 @@ class Schedule:
         self._set = None
 
     def change_base(self, optimizer: int, group: int, before: float, now: float) -> None:
-        """Change the base rate of a group, which a torch scheduler multiplies. (A schedule that is
-        a function of the step already uses the new base rate.)"""
+        """Change the base learning rate of a parameter group in a loaded torch scheduler, when the
+        recipe's rate differs from the checkpoint's. (A schedule that is a function of the step
+        already uses the new rate.) `before`, `now`: the old and the new base rate."""
         if self._multiplier is not None:
             return
         settings = self._optimizers[optimizer].param_groups[group]
@@ -159,9 +162,9 @@ class Schedule:
             settings["initial_lr"] = self._schedulers[optimizer].base_lrs[group] = now
 
     def rates(self) -> dict[str, float]:
-        """The learning rates of the last step, by their names in metrics.jsonl: `lr` for the first
-        parameter group and, if other groups have other rates, `lr/1` and so on. A group without a
-        learning rate is left out."""
+        """Return the learning rates of the last step, by their names in metrics.jsonl: `lr` for the
+        first parameter group and, if other groups have other rates, `lr/1` and so on. A group
+        without a learning rate is left out."""
         rates = [None if rate is None else float(rate) for rate in self._latest]
         shown = enumerate(rates if len(set(rates)) > 1 else rates[:1])
         return {

@@ -1,10 +1,10 @@
-"""Steps an optimizer that needs whole tensors (Muon) on divided parameters: one rank, the owner,
-updates each tensor.
+"""Steps an optimizer that needs whole tensors (such as Muon) on sharded parameters: for each
+tensor, one rank, its owner, computes the update.
 
-Between steps, parameters and optimizer state are divided and saved as for any optimizer. In a step,
+Between steps, parameters and optimizer state are sharded and saved as for any optimizer. In a step,
 every rank all-gathers each parameter, its gradient and its state. The owner updates the tensor and
-broadcasts the result, and each rank keeps its shard. Under `tensor` every rank of the axis computes
-the same update, because all gather the same full tensors.
+broadcasts the result, and each rank keeps its shard. Under tensor parallelism every rank of that
+axis computes the same update, because all gather the same full tensors.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _REMEDY = (
 
 
 class WholeTensorOptimizer:
-    """Replaces `optimizer.step()` for parameters that are divided over the ranks of `world`. Each
-    rank holds all other parameters whole."""
+    """Replaces `optimizer.step()` for an optimizer that needs whole tensors, if its parameters are
+    sharded over the ranks of `world`. (Parameters that are not sharded are whole on each rank.)"""
 
     def __init__(self, optimizer: Optimizer, world: World) -> None:
         self._optimizer = optimizer
@@ -82,7 +82,8 @@ class WholeTensorOptimizer:
             self._distribute(parameter, whole.get(id(parameter)), copied)
 
     def _gathered(self, parameter: nn.Parameter, copied: Optimizer) -> nn.Parameter | None:
-        """The whole parameter with its gradient and state; None on ranks that do not own it."""
+        """All-gather a parameter, its gradient and its optimizer state. Return the whole parameter,
+        with its state in `copied`, on the rank that owns it, and None on the others."""
         assert parameter.grad is not None
         gradient, value = full_tensor(parameter.grad), full_tensor(parameter.detach())
         state = self._optimizer.state.get(parameter, {})
@@ -103,7 +104,9 @@ class WholeTensorOptimizer:
     def _distribute(
         self, parameter: nn.Parameter, mine: nn.Parameter | None, copied: Optimizer
     ) -> None:
-        """Copy this rank's shard of the tensors that the owner has updated."""
+        """Broadcast an updated parameter and its optimizer state from the owner, and copy this
+        rank's shards of them. `mine`: the whole updated parameter on its owner, else None.
+        `copied`: the optimizer that has updated it."""
         owner = self._owners[id(parameter)]
         to_local(parameter.detach()).copy_(
             self._shard(parameter, None if mine is None else mine.detach(), owner)
@@ -141,7 +144,8 @@ class WholeTensorOptimizer:
         state.update(decode(encoded, received.__getitem__))
 
     def _shard(self, like: Tensor, value: Tensor | None, owner: int) -> Tensor:
-        """Return this rank's shard of the owner's `value`, divided as `like` is."""
+        """Broadcast the owner's `value` (None on the other ranks), and return this rank's shard of
+        it, sharded as `like` is."""
         return shard_as(like, self._received(value, list(like.shape), like.dtype, owner))
 
     def _received(
