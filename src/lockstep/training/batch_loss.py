@@ -32,8 +32,9 @@ Columns = tuple[Tensor, ...]
 
 
 def checked_columns(what: str, collected: Any, samples: int) -> Columns:
-    """Return the rows that were collected from a microbatch, as a tuple. Raises `DataError` unless
-    each tensor has one row per sample. `what`: the name of the loss or metric in errors."""
+    """Return `collected`, the result of `ls.Gathered.collect` for a microbatch, as a tuple of
+    tensors. Raises `DataError` unless each tensor has one row per sample. `what`: the name of the
+    loss or metric in errors."""
     tensors = tuple(collected) if isinstance(collected, list | tuple) else (collected,)
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != samples:
@@ -57,9 +58,11 @@ def gather_columns(
     parts: Mapping[int, Columns],
     sizes: Sequence[int],
 ) -> list[Tensor]:
-    """All-gather the rows of all microbatches, on the CPU, in the order of the samples. Every rank
-    of `data` calls it. `parts`: the rows of each microbatch of this rank. `sizes`: number of
-    samples of each microbatch. Raises `DataError` if dtypes or shapes of rows differ."""
+    """Return the rows that an `ls.Gathered` collected from the microbatches of all ranks: each
+    tensor concatenated in the order of the samples, on the CPU. Every rank of `data` calls it.
+    `what`: the name of the loss or metric in errors. `parts`: number of a microbatch of this rank
+    -> its rows. `sizes`: number of samples of each microbatch. Raises `DataError` if dtypes or
+    shapes of rows differ."""
     mine, count = list(parts.values()), _count(data, what, parts)
     return [
         samples_in_order(
@@ -70,8 +73,8 @@ def gather_columns(
 
 
 def _count(data: World, what: str, parts: Mapping[int, Columns]) -> int:
-    """The number of tensors that were collected from each microbatch. Raises `DataError` if their
-    dtypes or shapes differ between microbatches."""
+    """Return the number of tensors that were collected from each microbatch. Raises `DataError` if
+    their dtypes or shapes of rows differ between microbatches."""
     kinds = {
         index: [
             [str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])] for tensor in part
@@ -91,8 +94,9 @@ def _count(data: World, what: str, parts: Mapping[int, Columns]) -> int:
 
 
 def distinct_kinds(data: World, kinds: Mapping[int, Any]) -> list[tuple[int, Any]]:
-    """Return (first microbatch, kind) for every distinct kind (JSON) on any rank, in the order of
-    the microbatches. Every rank of `data` calls it."""
+    """Return (first microbatch that has it, value) for each distinct value in the `kinds` of any
+    rank, in the order of the microbatches. `kinds`: number of a microbatch of this rank -> a JSON
+    value that describes it. Every rank of `data` calls it."""
     everyone = data.gather_values(_firsts(kinds.items()))
     return _firsts(sorted(chain.from_iterable(everyone), key=itemgetter(0)))
 
@@ -114,14 +118,16 @@ WHAT = "the batch loss"
 
 
 class BatchLoss:
-    """The loss of all rows of a global batch. Called with a microbatch's (output, batch), it
-    returns a term whose gradient is the microbatch's part of the loss's gradient."""
+    """A loss over the rows of a whole global batch, for one step. After `collect`, it is called
+    like a loss function with each microbatch's (output, batch), and returns a term whose gradient
+    is the microbatch's part of the loss's gradient."""
 
     def __init__(
         self, loss: Gathered, spans: Spans, current: Callable[[], Microbatch], *, watched: bool
     ) -> None:
-        """`watched`: True to check that the loss's `compute` calls no collective, which takes
-        time."""
+        """`spans`: the span of each microbatch in the global batch. `current`: returns the
+        microbatch of the current call. `watched`: True to check, which takes time, that the loss's
+        `compute` calls no collective."""
         self._watched = watched
         self._loss = loss
         self._spans = spans
@@ -137,8 +143,9 @@ class BatchLoss:
         call: Callable[[Any], Any],
         autocast: AbstractContextManager[Any],
     ) -> None:
-        """Compute the rows of all microbatches, and the loss's gradient of each row. Every rank
-        calls it. `call`: the forward."""
+        """Compute the rows of all microbatches by forwards without gradients, then the loss of all
+        rows and its gradient for each row. Every rank calls it. `batches`: this rank's
+        microbatches. `call`: batch -> the model's output."""
         parts: dict[int, Columns] = {}
         with torch.no_grad():
             for item, batch in batches:
@@ -199,5 +206,5 @@ class BatchLoss:
             if g is not None
         ]
         total = torch.stack(terms).sum()
-        # The value recorded is the loss itself, for one microbatch only.
+        # As the value of the loss, microbatch 0 records the whole loss, and the others record 0.
         return Sum(total - total.detach() + (self._value if item.index == 0 else 0.0))

@@ -1,4 +1,4 @@
-"""Checksums of tensors, on their own device."""
+"""Checksums of tensors, computed on the tensors' devices."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import Tensor
 
 _WORD_BYTES = 8
 _MIX = 0x9E3779B97F4A7C15 - 2**64
-"""An odd factor: the combined checksum then depends on each tensor and on their order."""
+"""The factor by which checksums are combined. It is odd, so that the result depends on each tensor
+and on their order."""
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Sum a tensor's bytes as 64-bit numbers, on its device."""
+    """Return the sum of a tensor's bytes, read as 64-bit numbers, as a scalar on its device."""
     raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     whole = raw.numel() // _WORD_BYTES * _WORD_BYTES
     words = raw[:whole]
@@ -23,7 +24,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def mixed(sums: Tensor) -> Tensor:
-    """Combine several checksums into one."""
+    """Return one checksum of several, which depends on their order."""
     total = torch.zeros((), dtype=torch.int64)
     for each in sums:
         total = total * _MIX + each
@@ -36,7 +37,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def on_cpu(sums: Sequence[Tensor]) -> Tensor:
-    """Return scalars of any devices as one tensor on the CPU, with one copy from each device."""
+    """Return scalars from any devices as one tensor on the CPU, with one copy from each device."""
     gathered = torch.empty(len(sums), dtype=torch.int64)
     for device in {each.device for each in sums}:
         indices = [index for index, each in enumerate(sums) if each.device == device]

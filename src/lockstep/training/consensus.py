@@ -1,4 +1,5 @@
-"""The agreement of all ranks, between two steps, to stop, to save, or to end."""
+"""The agreement of all ranks, between two steps, to stop training, to save a checkpoint, or to end
+the run and resume it later."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from lockstep.training.step_result import StepResult
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The requests of one rank, or the requests that all ranks have agreed on."""
+    """Requests to stop training, save a checkpoint or end the run: those of one rank, or those that
+    all ranks have agreed on."""
 
     stop: str | None = None  # the reason why training stops after this step
     save: bool = False
@@ -30,7 +32,7 @@ NOTHING = Request()
 
 
 def merge(requests: Sequence[Request]) -> Request:
-    """Combine requests, with the first reason of each kind."""
+    """Return all requests as one, with the first reason to stop and the first reason to end."""
     if not requests:
         return NOTHING
     return Request(
@@ -42,8 +44,8 @@ def merge(requests: Sequence[Request]) -> Request:
 
 @dataclass(slots=True)
 class Consensus:
-    """Lets the ranks agree after each step. Each rank sets a flag that is exchanged with the
-    gradients; if any flag is set, all ranks exchange their requests."""
+    """Lets the ranks agree on requests (stop, save, end) after each step. Each rank sets a flag
+    that is exchanged with the gradients; if any flag is set, all ranks exchange their requests."""
 
     mesh: Mesh
     phases: Phases
@@ -57,13 +59,14 @@ class Consensus:
         self._reach_all = self.mesh.summed().size == self.mesh.world.size
 
     def flag(self, *, may_stop: bool) -> bool:
-        """True if this rank has a request. `may_stop`: True if a request to stop counts in this
-        step."""
+        """Return True if this rank has a request; the flag is then exchanged with the gradients.
+        `may_stop`: True if a request to stop counts in this step."""
         return bool(self._mine(may_stop))
 
     def agree(self, results: Sequence[StepResult], *, may_stop: bool) -> Request:
-        """Agree on the requests after a step. `results` contain the flags of all ranks. Every rank
-        calls it."""
+        """Return the requests of all ranks after a step, the same on every rank; empty if no rank's
+        flag is set. `results`: the step's result for each model, with the flags of all ranks. Every
+        rank calls it."""
         if not results:  # all models have skipped the step
             return (
                 self._merged(may_stop)
@@ -83,8 +86,8 @@ class Consensus:
         )
 
     def agree_to_stop(self) -> str | None:
-        """The reason of the first rank that asks to stop; None if no rank does. Every rank calls
-        it, whether or not a flag is set."""
+        """Return the reason of the first rank that asks to stop; None if no rank does. Ranks
+        exchange their requests even if no flag is set. Every rank calls it."""
         everyone = self.mesh.world.gather_values(self.request().stop)
         return next((reason for reason in everyone if reason is not None), None)
 
@@ -93,9 +96,9 @@ class Consensus:
         return mine if may_stop or mine.stop is None else Request(None, mine.save, mine.end)
 
     def _any_flag(self, flags: Sequence[Tensor | bool], *, wait: bool) -> bool:
-        """True if any rank's flag was set in this step; on a GPU, unless `wait`, in the previous
-        step, so that the host need not wait. `flags`: the result of the exchange with the
-        gradients."""
+        """True if any rank's flag was set in this step. On a GPU, unless `wait`, True if one was
+        set in the previous step, so that the host need not wait for the device. `flags`: the flags
+        that were exchanged with each model's gradients."""
         on_gpu = [
             flag
             for flag in flags
@@ -106,7 +109,7 @@ class Consensus:
             return raised if self._reach_all else self.mesh.world.any(raised)
         raised_by = torch.stack(on_gpu)
         for axis in self.mesh.larger:
-            # over the other axes, flags are summed with the gradients
+            # over the other axes, the flags were already summed together with the gradients
             if not self.mesh.sums_over(axis):
                 self.mesh.axis(axis.name).all_reduce(raised_by)
         before, self._before = self._before, None

@@ -1,4 +1,5 @@
-"""The frozen context of a run, decided before its parts are built."""
+"""The context of a run: the settings and the process groups that are fixed before models and data
+are set up."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ from lockstep.recipe.checks import Precision
 
 
 class Probe(Protocol):
-    """Observes each microbatch. `lockstep verify` installs one."""
+    """Observes the forward and the backward of each microbatch. `lockstep verify` installs one."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """Called before the microbatch's forward; the context is left when the next microbatch is
-        requested."""
+        """Return a context that is entered before the microbatch's forward and left when the next
+        microbatch is requested."""
 
     def before_backward(
         self, module: int, microbatch: int, total: Tensor, grad_output: Tensor
@@ -38,13 +39,14 @@ class Probe(Protocol):
         backward."""
 
     def result(self, name: str, value: float) -> None:
-        """Called with a number that the script has reduced over all ranks by the call `name`."""
+        """Called with a number that the script has reduced over all ranks. `name`: the function of
+        lockstep that it called."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeginAt:
-    """The checkpoint of another run at which a run begins. It is only read. Settings that are
-    `auto` get their values from that run's newest checkpoint."""
+    """The checkpoint of another run from which this run begins. The other run's folder is only
+    read. Settings that are `auto` get their values from that run's newest checkpoint."""
 
     folder: str
     """The folder of the checkpoints: a path or a URL."""
@@ -65,7 +67,8 @@ class Overrides:
     change_model: Callable[[nn.Module], None] | None = None
     change_loaded: Callable[[nn.Module], None] | None = None
     """Called with each model after pretrained weights were loaded into it."""
-    # called with each batch of a step, on the device
+    # called with each microbatch of a step and its batch on the device; returns the batch to use
+    # instead
     change_batch: Callable[[Microbatch, Any], Any] | None = None
     probe: Probe | None = None
     begin_at: BeginAt | None = None
@@ -78,7 +81,8 @@ class Overrides:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """One run on one rank. Made once, when the session is entered."""
+    """The fixed settings, process groups and recorder of one run on this rank. Made once, when the
+    session is entered."""
 
     world: World
     mesh: Mesh
@@ -95,7 +99,7 @@ class Context:
     recorder: Recorder
     phases: Phases
     overrides: Overrides
-    # the reason of the process loss that led to a recovery in place
+    # why a process was lost, if this run was opened again in a recovery in place
     recovered_from: str | None = None
 
     @property

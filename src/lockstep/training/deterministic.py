@@ -1,5 +1,6 @@
-"""Torch's deterministic mode, which numerics=bitwise uses on accelerators: errors for operations
-that it refuses, and its filling of new tensors."""
+"""Helpers for torch's deterministic mode, which numerics=bitwise uses on accelerators: explains
+torch's errors for operations without a deterministic kernel, and stops torch from filling new
+tensors."""
 
 from __future__ import annotations
 
@@ -30,12 +31,13 @@ INSTEAD = {
     "median": "x.sort(dim).values.select(dim, (n - 1) // 2) is the same",
     "put_": "x.view(-1).index_copy_(0, indices, values) is the same",
 }
-"""Part of an operation's name -> deterministic code to write instead."""
+"""Part of the name of an operation without a deterministic kernel -> deterministic code to write
+instead."""
 
 
 def error_of_determinism(error: BaseException | None, plan: object) -> PlanError | None:
-    """Return the `PlanError` that explains a refusal of deterministic mode under numerics=bitwise;
-    None for any other error."""
+    """Return a `PlanError` that explains `error`, if torch raised it because an operation has no
+    deterministic kernel, and the plan has numerics=bitwise; None for any other error."""
     if not isinstance(error, RuntimeError) or not (found := _REFUSED.search(str(error))):
         return None
     name = found.group(1)

@@ -1,5 +1,5 @@
-"""The progress of an accelerator through the steps that the host has queued, and the host's values
-for each of these steps.
+"""Tracks which of the steps that the host has queued an accelerator has computed, and keeps the
+host's values for each of these steps.
 
 The host queues up to two steps ahead of its device, and stays ahead if a collective never ends. The
 host's state (step, schedule, position in the data) then does not match the tensors on the device.
@@ -23,7 +23,8 @@ from lockstep.training.step_result import StepResult
 from lockstep.training.train_module import HostValues
 
 _KEPT = 3
-"""Number of steps to keep: the device may be at the end of any of the latest ones."""
+"""Number of ended steps that are kept, because the device may be at the end of any of the latest
+ones."""
 _POLL_SECONDS = 0.005
 
 
@@ -50,7 +51,8 @@ class StreamMark:
 
 @dataclass(eq=False, slots=True)
 class EndedStep:
-    """A step whose end is queued on the device, with the host's values at that time."""
+    """A step whose computation is queued on the device to the end, with the host's values after the
+    step."""
 
     step: int
     metrics: dict[str, float]
@@ -61,8 +63,8 @@ class EndedStep:
     modules: list[HostValues]
     end: StreamMark = field(init=False)
     change: StreamMark = field(init=False)
-    """A mark before the first change of the state after the step; not recorded until such a change
-    is queued."""
+    """A mark before the first change of the models or optimizers after the step; not recorded until
+    such a change is queued."""
 
     def is_certain(self) -> bool:
         """True if the tensors on the device have the values of this step."""
@@ -83,8 +85,8 @@ class EndedStep:
 
 
 class DeviceProgress:
-    """The last steps of a run on accelerators. The training thread records them; any thread may
-    query them."""
+    """Records the latest steps of a run on accelerators, to know of which step the tensors on the
+    device have the values. The training thread records the steps; any thread may query them."""
 
     def __init__(self) -> None:
         self._ended: deque[EndedStep] = deque()
@@ -92,7 +94,7 @@ class DeviceProgress:
         self._devices: Sequence[torch.device] = ()
 
     def end_step(self, ended: EndedStep, devices: Sequence[torch.device]) -> None:
-        """Record that the end of a step is queued. `devices`: all devices that hold a part of the
+        """Record that all work of a step is queued. `devices`: all devices that hold a part of the
         state."""
         if devices != self._devices:
             self._devices, self._marks = devices, []
@@ -121,12 +123,12 @@ class DeviceProgress:
 
     def is_certain(self, ended: EndedStep) -> bool:
         """True if the tensors on the device still have the values of this step."""
-        # for an older step, the marks belong to another one
+        # the marks of an older step, which is no longer kept, are used again for a later one
         return ended.is_certain() and ended in self._ended
 
     def newest(self, within_seconds: float) -> EndedStep | None:
         """Return the newest step whose values the device's tensors certainly have; None if there is
-        none. Waits up to `within_seconds` for the latest step."""
+        none. Waits up to `within_seconds` for the latest step that has ended on the host."""
         deadline = time.monotonic() + within_seconds
         while self._ended:
             ended = list(self._ended)

@@ -43,14 +43,14 @@ ALONE = (
     "torcheval's metric.compute() does without, as torchmetrics do; code of your own can ask"
     " torch.distributed.is_initialized()"
 )
-"""The remedy for a metric that calls a collective: `is_initialized()` returns False while a metric
-is computed."""
+"""The remedy, in error texts, for a metric that calls a collective. While a metric is computed,
+`torch.distributed.is_initialized()` returns False."""
 
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode. On exit, restore each module's mode and free parameters
-    that forwards have all-gathered."""
+    """A context in which the model is in evaluation mode. On exit, restores each module's mode and
+    frees parameters that forwards have all-gathered."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -74,7 +74,8 @@ class Evaluator:
     module: TrainModule
     assignment: MicrobatchAssignment = field(init=False)
     _is_first: bool = True
-    """True until the first microbatch has been measured."""
+    """True until the first microbatch has been measured, in which metrics are checked for
+    collectives."""
 
     @classmethod
     def of(
@@ -147,13 +148,15 @@ class Evaluator:
         return metrics
 
     def _position(self, step: int, item: Microbatch) -> tuple[int, ...]:
-        """The key of a microbatch's random streams."""
+        """Return the key from which a microbatch's random generators are seeded, in the evaluation
+        after `step` steps."""
         return self.recipe.seed, RandomStream.EVALUATION, step, item.index
 
     def _measured(
         self, item: Microbatch, batch: Any, output: Any, loss: Any
     ) -> tuple[Sums, _ToHost]:
-        # a metric might keep a dummy's arguments, or call the model
+        # metrics do not get a dummy's output, which they might keep; without `inputs` they call the
+        # model, which has collectives
         if item.is_dummy and self.recipe.inputs is not None:
             return {}, _ToHost({}, self.module.device)
         sums = self._loss_of(item, loss)
@@ -174,7 +177,9 @@ class Evaluator:
         return sums, _ToHost(columns, self.module.device)
 
     def _loss_of(self, item: Microbatch, loss: Any) -> Sums:
-        """This rank's part of a microbatch's loss."""
+        """Return this rank's part of a microbatch's loss: metric name -> (total, weight). If ranks
+        divide the tokens of the microbatch, only the first rank has a weight, that of all tokens
+        (for an `ls.Loss`, each has its own)."""
         if loss is None:
             return {}
         weighs = self.recipe.weight if self.evaluation.loss is None else None
@@ -187,8 +192,8 @@ class Evaluator:
     def _called(
         self, name: str, function: Callable[[Any, Any], Any], output: Any, batch: Any
     ) -> Any:
-        """Call a function of a metric for one microbatch. In the first microbatch, raises
-        `DataError` if the function calls a collective."""
+        """Call `function`, which belongs to the metric `name`, for one microbatch. In the first
+        microbatch, raises `DataError` if the function calls a collective."""
         if self.recipe.inputs is None or self.plan.divides("features"):
             return function(output, batch)  # `function` may call the model, which has collectives
         try:
@@ -233,8 +238,9 @@ class Evaluator:
         return means
 
     def _names(self, rows: dict[int, Sums]) -> list[str]:
-        """The names of the sums that an evaluation computes. Every rank calls it. Raises
-        `LossError` if they differ between microbatches."""
+        """Return the names of the loss terms and metrics in `rows` (microbatch -> its sums),
+        including those of other ranks. Every rank calls it. Raises `LossError` if they differ
+        between microbatches."""
         (_, names), *others = distinct_kinds(
             self.mesh.data, {index: list(row) for index, row in rows.items()}
         )
@@ -278,8 +284,9 @@ class Evaluator:
 
 
 class _ToHost:
-    """Copies the collected rows of microbatches to the host. It waits for a microbatch's rows once
-    the next microbatch has begun, so the host is at most one microbatch ahead of the device.
+    """Copies the rows that metrics (`ls.Gathered`) collected from one microbatch to the host,
+    without waiting. `take` waits for them; it is called once the next microbatch has begun, so the
+    host is at most one microbatch ahead of the device.
     """
 
     def __init__(self, columns: Mapping[str, Columns], device: torch.device) -> None:
@@ -298,7 +305,7 @@ class _ToHost:
             return self._columns
         for event in self._events:
             event.synchronize()
-        # copy out of pinned memory
+        # copy the rows out of pinned memory, so that it can be used again
         return {
             name: tuple(tensor.clone() for tensor in each) for name, each in self._columns.items()
         }

@@ -67,15 +67,17 @@ class ControlHook(Hook):
     """A hook of lockstep itself, which may also stop, save or end the run."""
 
     def request(self, run: Run) -> Request:
-        """Return this rank's request to all ranks. Called in each step."""
+        """Return this rank's request to stop, save or end the run, which is exchanged with the
+        other ranks. Called in each step."""
         return NOTHING
 
     def before_steps(self, run: Run) -> None:
         """Before the first step of a loop of steps, and after a checkpoint was loaded."""
 
     def on_recomputation(self, run: Run, found: Recomputation) -> None:
-        """In a step in which ranks have recomputed microbatches of others, before the summed
-        gradient is used."""
+        """In a step in which ranks have recomputed each other's microbatches, after the gradients
+        were summed over ranks and before they are used. `found`: the checksums of the microbatches'
+        gradients."""
 
     def between_steps(self, run: Run) -> None:
         """After each step, after all hooks' `after_step`."""
@@ -89,12 +91,12 @@ class ControlHook(Hook):
 
 
 MOMENTS = ("on_", "before_", "after_", "between_")
-"""Prefixes of the names of hook methods."""
+"""Prefixes of the names of hook methods; a method with another name is an ordinary one."""
 
 
 def check_hooks(hooks: Any) -> None:
-    """Raise `RecipeError` unless `hooks` is a sequence of `Hook`s whose methods are called at
-    moments that exist."""
+    """Raise `RecipeError` unless `hooks` is a sequence of `Hook`s. Also raise it for a method whose
+    name begins as in `MOMENTS` but that `Hook` does not have: nothing would call it."""
     several = hooks if isinstance(hooks, Sequence) else [hooks]
     for hook in several:
         if not isinstance(hook, Hook):

@@ -21,8 +21,8 @@ class LeftOut:
     has changed, it belongs to the run's state."""
 
     def __init__(self, model: nn.Module, held: Collection[str]) -> None:
-        """`held`: names of parameters that an optimizer holds. Every rank makes one, before a
-        checkpoint is loaded."""
+        """`held`: names of parameters that an optimizer holds. Made on every rank before a
+        checkpoint is loaded, because changes count from then on."""
         saved = dict(in_state(model, held))
         ours = set(map(id, saved.values()))
         named = (
@@ -37,7 +37,7 @@ class LeftOut:
         self._agreed: set[str] = set()
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of these tensors, by name."""
+        """Return the tensors that neither the state dict nor an optimizer holds, by name."""
         left_out = {}
         for prefix, module in self._modules:
             for own in (own_parameters(module), own_buffers(module)):
@@ -48,12 +48,13 @@ class LeftOut:
         return left_out
 
     def agree(self, world: World) -> None:
-        """Count a tensor that has changed on one rank as changed on all. Every rank calls it."""
+        """Make `changed` return each tensor on all ranks if it has changed on one. Every rank calls
+        it."""
         for names in world.gather_values(sorted(self.changed())):
             self._agreed |= set(names)
 
     def changed(self) -> dict[str, Tensor]:
-        """The tensors that have changed, by name."""
+        """Return those of `tensors` that have changed since the start, by name."""
         return {
             name: tensor
             for name, tensor in self.tensors().items()
@@ -61,7 +62,7 @@ class LeftOut:
         }
 
     def resized(self) -> list[str]:
-        """The names of the buffers whose shape has changed since the start."""
+        """Return the names of the model's buffers whose shape has changed since the start."""
         return [
             name
             for name, tensor in self._model.named_buffers()
@@ -94,8 +95,8 @@ def complete_state_dict(
     model: nn.Module, held: Collection[str], changed: Mapping[str, Tensor], world: World
 ) -> dict[str, Any]:
     """Return the model's state dict, plus tensors outside of it that an optimizer holds or that
-    have changed. Buffers with persistent=False are never added. Every rank calls it. `changed`: the
-    result of `LeftOut.changed`."""
+    have changed. Buffers with persistent=False are never added. Every rank calls it. `held`: names
+    of parameters that an optimizer holds. `changed`: the result of `LeftOut.changed`."""
     state = dict(model.state_dict())
     transient = not_persistent(model)
     more = {name: tensor.detach() for name, tensor in in_state(model, held) if name not in state}
@@ -114,15 +115,16 @@ def complete_state_dict(
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the memory address of this rank's part; 0 if it has none."""
+    """Return the memory address of this rank's part of a tensor, which may be sharded; 0 if it has
+    no part."""
     return to_local(tensor).detach().data_ptr() if to_local(tensor).numel() else 0
 
 
 def _checksum(tensor: Tensor) -> tuple[object, ...]:
-    """Return a value that depends on every byte of this rank's part and the byte's
+    """Return a value that depends on every byte of this rank's part of a tensor and the byte's
     position, and on dtype and shape.
 
-    For a tensor without dense bytes, it contains torch's count of changes instead."""
+    For a tensor without dense bytes, it contains the tensor's version counter instead."""
     part, kind = to_local(tensor).detach(), (str(tensor.dtype), tuple(tensor.shape))
     if (
         type(part) is not Tensor

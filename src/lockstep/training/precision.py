@@ -18,16 +18,16 @@ from lockstep.recipe.checks import Precision
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS_TO_DOUBLE = 2000
-"""Steps in a row without an overflow after which the loss scale doubles, as in torch's
-GradScaler."""
+"""Number of consecutive steps without an overflow after which the fp16 loss scale doubles, as in
+torch's GradScaler."""
 
 
 def autocast(
     precision: Precision, device: torch.device, *, keep_casts: bool = True
 ) -> AbstractContextManager[Any]:
-    """The context manager for forwards; backwards run outside of it. `keep_casts`: cast each weight
-    once per forward, so that the gradients of the weight's uses are added in autocast's
-    precision."""
+    """Return the autocast context for forwards; backwards run outside of it. `keep_casts`: cast
+    each weight only once per forward. If the weight is used several times, the gradients of its
+    uses are then added in autocast's precision."""
     dtype = AUTOCAST.get(precision)
     if dtype is None:
         return nullcontext()
@@ -51,15 +51,15 @@ class _Autocast:
 
 
 def keeps_casts(plan: Plan) -> bool:
-    """True if autocast may keep cast weights. False under `shard`, where the casts of the full
-    model would be kept; with bitwise numerics False under every plan, so that all plans match
-    `shard`."""
+    """True if autocast may keep a weight's cast copy until the end of the forward. False under
+    `shard`, where this would keep a cast copy of the full model; with bitwise numerics False under
+    every plan, so that all plans match `shard`."""
     return not plan.divides("parameters") and plan.numerics == "fast"
 
 
 class LossScale:
-    """The factor that keeps fp16 gradients from underflow: halved when the norm overflows, doubled
-    after 2000 steps without overflow."""
+    """The loss scale, which keeps fp16 gradients from underflow: halved when the gradient's norm
+    overflows, doubled after 2000 steps without overflow."""
 
     def __init__(self) -> None:
         self.value = 2.0**16
@@ -68,7 +68,7 @@ class LossScale:
 
     @property
     def divisor(self) -> float | Tensor:
-        """The scale, without waiting: a tensor if it is on the device."""
+        """The loss scale, without waiting for the device: a tensor if it is there."""
         return self.value
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
@@ -76,7 +76,8 @@ class LossScale:
             torch._foreach_mul_([to_local(gradient) for gradient in gradients], 1.0 / self.divisor)
 
     def update(self, *, overflowed: bool) -> None:
-        """Update the scale. Called once per step."""
+        """Update the loss scale after a step. `overflowed`: True if the gradient's norm was not
+        finite."""
         self.in_a_row = 0 if overflowed else self.in_a_row + 1
         self.overflows = self.overflows + 1 if overflowed else 0
         if overflowed:
@@ -87,8 +88,8 @@ class LossScale:
 
 
 class DeviceLossScale(LossScale):
-    """A `LossScale` whose numbers are on the device, so that the host does not wait for a step's
-    overflow flag."""
+    """A `LossScale` whose numbers are on the device, so that the host need not wait to know whether
+    a step overflowed."""
 
     def __init__(self, device: torch.device) -> None:
         self._scale = torch.zeros((), device=device)
@@ -127,8 +128,8 @@ class DeviceLossScale(LossScale):
         return self._scale.clone()
 
     def update_by(self, found_inf: Tensor) -> None:
-        """Update the scale. Called once per step. `found_inf`: 1.0 on the device if the norm
-        overflowed, else 0.0."""
+        """Update the loss scale after a step. `found_inf`: a tensor on the device, 1.0 if the
+        gradient's norm overflowed, else 0.0."""
         update_loss_scale(self._scale, self._in_a_row, found_inf, steps_to_double=STEPS_TO_DOUBLE)
         self._overflows.add_(1.0).mul_(found_inf)
 

@@ -37,7 +37,7 @@ from lockstep.training.training import Training
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """The options of `Recipe` for parallelizing a model."""
+    """The arguments of `Recipe` that say how its model is parallelized; each is as in `Recipe`."""
 
     blocks: Sequence[str] | None = None
     tensor: Mapping[str, str] | None = None
@@ -53,7 +53,7 @@ class ParallelModel(NamedTuple):
     parallel: Parallelized
     pretrained: PretrainedWeights | None
     routed: Sequence[RoutedLayer]
-    """The layers of experts whose loads are balanced."""
+    """The layers of experts whose numbers of tokens are balanced (`Recipe.balance`)."""
 
 
 def build_model(
@@ -65,8 +65,9 @@ def build_model(
     exchange: SyncBatchNormExchange,
     weights: Weights | None,
 ) -> ParallelModel:
-    """Build model number `number` of the session and parallelize it, without loading `weights`.
-    Every rank calls it. Raises `RecipeError`."""
+    """Build model number `number` of the session and parallelize it. Opens the file of pretrained
+    `weights` and matches their names, but does not load them. Every rank calls it. Raises
+    `RecipeError`."""
     mesh = context.mesh
     check_sequence(context.plan, options.sequence)
 
@@ -119,8 +120,8 @@ def prepare(
     schedule: Callable[[Any], Any] | None,
     weights: Weights | None,
 ) -> TrainModule:
-    """Build a model, parallelize it, load weights, build optimizers. Every rank calls it. Raises
-    `UserError`s."""
+    """Build a model, parallelize it, load pretrained weights, and build its optimizers. Every rank
+    calls it. Raises `UserError`s."""
     check_factory(
         "session.prepare(build_model)",
         factory,

@@ -29,7 +29,8 @@ Kinds = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (dtype, shap
 
 @dataclass(frozen=True, slots=True)
 class PretrainedWeights:
-    """An open file of pretrained weights, matched with a model's tensors."""
+    """A file (or several) of pretrained weights, open, with its tensors matched to a model's by
+    name."""
 
     weights: Weights
     tensors: TensorFiles
@@ -62,8 +63,8 @@ class PretrainedWeights:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, world: World) -> dict[str, Any]:
-        """Load this rank's part into the model, and close the file. Every rank calls it. Raises
-        `RecipeError`."""
+        """Load this rank's part of the weights into the model, and close the file. Every rank calls
+        it. Raises `RecipeError`."""
         state = {
             name: tensor for name, tensor in tensors_of(model, self.theirs) if name in self.theirs
         }
@@ -89,8 +90,8 @@ class PretrainedWeights:
         return self.tensors.specs[self.theirs[name][0]]
 
     def _filled(self, state: Mapping[str, Tensor]) -> dict[str, int]:
-        """Copy the values into this rank's tensors. Returns the checksum of each part read. Raises
-        `RecipeError`."""
+        """Copy the values into `state`, this rank's tensors. Returns the checksum of each part of
+        the file that it read. Raises `RecipeError`."""
         kinds = {name: self._kind(name) for name in state}
         full = [
             TensorShard(name, dtype, shape, (0,) * len(shape), shape)
@@ -121,8 +122,9 @@ class PretrainedWeights:
 
 
 def left_out_in(model: nn.Module, weights: Weights, theirs: Kinds) -> set[str]:
-    """Return the names of parameters that are loaded although the state dict leaves them out:
-    trainable parameters, and parameters in the file."""
+    """Return the names of the model's parameters that its state dict leaves out, and that are
+    loaded all the same: trainable parameters, and those in the file. `theirs`: the tensors in the
+    file."""
     named = dict(model.named_parameters())
     there = {_renamed(weights.names, name) for name in theirs}
     return {name for name, parameter in named.items() if name in there or parameter.requires_grad}
@@ -135,8 +137,9 @@ def _kind(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
 def match_names(
     weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Return, for each tensor of the model, its names in the file. `ours`: first names of the
-    model's tensors; `tied`: their other names. Raises `RecipeError`."""
+    """Return first name of a model's tensor -> its names in the file. `theirs`: the tensors in the
+    file. `ours`: the model's tensors by their first names. `tied`: other name -> first name of a
+    tied tensor. Raises `RecipeError`."""
     found: dict[str, str] = {}
     for name in theirs:
         if (target := _renamed(weights.names, name)) is None:
@@ -180,7 +183,8 @@ def match_names(
 
 
 def _renamed(names: Mapping[str, str | None], name: str) -> str | None:
-    """Return the model's name for a name in the file; None if it is left out."""
+    """Return the model's name for `name`, a name in the file; None if the user leaves it out.
+    `names`: pattern of names in the file -> pattern of the model's names."""
     for pattern, target in names.items():
         if (text := _match(pattern, name)) is not None:
             return None if target is None else target.replace("*", text)
@@ -188,7 +192,8 @@ def _renamed(names: Mapping[str, str | None], name: str) -> str | None:
 
 
 def _match(pattern: str, name: str) -> str | None:
-    """Return the text that matches the pattern's `*`; None if the name does not match."""
+    """Return the part of `name` that matches the `*` of the pattern; None if the name does not
+    match."""
     before, star, after = pattern.partition("*")
     if not star:
         return "" if name == pattern else None
@@ -199,7 +204,8 @@ def _match(pattern: str, name: str) -> str | None:
 
 
 def _fits(theirs: tuple[str, tuple[int, ...]], ours: tuple[str, tuple[int, ...]]) -> bool:
-    """True if shapes are equal, and dtypes are equal or both floating point."""
+    """True if a tensor of the file can be loaded into a model's: shapes are equal, and dtypes are
+    equal or both floating point."""
     return theirs[1] == ours[1] and (
         theirs[0] == ours[0] or (_is_float(theirs[0]) and _is_float(ours[0]))
     )
@@ -210,7 +216,8 @@ def _is_float(dtype: str) -> bool:
 
 
 def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """The remedy for names that do not match: the `names=` to write, if they differ by a prefix."""
+    """Return the remedy, for an error's text, if names of the model and the file do not match: the
+    argument `names=` to write, if they differ by a prefix."""
     wanted = set(missing)
     before = Counter(
         name[: -len(end)] for name in unexpected for end in _ends(name) if end in wanted
@@ -237,7 +244,7 @@ def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
 
 def _ends(name: str) -> list[str]:
-    """The suffixes of a name: the text after each of its dots."""
+    """Return the suffixes of a name, the text after each of its dots."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(1, len(parts))]
 

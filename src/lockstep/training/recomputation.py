@@ -1,4 +1,5 @@
-"""The gradients that several ranks have computed for the same microbatches in one step."""
+"""The gradients that several ranks have computed for the same microbatches in one step, to find
+ranks that compute wrong results."""
 
 from __future__ import annotations
 
@@ -11,22 +12,25 @@ from lockstep.training.reducers.microbatch_checksums import MicrobatchChecksums
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """This rank's gradients of the step's chosen microbatches, which several ranks compute."""
+    """Checksums of the gradients that this rank computes for microbatches that other ranks compute
+    too, in one step."""
 
     chosen: Sequence[Recomputed]
     rank: int
     own: MicrobatchChecksums
     """Checksums of the gradient of `mine`; empty if that is None."""
     again: MicrobatchChecksums
-    """Checksums of the gradient that this rank has recomputed. (A dummy's are not compared.)"""
+    """Checksums of the gradient that this rank has computed for another rank's microbatch. (If it
+    had no such microbatch and computed a dummy, they are not compared.)"""
     decide: Callable[[], MicrobatchChecksums]
-    """Computes the microbatch about which this rank decides, if two others differ. Every rank calls
-    it; the summed gradients are lost."""
+    """Computes the microbatch for which two other ranks got different gradients, if this rank is
+    the third that decides between them, and returns its checksums. Every rank calls it; the
+    gradients that were summed over ranks are lost."""
     names: Sequence[str]
-    """The names of the parameters."""
+    """The names of the parameters whose gradients have the checksums."""
 
     @property
     def mine(self) -> int | None:
-        """The chosen microbatch that is assigned to this rank; None if there is none."""
+        """The microbatch of `chosen` that is assigned to this rank; None if there is none."""
         own = (each.microbatch for each in self.chosen if each.ranks[0] == self.rank)
         return next(own, None)

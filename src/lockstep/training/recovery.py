@@ -1,5 +1,5 @@
-"""Recovery in place: the state that this process holds while it waits for a new rank, and the state
-from which all ranks continue training."""
+"""Recovery in place: after the loss of another process, this process keeps its memory, waits for a
+new rank, and continues training from the newest state that the processes still have."""
 
 from __future__ import annotations
 
@@ -35,23 +35,25 @@ from lockstep.training.state import Stateful, StateReader, state_of
 from lockstep.training.training import Training
 
 MOST_BYTES = 2**26
-"""Largest tensor or array whose content is compared. For a larger tensor, torch's count of in-place
-changes is compared instead."""
+"""Size of the largest tensor or array in a hook's attributes whose content is compared. For a
+larger tensor, its version counter is compared instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class HookState:
-    """The values that a hook holds or uses, at one time."""
+    """The values that a user's hook holds or uses at one time, as digests, so that two times can be
+    compared."""
 
     digests: Mapping[str, str]
-    """Digests by path: attributes, closure variables of functions, and the variables of their
-    modules."""
+    """Path, such as an attribute's name -> digest. It covers the hook's attributes, the closure
+    variables of its functions, and the module variables that they use."""
     unread: list[str]
-    """Paths of values that cannot be digested, and so cannot be compared."""
+    """Paths of values that have no digest, and so cannot be compared."""
 
 
 def hook_states(training: Training) -> dict[str, HookState]:
-    """Return the state of each user's hook that has no state_dict, by the hook's index and name."""
+    """Return the current values of each user's hook that has no state_dict, by the hook's index and
+    name."""
     hooks = [
         hook
         for hook in training.hooks.all
@@ -66,8 +68,8 @@ def hook_states(training: Training) -> dict[str, HookState]:
 
 
 def why_not_set_back(before: Mapping[str, HookState], now: Mapping[str, HookState]) -> str | None:
-    """Return the reason why a new process would start with a hook that differs from this one; None
-    if they are the same."""
+    """Return the reason why a hook in a new process would differ from the hook in this process;
+    None if none would. `before`, `now`: results of `hook_states`, before training and now."""
     for name, state in before.items():
         current = now[name]
         changed = [
@@ -114,7 +116,7 @@ class _HookReader(CodeReader):
 
 
 def _learned(training: Training) -> Iterator[Any]:
-    """Yield the tensors of the models, and the optimizers."""
+    """Yield the tensors of the models, and the optimizers, which a recovery restores."""
     for module in training.modules:
         yield from module.model.parameters()
         yield from module.model.buffers()
@@ -123,8 +125,8 @@ def _learned(training: Training) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """The full state of a replica after a step. Its tensors are the trained modules' own, not
-    copies."""
+    """The full state of training after a step, held by a process that has all of it (is not
+    sharded). Its tensors are the trained modules' own, not copies."""
 
     step: int
     tensors: Mapping[str, Tensor]
@@ -139,13 +141,15 @@ class HeldState:
 
 
 def values_to_hold(training: Training, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are held besides tensors: `values`, and the recipe."""
+    """Return the JSON values that are held besides tensors: `values`, the loop's position, the
+    recipe and digests of its code."""
     learned = {"recipe": training.context.recorder.summary.get("recipe"), "code": training.code}
     return {**values, **training.loop.values(), **learned, "step": training.run.step}
 
 
 class ReplicaReader:
-    """Reads the newest state that some ranks hold, as `CheckpointReader` reads a checkpoint."""
+    """Reads the newest state that ranks hold in memory (`HeldState`), with the interface of a
+    checkpoint's reader. Ranks that do not have it get it by broadcast."""
 
     def __init__(self, held: HeldState | None, world: World) -> None:
         """Every rank makes one. `held`: the state that this rank holds, if any."""
@@ -163,15 +167,15 @@ class ReplicaReader:
             described = [kinds, dict(self._held.values)]
         kinds, values = world.value_of(self._source, described) or ({}, {})
         self.manifest = Manifest(step=newest, files={}, values=values, metadata={})
-        """The manifest; its step is -1 if no rank holds a state."""
+        """The manifest, as a checkpoint has it; its step is -1 if no rank holds a state."""
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {
             name: (dtype, tuple(shape)) for name, (dtype, shape) in kinds.items()
         }
-        """Name -> dtype and shape of each tensor."""
+        """Name -> dtype and shape of each tensor of the state."""
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Load the held values into this rank's tensors. Every rank calls it, with the same
+        """Load the held values into the tensors of `state`. Every rank calls it, with the same
         names."""
         for name, target in state.items():
             local = to_local(target).detach()
@@ -189,14 +193,15 @@ T = TypeVar("T")
 
 
 class Recovery:
-    """The recoveries in place of one run on this process, which open the run again in the same
-    process."""
+    """The recoveries in place of one run on this process. In each, the run is closed after the loss
+    of another process and opened again in this process."""
 
     def __init__(self, rejoin: Rejoin, recipe: Recipe, watchers: Collection[Any] = ()) -> None:
         """`watchers`: hooks and loggers; their state is not compared with the recipe's."""
         self._rejoin, self._recipe, self._watchers = rejoin, recipe, watchers
         self.code = RecipeCode.of(recipe)
-        """Digests of the recipe as the script gave it, before this process trained."""
+        """Digests of the recipe's functions and of the values that they use, as the script gave
+        them, before this process trained."""
         rejoin.trainings += 1
         self._too_late = (
             None
@@ -209,18 +214,19 @@ class Recovery:
                 " again"
             )
         self.sizes: Sequence[int] = ()
-        """The world sizes that the plan fits, up to the run's."""
+        """The numbers of processes, up to the run's own, with which the plan works."""
         self.holder: dict[str, Any] | None = None
         """The process that writes the run directory, in the form of `RunDirectory.holder`."""
         self._held: HeldState | None = None
-        self._distrusts = False  # True if the states in memory may be wrong
+        self._distrusts = False  # True if the states in the ranks' memory may be wrong
         self.why_no_state = "no process holds the state, and there is no image"
-        """The reason why `reader` returned None."""
+        """The reason why `reader` has found no state in memory, if it returned None."""
         self._is_restored = False
         self.can_replace = False
         """True once all processes have told the launcher that they can recover in place. The same
         on all ranks."""
-        self.is_replica = False  # True if this process has the whole state
+        # True if this process has the whole state: no tensor is sharded, and the data is no stream
+        self.is_replica = False
         # the largest step that this process has reached since its state was last restored
         self._reached = -1
         self._hooks_before: Mapping[str, HookState] = {}
@@ -235,8 +241,8 @@ class Recovery:
         self._rejoin.join_at_first()
 
     def run(self, attempt: Callable[[], T]) -> T:
-        """Call `attempt`, which opens the run and trains. After the loss of another process, call
-        it again in this process, with the rank that the launcher assigns."""
+        """Call `attempt`, which opens the run and trains, and return its result. After the loss of
+        another process, call it again in this process, with the rank that the launcher assigns."""
         while True:
             self.begin()
             try:
@@ -246,8 +252,8 @@ class Recovery:
                     self.close(failed=True)
                     is_mistake = isinstance(error, UserError) and not isinstance(error, PlanError)
                     if self.is_under_way and is_mistake:
-                        # This error did not occur before the loss, so a new start of all processes
-                        # may avoid it.
+                        # This error did not occur before the process was lost, so starting all
+                        # processes again may avoid it.
                         self.refuse(error)
                         raise LockstepError(
                             f"the run cannot be opened again in this process: {error}"
@@ -266,7 +272,8 @@ class Recovery:
         return self._rejoin.is_rejoining
 
     def lost_holders(self, world: World) -> list[dict[str, Any]]:
-        """The processes that wrote the run directory before the loss. Every rank calls it."""
+        """Return the processes that wrote the run directory before a process was lost, as all ranks
+        know them (`RunDirectory.holder`). Every rank calls it."""
         return (
             [each for each in world.gather_values(self.holder) if each is not None]
             if self.is_under_way
@@ -300,8 +307,8 @@ class Recovery:
                     )
 
     def announce(self, run: Run, data: Any) -> None:
-        """Tell the launcher whether this process can recover in place from now on; the run can if
-        all processes can. Every rank calls it. `data`: the training data of the loop."""
+        """Tell the launcher whether the run can recover in place from now on, which needs that all
+        processes can. Every rank calls it. `data`: the training data of the loop."""
         plan = run.context.plan
         self.is_replica = not plan.state_divided and not isinstance(data, Stream)
         self._hooks_before = hook_states(run.training)
@@ -317,23 +324,24 @@ class Recovery:
         self._rejoin.announce(reason, self.sizes)
 
     def report_hang(self, ranks: Sequence[int], record: FailureRecord) -> None:
-        """Have the launcher kill and replace the processes of these ranks."""
+        """Have the launcher kill and replace the processes of `ranks`, which have hung."""
         self._rejoin.report_hang(ranks, record)
 
     def offer_images(self, descriptors: Sequence[int]) -> None:
-        """Give the memory of this process's images to the launcher, so that it outlives the
-        process."""
+        """Give the launcher the file descriptors of the memory in which this process keeps copies
+        of its state (images), so that the copies outlive the process."""
         self._rejoin.offer_images(descriptors)
 
     def note_all_offered(self) -> None:
-        """Called once all ranks have offered their images; images of earlier starts can then be
-        freed."""
+        """Called once all ranks have called `offer_images`. The launcher can then free the images
+        of processes from before a recovery."""
         self._rejoin.note_all_offered()
 
     def reader(self, world: World, plan: Plan) -> tuple[str, StateReader] | None:
-        """Return the newest state in memory as (source, reader): "replica" if a surviving process
-        holds it, "image" if the ranks' images do. None if there is none. Every rank calls it.
-        `plan`: the run's new plan; if it splits tensors, only images are read."""
+        """Return the newest state in memory as (source, reader). The source is "replica" if a
+        surviving process holds the state, and "image" if it is in the copies that all ranks gave to
+        the launcher. None if there is none. Every rank calls it. `plan`: the plan of the run from
+        now on; if it shards tensors, only images are read."""
         held = ReplicaReader(self._held if not plan.state_divided else None, world)
         self._reached = max(world.gather_values(self._reached))
         if any(world.gather_values(self._distrusts)):
@@ -349,8 +357,8 @@ class Recovery:
 
     def restored(self, step: int) -> dict[str, float]:
         """Record that this process has restored the state after `step` steps. Returns, by name, the
-        seconds from the loss until all processes were ready, the seconds from then until now, and
-        the number of steps to repeat."""
+        seconds from the loss of the process until all processes were ready, the seconds from then
+        until now, and the number of steps that must be computed again."""
         lost_at, rejoined_at = self._rejoin.lost_at, self._rejoin.rejoined_at
         figures = {
             "wait_seconds": round(rejoined_at - lost_at, 3),
@@ -368,8 +376,9 @@ class Recovery:
         self, error: BaseException, run: Run | None, stop_watching: Callable[[], None] | None = None
     ) -> bool:
         """Wait for a new rank if `error` came from the loss of another process. Returns True once
-        the environment has the new rank. `run`: the open run, if any; `stop_watching` keeps its
-        watchdog from reporting this wait as a hang."""
+        the environment variables (`RANK` and the like) have the new rank; False for other errors.
+        `run`: the open run, if any; `stop_watching` keeps its watchdog from reporting this wait as
+        a hang."""
 
         def hold() -> int | str:
             if stop_watching is not None:
@@ -397,9 +406,9 @@ class Recovery:
         self._rejoin.close(failed=failed)
 
     def _hold(self, run: Run | None) -> int | str:
-        """Hold the state of this process if its last step is complete. Returns the held state's
-        step, -1 if none is held (images are used then), or the reason why this process cannot
-        recover in place."""
+        """Keep the state of this process for the recovery, if its last step is complete and it has
+        the whole state. Returns the held state's step, -1 if none is held (the ranks' images are
+        used then), or the reason why this process cannot recover in place."""
         if run is not None:
             self._reached = max(self._reached, run.step)
         if run is not None and self._is_restored and run.training.is_consistent and self.is_replica:
@@ -414,8 +423,8 @@ class Recovery:
 
 
 def why_not(run: Run) -> str | None:
-    """The reason why a run could not recover in place from the loss of a process; None if it
-    could."""
+    """Return the reason why a run cannot recover in place from the loss of a process; None if it
+    can."""
     context = run.context
     if context.world.size > 1 and not context.world.owns_group:
         return "the script has made the process group itself"

@@ -39,11 +39,11 @@ class Run:
         self.metrics: dict[str, float] = {}
         """The latest value of each metric of the evaluations."""
         self.metrics_at: dict[str, int] = {}
-        """The value of `step` when each metric was measured."""
+        """Name of a metric -> the value of `step` when it was measured."""
         self.is_logging_step = False
         """True if the current step has a line in metrics.jsonl."""
         self.global_batch = 0
-        """Number of samples in a step of the current loop."""
+        """Number of samples in a global batch of the current loop."""
         self.microbatch: int | None = None
         """Number of samples in a microbatch; None: one microbatch for each rank."""
         self.total_steps = 0
@@ -51,7 +51,8 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """The user's module; the first prepared one if there are several."""
+        """The model, as the user's factory built it and lockstep parallelized it; the first
+        prepared one if there are several."""
         return self.training.modules[0].model
 
     @property
@@ -66,7 +67,7 @@ class Run:
 
     @property
     def stopping(self) -> str | None:
-        """The reason to stop, once all ranks have agreed to stop."""
+        """The reason why training stops, once all ranks have agreed to stop; None before."""
         return self.training.stopping
 
     @property
@@ -147,13 +148,14 @@ class Run:
                 "run.evaluate() without Recipe.evaluation; it measures the recipe's"
                 " evaluations; give ls.Evaluation(data=...)"
             )
-        with without_torch_function_modes():  # modes may be active around a hook
+        # `TorchFunctionMode`s that are active while a hook runs must not change an evaluation
+        with without_torch_function_modes():
             self.training.measure()
         return dict(self.metrics)
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
-        """Record an event; rank 0's are in events.jsonl. `step`: number of optimizer steps done at
-        the event; None: the number done now."""
+        """Record an event. Events of rank 0 are written to events.jsonl. `step`: number of
+        optimizer steps done at the event; None: the number done now."""
         event = self.context.recorder.event(name, self.step if step is None else step, **details)
         if self.training.has_started:
             self.training.hooks.call("on_event", self, event)
@@ -198,13 +200,14 @@ class Run:
         return {name: norm for theirs in everyone for name, norm in theirs.items()}
 
     def save(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write tensors to a safetensors file in the run directory. Every rank calls it; the file
-        has the full tensors."""
+        """Write the tensors of `state_dict` to the safetensors file `name` in the run directory.
+        Every rank calls it; sharded tensors are written in full."""
         self.context.recorder.save_tensors(name, self.context.mesh.union(state_dict))
 
     def include(self, name: str, state: Stateful) -> None:
-        """Save `state` with the run, under `name`. Every rank calls it, before a checkpoint is
-        loaded: in `on_start` at the latest. Raises `CheckpointError`."""
+        """Include the state of an object in the run's checkpoints, under `name`, and restore it
+        when the run is resumed. Every rank calls it, before a checkpoint is loaded: in `on_start`
+        at the latest. Raises `CheckpointError`."""
         if not isinstance(state, Stateful):
             raise CheckpointError(
                 f"include({name!r}, a {type(state).__name__}); it has no state_dict and"

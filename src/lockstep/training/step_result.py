@@ -19,24 +19,26 @@ from lockstep.training.train_module import TrainModule
 
 @dataclass(slots=True)
 class StepResult:
-    """The numbers of a step, which stay on the device until they are read."""
+    """The numbers of a step for one model. They stay on the device until they are read."""
 
     layout: StepLayout
     module: TrainModule
     values: Tensor | list[float]
-    """Shape (microbatches,): each microbatch's part of the loss; if `weights` is given, its
-    undivided total."""
-    # (microbatches,); None if `Recipe.weight` or the number of samples gives the denominators
+    """Shape (microbatches,): each microbatch's part of the step's loss; if `weights` is given, its
+    total, not yet divided by the sum of the weights."""
+    # shape (microbatches,), the weights that the forward returned with `ls.Loss`; None if
+    # `Recipe.weight` or the number of samples gives the denominators
     weights: Tensor | None
     norm: Tensor | float
     """The gradient's global norm before clipping. If nothing needs the norm (no log, no clipping):
     a number that is finite if and only if the norm is."""
-    # True if the model was updated. None: the device decided; see `was_applied`.
+    # True if the model was updated. None if that depends on a value on the device; see
+    # `was_applied`
     applied: bool | None
     flags: Tensor | bool  # see `StepStats`
     terms: list[dict[str, Tensor]]
-    """Each term's part of the loss for each microbatch of this rank, if the loss has several
-    terms."""
+    """For each microbatch of this rank, name of a term -> its part of the step's loss; empty dicts
+    unless the loss has several terms."""
     clip_norm: float | None
 
     @property
@@ -46,7 +48,8 @@ class StepResult:
 
     @property
     def is_settled(self) -> bool:
-        """True if the host knows that the model was updated, and nothing is left to `check`."""
+        """True if the host knows without waiting that the model was updated, and `check` cannot
+        fail."""
         return self.applied is True and self.weights is None
 
     def loss(self) -> float:
@@ -61,11 +64,13 @@ class StepResult:
 
     @property
     def is_without_weight(self) -> bool:
-        """True if the weights that the forward returned add up to 0. Waits for the device."""
+        """True if the weights that the forward returned (`ls.Loss`) are 0 in the whole global
+        batch. Waits for the device."""
         return self.weights is not None and not any(self.weights.tolist())
 
     def term_losses(self) -> dict[str, float]:
-        """Each term's part of the loss, if there are several. Every rank calls it."""
+        """Return name of a term -> its part of the loss over the global batch; empty unless the
+        loss has several terms. Every rank calls it."""
         if not self.module.terms:
             return {}
         parts = torch.tensor(
@@ -86,7 +91,8 @@ class StepResult:
         }
 
     def check(self) -> None:
-        """Raise `LossError`, on every rank, if the loss or the gradient is not finite."""
+        """Raise `LossError`, on every rank, if the loss, a weight or the gradient is not valid; in
+        fp16, an overflow is an error only if the loss scale is below 1. Waits for the device."""
         if self.was_applied and self.weights is None:
             return
         self.module.agreement.refuse_late()
@@ -131,7 +137,7 @@ class StepResult:
 
     def _not_finite(self) -> str:
         module = self.module
-        # On every rank of a pipeline, the names of all modules are known.
+        # every rank of a pipeline has the names of all modules
         order = {name: place for place, (name, _) in enumerate(module.model.named_modules())}
         not_finite = [
             (order[name.rpartition(".")[0]], place, name)

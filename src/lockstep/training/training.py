@@ -1,5 +1,5 @@
-"""The private side of a run: its models, the step in progress, and the decision of all ranks to
-stop, save or end."""
+"""The private side of a `Run`: its models, the step in progress, and the decision that all ranks
+make together to stop, save or end."""
 
 from __future__ import annotations
 
@@ -41,22 +41,24 @@ class LoopState:
 
     loops: int = 0
     steps_before: int = 0  # optimizer steps done in earlier loops
-    # the position in each stream shard that this rank reads
+    # name of a stream shard that this rank reads -> its position in the shard
     shards: dict[str, Position] = field(default_factory=dict)
     agreed: int | None = None
     """Number of steps done when ranks last recomputed each other's microbatches and got the same
-    gradients. Later states are not yet checked. None if ranks do not recompute."""
+    gradients. Checkpoints of later steps are not yet checked in this way. None if ranks do not
+    recompute."""
     data: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
-    """Loop number -> sample name -> digests of the parts of that sample, for some samples."""
+    """Loop number -> sample name -> digests of the parts of that sample, for some samples of the
+    loop's dataset."""
     digest: Callable[[], Digests] | None = None
-    """Returns the current digests of the loop's samples. None if nothing can have changed the
-    samples, or if loader workers hold them."""
-    # the JSON of the checkpoint that the run was resumed from, with `step`
+    """Returns the current digests of some of the loop's samples. None if nothing in this process
+    can have changed the dataset, for example because loader workers hold it."""
+    # the JSON of the checkpoint from which the run was resumed; `step` is its number of steps
     resumed: Mapping[str, Any] | None = None
 
     def begin_loop(self, steps_done: int) -> int:
-        """Begin another loop. Returns its first step to compute; `sys.maxsize` if the loop had
-        ended before the checkpoint."""
+        """Begin the script's next loop of steps. Returns the number of its first step to compute;
+        `sys.maxsize` if the loop had ended before the checkpoint from which the run was resumed."""
         self.loops += 1
         self.steps_before = steps_done
         saved = 0 if self.resumed is None else self.resumed["loop"]
@@ -66,7 +68,8 @@ class LoopState:
         return int(self.resumed["step"]) - self.steps_before
 
     def refresh_data(self) -> None:
-        """Compute the digests again before a save, because a hook may have changed the dataset."""
+        """Compute the digests of samples again before a checkpoint is saved, because a hook may
+        have changed the dataset."""
         if self.digest is not None and str(self.loops) in self.data:
             self.data[str(self.loops)] = dict(self.digest().samples)
 
@@ -101,8 +104,8 @@ class LoopState:
 
 
 class Hooks:
-    """A list of hooks. At each moment, only hooks that override the moment's method are called;
-    users' hooks are called with seeded generators."""
+    """A list of hooks. `moment` is the name of a method of `Hook`, such as "after_step". Only hooks
+    that override it are called, users' hooks with seeded random generators."""
 
     def __init__(self, hooks: Sequence[Hook], context: Context) -> None:
         self.all = list(hooks)
@@ -115,7 +118,7 @@ class Hooks:
         self._at: dict[str, list[Callable[..., None]]] = {}
 
     def call(self, moment: str, *arguments: Any) -> None:
-        """Call method `moment` of all hooks, in order."""
+        """Call method `moment` of all hooks that override it, in order."""
         if moment not in self._at:  # looked up late: a hook may set its methods in `on_start`
             self._at[moment] = [
                 self._method(hook, moment)
@@ -138,7 +141,8 @@ class Hooks:
         return seeded if not self._context.plan.state_divided else partial(_with_full_draws, seeded)
 
     def call_every(self, moment: str, *arguments: Any) -> None:
-        """Call method `moment` of all hooks even if one raises, then raise the first error."""
+        """Call method `moment` of all hooks that override it, even if one raises an error; then
+        raise the first error."""
         failure: BaseException | None = None
         for hook in self.all:
             try:
@@ -180,18 +184,18 @@ class Training:
         self.run = Run(context, self)
         self.hooks = Hooks(hooks, context)
         self.code: Mapping[str, str] | None = None
-        """Digests of the recipe's functions. None without `ls.train`."""
+        """Digests of the code of the recipe's functions. None without `ls.train`."""
         self.modules: list[TrainModule] = []
         self.statistics: list[RunningStatistics] = []
-        """Running statistics of all models, in the current loop."""
+        """BatchNorm's running statistics of all models, in the current loop."""
         self.streams: list[tuple[int, ModuleRandomStreams]] = []
-        """(model's number, its random streams) in the current loop, for each model that has random
-        streams."""
+        """(model's number, the object that seeds the random generators when each of its sequential
+        parts begins) in the current loop, for each model with several such parts that may draw
+        random numbers."""
         self.stateful: dict[str, Stateful] = {"run": self}
         """The objects besides models whose state is saved in checkpoints, by name."""
         self.results: dict[int, StepResult] = {}
-        """Results of the latest step, by the model's number. A model that skipped the step has
-        none."""
+        """Model's number -> its result of the latest step, without models that skipped the step."""
         self.latest: StepResult | None = None
         """The result of the first model in the latest step that it did not skip."""
         self.measure: Callable[[], None] | None = None
@@ -199,16 +203,18 @@ class Training:
         self.logged: dict[str, float] = {}
         """The script's numbers for this step's line of metrics.jsonl."""
         self.measured: dict[str, float] = {}
-        """The numbers of lockstep's own hooks for this step's line."""
+        """The numbers of lockstep's own hooks for this step's line of metrics.jsonl."""
         self.checksum: str | None = None
         """The checksum of the latest logging step's gradient, in hexadecimal digits."""
         self.progress = DeviceProgress() if accelerator.has_streams(context.device) else None
-        """The progress of the device, if the host may be ahead of it."""
+        """The steps that the accelerator has reached, because the host may be ahead of it. None on
+        a CPU."""
         self.is_consistent = True
         """False from the first change of a model in a step until the script's part of the step has
-        ended."""
+        ended. The state must not be saved in between."""
         self.is_consistent_in_steps = True
-        """False if the script itself may change the saved state during a step."""
+        """False if the script has included objects of its own in the checkpoints
+        (`Session.include`), because it may change them at any moment of a step."""
         self.stopping: str | None = None
         """The reason why training stops, once all ranks have agreed to stop."""
         self.is_committed = False
@@ -217,16 +223,16 @@ class Training:
         self.source: Microbatches | None = None
         """The microbatches of the current step on this rank."""
         self.epoch_of: Callable[[int], int] | None = None
-        """(step of the current loop) -> its epoch. None if the data has no length."""
+        """Function from a step of the current loop to its epoch. None if the data has no length."""
         self.microbatches = 0
         """Number of microbatches that this rank has begun, over all steps."""
         self.exchange = SyncBatchNormExchange()
         self.consensus = Consensus(context.mesh, context.phases, self._request)
         self.has_started = False
         self.stop: str | None = None
-        """The reason why this rank asks to stop."""
+        """The reason why this rank asks all ranks to stop training; None if it does not."""
         self._devices_of: dict[int, list[torch.device]] = {}
-        """Cache of `_devices`, by the number of models."""
+        """Cache of the result of `_devices`; the key is the number of models."""
         self._has_ended = False
         self._saved_loss = math.nan
 
@@ -248,8 +254,8 @@ class Training:
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """The measured speeds of the data ranks in the latest step; empty if all are assumed
-        equal."""
+        """The speeds of the data ranks by which the latest step's microbatches were assigned; empty
+        if all are assumed equal."""
         return () if self.source is None else self.source.layout.assignment.speeds
 
     def note_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -258,8 +264,9 @@ class Training:
         self.run.metrics_at |= dict.fromkeys(metrics, self.run.step)
 
     def metric(self, name: str, of: str) -> float | None:
-        """Return a metric if it was measured after the latest step, else None. Raises `RecipeError`
-        if no evaluation has the metric; `of` names the setting that needs it."""
+        """Return the value of metric `name` if it was measured after the latest step, else None.
+        Raises `RecipeError` if no evaluation has the metric; `of` names the setting that needs
+        it."""
         run = self.run
         if name in run.metrics:
             return run.metrics[name] if run.metrics_at[name] == run.step else None
@@ -272,13 +279,13 @@ class Training:
         )
 
     def remark(self, remark: Remark) -> None:
-        """Record a remark as an event, and print its line if it has one."""
+        """Record a remark as an event of the run, and print its line if it has one."""
         self.run.event(remark.event, **remark.details)
         if remark.line is not None:
             self.context.recorder.message(remark.line)
 
     def include_hooks(self, hooks: Sequence[Hook]) -> None:
-        """Save the state of each user's hook that has a state_dict with the run."""
+        """Include each user's hook that has a state_dict in the run's checkpoints."""
         for place, hook in enumerate(hooks):
             if isinstance(hook, Stateful):
                 self.run.include(f"{place}-{type(hook).__qualname__}", hook)
@@ -299,14 +306,15 @@ class Training:
             self.progress.begin_change()
 
     def end_updates(self, results: dict[int, StepResult]) -> None:
-        """Called when all models have committed or skipped the step."""
+        """Count the step as done. Called when all models have committed or skipped it. `results`:
+        model's number -> its result."""
         self.results, self.latest = results, results.get(0, self.latest)
         self.run.step += 1
         self.is_committed = True
 
     def end_step(self, source: Microbatches) -> None:
-        """Called when the script's part of the step has ended: the saved state is consistent
-        again."""
+        """Note that the state can be saved again. Called when the script's part of the step has
+        ended."""
         self.is_consistent = True
         self.loop.shards = {str(shard): at for shard, at in (source.positions or {}).items()}
         if self.progress is not None:
@@ -323,7 +331,7 @@ class Training:
             self.progress.end_step(ended, self._devices())
 
     def _devices(self) -> list[torch.device]:
-        """The accelerators that hold or compute a part of the state."""
+        """Return the accelerators that hold or compute a part of the state; empty on a CPU."""
         devices = self._devices_of.get(len(self.modules))
         if devices is None:
             parameters = [p for module in self.modules for p in module.held.values()]
@@ -333,7 +341,8 @@ class Training:
         return devices
 
     def agree(self) -> None:
-        """Carry out the decision of all ranks after a step. Every rank calls it."""
+        """Exchange the ranks' requests to stop, save or end after a step, and carry them out. Every
+        rank calls it."""
         agreed = self.consensus.agree(
             list(self.results.values()), may_stop=self.run.is_logging_step
         )
@@ -341,7 +350,7 @@ class Training:
         self.hooks.call("on_agreement", self.run, agreed)
 
     def agree_to_stop(self) -> None:
-        """Set `stopping` now if a rank asks to stop. Every rank calls it."""
+        """Ask all ranks, and set `stopping` if one of them asks to stop. Every rank calls it."""
         self.stopping = self.consensus.agree_to_stop()
 
     def _request(self) -> Request:
@@ -358,7 +367,8 @@ class Training:
             self.run.event("run-ended")
 
     def close(self) -> None:
-        """Called at the end of the run, even after an error."""
+        """Call the hooks' `on_end` and remove lockstep's hooks from the models. Called at the end
+        of the run, even after an error."""
         try:
             self.hooks.call_every("on_end", self.run)
         finally:
