@@ -248,7 +248,7 @@ class ChunkedSequenceCut(SequenceCut):
 
 class _HasLeaves(Protocol):
     def tensors(self) -> list[Tensor]:
-        """Return the leaves of autograd's graph."""
+        """Return the leaves of autograd's graph that get the gradients of one parameter."""
 
 
 def _leaves_of_stage(
@@ -266,8 +266,9 @@ def _leaves_of_stage(
 
 
 def _with_leaves(arguments: Arguments) -> tuple[Arguments, list[Tensor]]:
-    """Replace the tensors in the arguments by new leaves of autograd's graph. Return the new
-    arguments and the leaves."""
+    """Replace the tensors in a stage's arguments, which come from the previous stage, by new leaves
+    of autograd's graph, so that the gradients of each chunk can be computed by themselves. Return
+    the new arguments and the leaves."""
     tensors = tensors_in(arguments)
     leaves = [each.detach().requires_grad_(each.requires_grad) for each in tensors]
     arrived = iter(received_inputs(tuple(leaves)))

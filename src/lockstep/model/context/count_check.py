@@ -56,11 +56,11 @@ def check_counts(
     tokens_of: Callable[[Any], TriedTokens],
     worlds: Sequence[World],
 ) -> None:
-    """Compute the first microbatch of a step in which forwards on different ranks have read
-    different counts of tokens again, raise if the counts change the model's output, and else add
-    these counts to `known`. Every rank of `worlds` calls it, with its own `step`. `tokens_of`: (the
-    model's arguments for a microbatch) -> its tokens. Raises `RecipeError`, the same on all
-    ranks."""
+    """Compute again the first microbatch of a step in which forwards on different ranks have read
+    different counts of tokens. If the output does not depend on them, add these counts to `known`.
+    Every rank of `worlds` calls it, with its own `step`. `tokens_of`: (the model's arguments for a
+    microbatch) -> its tokens. Raises `RecipeError`, the same on all ranks, if the output depends on
+    the counts."""
     mine = [[microbatch, noted_to_json(noted)] for microbatch, noted in step.noted.items()]
     everyone = gather_over(mine, worlds)
     difference = first_different_counts(

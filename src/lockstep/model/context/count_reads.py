@@ -40,7 +40,7 @@ class Counts(NamedTuple):
     low: float
     high: float
     digest: str
-    """The digest of all these counts, in order."""
+    """The digest of all counts that the line has read in this forward, in order."""
 
     @property
     def text(self) -> str:
@@ -222,7 +222,8 @@ def noted_to_json(noted: Noted) -> list[Any]:
 
 
 def noted_from_json(rows: Iterable[Any]) -> Noted:
-    """Return the recorded counts. `rows`: concatenated results of `noted_to_json`."""
+    """Return the counts that `noted_to_json` has converted. `rows`: its results, of one or several
+    ranks, concatenated."""
     return {
         Place(*place): {line: Counts(*each) for line, each in counts.items()}
         for *place, counts in rows

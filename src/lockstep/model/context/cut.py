@@ -258,7 +258,8 @@ class SequenceCut:
 
     @property
     def hides_tokens(self) -> bool:
-        """True if a token must not attend to some of this rank's tokens."""
+        """True if attention needs more than a causal mask: a rank has only some of the tokens, or
+        the recipe has documents."""
         return self._world.size > 1 or self._sequence.documents is not None
 
     @property
@@ -279,7 +280,8 @@ class SequenceCut:
 
     @property
     def is_checked(self) -> bool:
-        """True after `check` in the model's mode, training or evaluation."""
+        """True if `check` has been called in the mode in which the model is now, training or
+        evaluation."""
         return self._model.training in self._checked
 
     def check(self, arguments: Any, loss: LossFunction, batch: Any) -> None:

@@ -77,7 +77,8 @@ def check_model(call: Call, arguments: Any, documents: Documents) -> Any:
 
 
 def tried_tokens(documents: Documents) -> int:
-    """Return the number of tokens in the row with which a model of these documents is tried."""
+    """Return the number of tokens in the row of two documents with which `check_model` tries the
+    model."""
     return 2 * min(documents.tokens // 2, MOST_TOKENS)
 
 

@@ -37,8 +37,9 @@ class Documents:
     @classmethod
     def of(cls, ids: Any, device: torch.device) -> Documents:
         """Return the documents that the result of `Sequence.documents` describes: the id of each
-        token's document, or `PADDING`, of shape (samples, tokens). Raises `DataError`; on an
-        accelerator, the order of ids is asserted on the device, without waiting for it."""
+        token's document, or `PADDING`, of shape (samples, tokens). Raises `DataError` if ids are
+        not in order along a row. On an accelerator, the order is asserted on the device instead, so
+        that the host does not wait."""
         ids = _checked(ids).to(device).long()
         # padding comes last
         order = torch.where(ids == PADDING, torch.iinfo(torch.long).max, ids)

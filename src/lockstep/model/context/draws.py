@@ -83,8 +83,9 @@ def sizes_of(args: Sequence[Any], keywords: dict[str, Any]) -> list[int]:
 
 
 def seeded_chunks(chunks: Sequence[int], device: torch.device) -> Iterator[int]:
-    """Yield the index of each chunk, with the default generators (also of `device`) seeded for it.
-    At the end, generators are as if one number had been drawn. Exhaust the iterator."""
+    """Yield 0, 1, ... for the chunks in `chunks`, each time with the default generators (also of
+    `device`) seeded for this chunk. At the end, the generators are in the state that they have
+    after one number is drawn. The caller must exhaust the iterator."""
     with disable_current_modes():
         number = int(torch.empty((), dtype=torch.int64).random_())
     generators = accelerator.generators_of([device])

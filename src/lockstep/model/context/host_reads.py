@@ -32,7 +32,7 @@ from lockstep.model.context.part_digests import PartDigests
 from lockstep.model.host_values import ARRAYS, READS, functions_named
 
 MOST_NAMED = 1000
-"""Largest number of the numbers read in a forward that are kept, so that an error can name the line
+"""At most so many of the numbers that a forward reads are kept, so that an error can name the line
 that reads them."""
 _COUNT = "_lockstep_count"
 """Attribute that is set on tensors that hold a count of tokens."""

@@ -63,7 +63,7 @@ class BatchCut(NamedTuple):
 
     layout: TokenLayout
     dim: int
-    """The dim of the tokens."""
+    """The dim along which tokens are."""
     known: Sequence[bool]
     """For each of the batch's tensors, True if it has a dim of tokens."""
 

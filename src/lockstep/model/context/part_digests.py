@@ -54,5 +54,5 @@ class PartDigests:
         return numbers
 
     def clear(self) -> None:
-        """Forget the digests of a step."""
+        """Forget the digests that were added since the previous step."""
         self._sums = [0.0] * BITS

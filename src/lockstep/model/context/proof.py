@@ -138,11 +138,13 @@ class Provers:
         return flag
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the JSON values of all ranks."""
+        """Return the values that all ranks along `worlds` have passed. `value`: this rank's, which
+        must be of JSON types."""
         return gather_over(value, self.worlds)
 
     def raise_on_all_ranks(self, compute: Callable[[], T]) -> T:
-        """Return `compute()`. If it fails on any rank, every rank raises."""
+        """Return `compute()`. If it fails on any rank along `worlds`, every rank raises. Every rank
+        calls it."""
         result: Any = None
         failure: Exception | None = None
         try:
@@ -159,7 +161,8 @@ class Provers:
 
 
 def gather_over(value: Any, worlds: Iterable[World]) -> list[Any]:
-    """Return the JSON values of all ranks of several worlds."""
+    """Return the values that all ranks along several axes have passed. Every rank calls it.
+    `value`: this rank's, which must be of JSON types."""
     values = [value]
     for world in worlds:
         values = [each for theirs in world.gather_values(values) for each in theirs]

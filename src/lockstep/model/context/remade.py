@@ -42,7 +42,8 @@ class Remade:
         self._copies[storage_address(tensor.untyped_storage())] = copy
 
     def drop(self, tensor: Tensor) -> None:
-        """Free an added tensor, unless other code still needs it in the forward."""
+        """Drop the reference to a tensor that was added, so that its memory is freed unless other
+        code still needs it in the forward."""
         self._sources.pop(storage_address(tensor.untyped_storage())).release()
 
     def __enter__(self) -> None:
@@ -78,7 +79,8 @@ class Remade:
 
 
 class Source:
-    """A tensor that can be made again, and the number of saved views that still need it."""
+    """A tensor that the backward can compute again, and the number of its saved views that still
+    need it."""
 
     def __init__(self, make: Make, tensor: Tensor) -> None:
         self._make = make
@@ -102,7 +104,7 @@ class Source:
 
 
 class _Saved:
-    """A saved view of a tensor that is made again."""
+    """Saved by autograd in place of a view of a tensor that the backward computes again."""
 
     def __init__(self, source: Source, view: Tensor) -> None:
         source.saved += 1
@@ -114,7 +116,8 @@ class _Saved:
 
 
 class _Other:
-    """A saved tensor that was not added (yet): a copy may be added later in the forward."""
+    """Saved by autograd in place of a tensor that was not added to a `Remade` (yet): a copy may be
+    added later in the forward."""
 
     def __init__(self, tensor: Tensor, hooks: tuple[Any, Any] | None) -> None:
         self._packed: Any = tensor
@@ -122,8 +125,8 @@ class _Other:
         self._outer = hooks
 
     def pack(self, copies: dict[int, Tensor], sources: dict[int, Source]) -> None:
-        """Save the copy if there is one, nothing if the tensor is made again, else what the
-        surrounding hooks return."""
+        """Save the tensor's copy if there is one in `copies`, nothing if its memory is in `sources`
+        (it is computed again), else what the surrounding saved-tensor hooks return."""
         tensor: Tensor = self._packed
         copy = copies.get(storage_address(tensor.untyped_storage()), tensor)
         if copy.shape == tensor.shape:

@@ -29,7 +29,8 @@ class StandIn:
         self._sums: Tensor
 
     def receive(self, gradient: Tensor, sums: Tensor) -> None:
-        """Store the gradient of the output, and the result of `sums_of` for all its tokens."""
+        """Store the gradient with respect to the attention's output, and the result of `sums_of`
+        for all of its tokens."""
         self._gradient, self._sums = gradient, sums
 
     def make(self) -> Tensor:
@@ -57,5 +58,5 @@ def sums_of(output: Tensor, gradient: Tensor) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums."""
+    """Return the dtype in which sums of values of `dtype` are computed: float32 at least."""
     return torch.promote_types(dtype, torch.float32)

@@ -99,7 +99,8 @@ def _takes_three(module: nn.Module) -> bool:
 
 
 def _count(name: str, module: nn.Module) -> int:
-    """Return the number of experts of a module. Raises `RecipeError`."""
+    """Return the number of experts of a module: the size of dim 0 of all of its parameters. Raises
+    `RecipeError` if the sizes differ."""
     if isinstance(module, nn.ModuleList):
         raise RecipeError(_refused_list(name, module))
     shapes = {each: tuple(tensor.shape) for each, tensor in module.named_parameters()}

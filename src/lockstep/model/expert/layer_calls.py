@@ -21,7 +21,7 @@ from lockstep.model.expert.dispatch import Dispatch
 
 
 class _RunningForward(threading.local):
-    """The forward of the model that runs in this thread."""
+    """The progress of the model's forward that runs in this thread."""
 
     next: int | None = None
     """Index of the layer that is expected next; None outside of a forward. (Recomputation calls

@@ -51,7 +51,8 @@ class Leaves:
         return [each for tensors in self._tensors.values() for each in tensors]
 
     def key_of(self, parameter: Tensor) -> Key | None:
-        """Return a parameter's key; None for a parameter of another module."""
+        """Return the module and the name under which this module of experts has the parameter; None
+        if it does not have it."""
         pairs = divided_parameters(self._module)
         return next((key for key, each in pairs if each is parameter), None)
 

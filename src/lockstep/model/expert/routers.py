@@ -51,7 +51,8 @@ class Choices:
     """The indices of the k experts that each token has chosen, (tokens, k), for each call of the
     module of experts."""
     places: Tensor | None = None
-    """The indices of this rank's tokens in the sequence, if ranks divide its tokens."""
+    """The positions of this rank's tokens in the sequence, if ranks divide its tokens, else
+    None."""
 
 
 def find_routers(

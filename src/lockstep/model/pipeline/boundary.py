@@ -66,7 +66,8 @@ class PipelineLoss:
     total: Tensor
     grad_output: Tensor
     record: Sequence[Tensor | float]
-    """Numbers that are sent to every rank, such as the value and the weight of the loss."""
+    """Numbers of this microbatch that `Pipeline.run` returns on every rank, such as the value and
+    the weight of the loss."""
 
 
 class StageTerm(NamedTuple):
@@ -101,8 +102,7 @@ class PipelineMicrobatch:
     """True if this pipeline computes a microbatch of another pipeline, to compare the gradients of
     both."""
     run: Run | None = None
-    """Calls a stage's forward for this microbatch. None: the stage's forward is called without a
-    context."""
+    """Calls a stage's forward for this microbatch. None: the stage's forward is called as it is."""
     before: Callable[[], object] = lambda: None
     """Called before each stage's forward, on its rank."""
     term: Callable[[], StageTerm | None] = lambda: None

@@ -178,8 +178,8 @@ class BoundaryDiscovery:
     def routes(
         self, microbatches: Sequence[PipelineMicrobatch], *, backward: bool
     ) -> list[list[Boundary]]:
-        """Return, for each microbatch, the boundaries after all stages except the last. Every rank
-        calls it."""
+        """Return, for each microbatch, the descriptions of what each stage except the last passes
+        to the next one. Every rank calls it."""
         keys = [(signature, backward) for signature in self._signatures(microbatches)]
         for index in self._undiscovered(keys):
             self._known[keys[index]] = self._discover(microbatches[index], backward)

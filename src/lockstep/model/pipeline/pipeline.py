@@ -249,8 +249,9 @@ class Pipeline:
         return SEVERAL_STAGES_A_RANK[schedule](stages, count, loss, scale_grads=False), stages
 
     def weights(self) -> list[list[nn.Parameter]]:
-        """The leaves of autograd in each of this rank's stages: the stage's parameters, except that
-        a leaf replaces a parameter that an earlier part of the model also has."""
+        """Return the tensors that get gradients in the backward of each of this rank's stages: the
+        stage's parameters, except that a leaf replaces a parameter that an earlier part of the
+        model also has."""
         seen: set[nn.Parameter] = set()
         leaves = []
         for stage, module in enumerate(self.modules):
