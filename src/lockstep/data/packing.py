@@ -1,9 +1,9 @@
-"""Packs documents of different lengths into rows of one length.
+"""Packs tokenized documents of different lengths into rows of one length.
 
-`TOGETHER` documents at a time are packed into rows of their own, by best-fit decreasing: the
-longest document first, each into the fullest row that has room for it. Documents keep their order
-in a row, and rows are in the order of their first documents. So only the lengths of the documents
-determine the rows.
+Groups of `TOGETHER` consecutive documents are packed, each group into rows of its own, by best-fit
+decreasing: the longest document first, each into the fullest row that has room for it. Documents
+keep their order in a row, and rows are in the order of their first documents. So only the lengths
+of the documents determine the rows.
 
 A document longer than a row is cut into pieces. To the model, each piece is a document. A piece
 begins with the last token of the piece before it, so that each token but the document's first is
@@ -31,8 +31,8 @@ from lockstep.recipe.data import PackedStream, Stream, check_dataset
 TOGETHER = 256
 """Number of documents that are packed as one group."""
 IGNORED_LABEL = -100
-"""The label of a token that no token predicts: the first token of a document, and padding at the
-end of a row."""
+"""The label of a token that is not to be predicted: the first token of a document, and padding at
+the end of a row."""
 NO_DOCUMENT = -1
 """The document id of the padding at the end of a row."""
 Integers = NDArray[np.int64]
@@ -43,14 +43,17 @@ PLAIN = (
 
 
 class Piece(NamedTuple):
-    """A document, or the part [start, stop) of one that is longer than a row."""
+    """A document, or a part of one that is longer than a row: its tokens [start, stop)."""
 
     document: int
+    """Index of the document in its group."""
     start: int
     stop: int
 
 
 class Document(NamedTuple):
+    """A tokenized document, with one label for each token (not shifted)."""
+
     tokens: Integers
     labels: Integers
 
@@ -59,13 +62,15 @@ class Document(NamedTuple):
 
 
 def pieces_of(document: int, tokens: int, length: int) -> list[Piece]:
-    """Cut a document into pieces of at most `length` tokens; none if it is empty."""
+    """Cut the document with index `document`, which has `tokens` tokens, into pieces of at most
+    `length` tokens; none if it is empty."""
     starts = range(0, max(tokens - 1, min(tokens, 1)), length - 1)
     return [Piece(document, start, min(start + length, tokens)) for start in starts]
 
 
 def packed_rows(lengths: Sequence[int], length: int) -> list[list[Piece]]:
-    """Pack one group of documents with these `lengths`."""
+    """Pack one group of documents into rows of `length` tokens, and return the pieces of documents
+    in each row. `lengths`: number of tokens of each document."""
     pieces = [
         piece
         for document, tokens in enumerate(lengths)
@@ -107,7 +112,8 @@ def row_of(documents: Sequence[Document], length: int) -> dict[str, Tensor]:
 
 
 def document_of(value: Any, name: str) -> Document:
-    """Read a document. Raises `DataError`."""
+    """Return the document in a sample of a dataset or stream. `name`: its name for errors. Raises
+    `DataError` if the sample is not a document of token ids."""
     labels = None
     tokens = value
     if isinstance(value, Mapping):
@@ -148,10 +154,12 @@ def _integers(value: Any, name: str) -> Integers:
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
-    """The documents of a map-style dataset, in rows."""
+    """A map-style dataset whose samples are rows, into which the documents of another map-style
+    dataset are packed."""
 
     def __init__(self, data: Any, length: int, lengths: Any) -> None:
-        """`lengths`: the number of tokens in each document. Raises `DataError`."""
+        """`data`: the documents. `length`: number of tokens of a row. `lengths`: number of tokens
+        in each document; None: ask the dataset, or read all documents. Raises `DataError`."""
         self._data, self._length = data, length
         self._lengths = self._checked(lengths)
         self._latest: tuple[int, list[list[Piece]]] = (-1, [])

@@ -1,4 +1,5 @@
-"""The position in a shard at which reading continues, for each kind of stream."""
+"""The position in a stream's shard at which reading continues, for each kind of stream. It is saved
+in checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from lockstep.recipe.data import Mixture, PackedStream, Stream
 
 
 class ShardPosition(NamedTuple):
-    """The position in a shard that `Stream.open` reads."""
+    """The position in a shard of a plain stream, which the user's `Stream.open` reads."""
 
     epoch: int = 0
     seen: int = 0
@@ -16,16 +17,20 @@ class ShardPosition(NamedTuple):
 
 
 class MixturePosition(NamedTuple):
+    """The position in a shard of a mixture of streams."""
+
     seen: int
-    """Number of the mixture's samples that were read."""
+    """Number of samples of the mixture's shard that were read."""
     streams: dict[str, Position]
-    """The position in each of its streams, by name."""
+    """Name of each of the mixture's streams -> position in its shard."""
 
 
 class PackedPosition(NamedTuple):
+    """The position in a shard of a stream whose documents are packed into rows."""
+
     documents: Position
-    """The position of the first document of the current group (documents that are packed
-    together)."""
+    """The position, in the stream of documents, of the first document of the current group
+    (documents that are packed together)."""
     rows: int
     """Number of the group's rows that were read."""
 
@@ -34,7 +39,8 @@ Position = ShardPosition | MixturePosition | PackedPosition
 
 
 def beginning(stream: Stream) -> Position:
-    """Return the position at the beginning of any shard."""
+    """Return the position at the beginning of a shard of the stream; it is the same for all
+    shards."""
     match stream.open:
         case Mixture(streams=streams):
             return MixturePosition(0, {name: beginning(each) for name, each in streams.items()})
@@ -45,7 +51,8 @@ def beginning(stream: Stream) -> Position:
 
 
 def position_in(value: Any) -> Position:
-    """Read a position from JSON. Raises `ValueError` or `TypeError`."""
+    """Return the position that a JSON value contains (a pair, as a checkpoint saves it). Raises
+    `ValueError` or `TypeError`."""
     first, second = value
     if isinstance(second, dict):
         return MixturePosition(
@@ -57,7 +64,8 @@ def position_in(value: Any) -> Position:
 
 
 def fits(position: Position, stream: Stream) -> bool:
-    """True if `position` is a position in a shard of this kind of stream."""
+    """True if `position` can be a position in a shard of `stream`: it is of the stream's kind and,
+    in a mixture, has the same streams."""
     match stream.open, position:
         case Mixture(streams=streams), MixturePosition(streams=positions):
             return streams.keys() == positions.keys() and all(

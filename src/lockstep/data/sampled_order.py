@@ -1,4 +1,5 @@
-"""The order of samples or batches that a user's sampler gives: a pure function of (epoch, seed)."""
+"""The order of samples or batches that a user's sampler gives. The sampler is a function (epoch,
+seed) -> indices, which must return the same indices each time."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from lockstep.keys import RandomStream, key
 
 Indices = NDArray[np.int64]
 EPOCH_STRIDE = 2**40
-"""Number of positions reserved for an epoch of batches, larger than any epoch's number of
-samples."""
+"""Number of positions reserved for an epoch under a batch sampler, whose epochs may have different
+numbers of samples. It is larger than any of these."""
 PURE = (
     "it is a function of epoch and seed alone, so that a resumed run has the same samples; draw"
     " from torch's or NumPy's default generators"
@@ -33,16 +34,17 @@ def _digest(*parts: Indices) -> str:
 
 
 class SampleOrder(ABC):
-    """The order that a user's sampler gives, which replaces `lockstep.order.Order`: position p is
-    at index p % `stride` of epoch p // `stride`. `samples`: length of the dataset. Every rank makes
-    one. Raises `DataError`."""
+    """The order in which a run takes the samples of a dataset, given by a user's sampler (it
+    replaces `lockstep.order.Order`). The sample at position p of the run is number p % `stride` of
+    epoch p // `stride`. `samples`: length of the dataset. Every rank makes one. Raises `DataError`
+    if the sampler returns something wrong."""
 
     digest: str
-    """The digest of epoch 0."""
+    """The digest of the indices of epoch 0, to compare ranks and a resumed run."""
     field: str
-    """Name of the sampler's field in the recipe."""
+    """Name of the recipe's field that has the sampler."""
     wants: str
-    """A description of what the sampler should return, for errors."""
+    """Text on the values that the sampler should return, for errors."""
 
     def __init__(self, sampler: Callable[[int, int], Any], seed: int, samples: int) -> None:
         self._sampler, self._seed, self._samples = sampler, seed, samples
@@ -50,14 +52,14 @@ class SampleOrder(ABC):
     @property
     @abstractmethod
     def stride(self) -> int:
-        """The number of positions reserved for an epoch."""
+        """The number of positions of the run that are reserved for an epoch."""
 
     @abstractmethod
     def indices(self, epoch: int) -> Indices:
-        """Return the samples of an epoch, in order."""
+        """Return the dataset indices of an epoch's samples, in order."""
 
     def samples(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Return the epoch and the sample index of each position."""
+        """Return, for each position of the run, the epoch and the dataset index of the sample."""
         epochs, offsets = np.divmod(positions, np.int64(self.stride))
         chosen = np.empty_like(offsets)
         for epoch in np.unique(epochs).tolist():
@@ -66,7 +68,8 @@ class SampleOrder(ABC):
         return epochs, chosen
 
     def _sampled(self, epoch: int) -> Any:
-        """Call the sampler with the default generators seeded by (seed, epoch)."""
+        """Return the result of the user's sampler for an epoch. The default random generators are
+        seeded by (seed, epoch) before the call, and restored after it."""
         with PreservedGenerators():
             seed_generators(key(self._seed, RandomStream.SAMPLER, epoch), CPU)
             return self._sampler(epoch, self._seed)
@@ -92,7 +95,7 @@ class SampleOrder(ABC):
 
 
 class SampledOrder(SampleOrder):
-    """The order of `Recipe.sampler`."""
+    """The order of samples that `Recipe.sampler` gives."""
 
     field = "sampler"
     wants = "it returns the indices of an epoch's samples, in order"
@@ -126,14 +129,17 @@ class SampledOrder(SampleOrder):
 
 
 class _Epoch(NamedTuple):
+    """The result of a batch sampler for one epoch."""
+
     indices: Indices
-    """The indices of all microbatches, concatenated."""
+    """The dataset indices of the samples of all microbatches, concatenated."""
     batches: list[list[tuple[int, int]]]
-    """For each batch, the spans of its microbatches in `indices`."""
+    """For each global batch, the span [start, stop) in `indices` of each of its microbatches."""
 
 
 class BatchOrder(SampleOrder):
-    """The order of `Recipe.batch_sampler`."""
+    """The order of samples, and their division into global batches and microbatches, that
+    `Recipe.batch_sampler` gives."""
 
     field = "batch_sampler"
     wants = BATCHES
@@ -156,13 +162,14 @@ class BatchOrder(SampleOrder):
             raise self._error(0, f"returned other batches the second time; {PURE}")
 
     def span(self, step: int) -> tuple[int, int]:
-        """Return the positions of a step's global batch."""
+        """Return the positions [start, stop) in the run of a step's global batch."""
         epoch, batch = divmod(step, self.batches)
         spans = self.epoch(epoch).batches[batch]
         return epoch * EPOCH_STRIDE + spans[0][0], epoch * EPOCH_STRIDE + spans[-1][1]
 
     def microbatches(self, step: int) -> list[tuple[int, int]]:
-        """Return the span of each microbatch in a step's global batch."""
+        """Return the span [start, stop) of each microbatch of a step, counted from the first sample
+        of the step's global batch."""
         epoch, batch = divmod(step, self.batches)
         spans = self.epoch(epoch).batches[batch]
         return [(start - spans[0][0], stop - spans[0][0]) for start, stop in spans]
@@ -205,7 +212,8 @@ def order_of(
     seed: int,
     samples: int,
 ) -> SampleOrder | None:
-    """Return the order that a recipe's sampler gives; None if the recipe has no sampler."""
+    """Return the order that a recipe's sampler or batch sampler gives; None if the recipe has
+    neither. `samples`: length of the dataset."""
     if sampler is not None:
         return SampledOrder(sampler, seed, samples)
     return None if batch_sampler is None else BatchOrder(batch_sampler, seed, samples)

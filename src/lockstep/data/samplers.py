@@ -1,5 +1,5 @@
 """Samplers for `Recipe.sampler` and `Recipe.batch_sampler`: weighted, balanced, mixtures, batches
-by length. Pure."""
+by length. Each is a pure function of (epoch, seed)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lockstep.order import Order, hashed
 Sampler = Callable[[int, int], NDArray[np.int64]]
 BatchSampler = Callable[[int, int], list[list[NDArray[np.int64]]]]
 LENGTH_GROWTH = 1.1
-"""Largest ratio of the longest sample in a bucket to the shortest one; one token more is always
-allowed."""
+"""In `by_length`, the largest ratio of the lengths of the longest and the shortest sample in a
+bucket; a difference of one token is always allowed."""
 
 
 def weighted(
@@ -148,12 +148,12 @@ def _buckets(lengths: NDArray[Any]) -> list[NDArray[np.int64]]:
 
 
 def _places(length: int, count: int, seed: int, first: int) -> NDArray[np.int64]:
-    """Return the samples at `count` positions from `first` on, in the keyed order of `length`
-    samples."""
+    """Return the sample indices at `count` consecutive positions from `first` on, in the shuffled
+    order that `seed` gives to `length` samples in each epoch."""
     return Order(length, seed).samples(np.arange(first, first + count))[1]
 
 
 def _uniform(count: int, seed: int, epoch: int) -> NDArray[np.float64]:
-    """Return keyed random numbers in [0, 1)."""
+    """Return `count` random numbers in [0, 1), which depend only on `seed` and `epoch`."""
     bits = hashed(np.arange(count), key(seed, RandomStream.SAMPLER, epoch)) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53

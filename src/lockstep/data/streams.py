@@ -1,10 +1,11 @@
-"""Streams: a shard's samples in the run's order, and microbatches of them.
+"""Reads a stream (`ls.Stream`): yields the samples of each of its shards in the run's order, and
+makes microbatches of them.
 
-With windows of W samples, position p of an epoch is in window p // W, and each window has its own
-keyed permutation. So (epoch, position) is the whole state of a shard, and a resumed run reads only
-one window again. The state of a mixture's shard consists of the states of its streams. The state of
-a shard of packed documents is the state before the current group of documents, and the number of
-the group's rows that were read.
+Samples are shuffled within windows of W consecutive samples: position p of an epoch is in window p
+// W, and the permutation of each window is derived from the seed. So (epoch, position) is the whole
+state of a shard, and a resumed run reads only one window again. The state of a shard of a mixture
+of streams consists of the states of these streams. The state of a shard of packed documents is the
+state before the current group of documents, and the number of the group's rows that were read.
 """
 
 from __future__ import annotations
@@ -34,16 +35,18 @@ from lockstep.order import Order, hashed
 from lockstep.recipe.data import Mixture, PackedStream, Stream
 
 BLOCK = 1024
-"""Number of consecutive positions of a mixture among which each stream has its share."""
+"""Number of consecutive samples of a mixture of streams to which each stream contributes in
+proportion to its weight."""
 
 
 class SampleName(NamedTuple):
-    """The position of a sample in the data; for a row, the position of its first document."""
+    """The place of a sample in a stream, for errors and reports. For a row of packed documents, the
+    place of its first document."""
 
     number: int
-    """Index in the shard."""
+    """Index of the sample in its shard."""
     place: str
-    """The shard and, in a mixture, the stream."""
+    """The shard and, in a mixture, the stream: "shard 0 of 'web'"."""
     epoch: int
 
     def __str__(self) -> str:
@@ -51,19 +54,21 @@ class SampleName(NamedTuple):
 
 
 class Sample(NamedTuple):
+    """A sample of a shard, with its place."""
+
     name: SampleName
     value: Any
     after: Position
-    """The shard's position after this sample."""
+    """The position in the shard after this sample."""
 
 
 class Origin(NamedTuple):
-    """The samples of a microbatch from a stream."""
+    """The places of the samples of a microbatch that was read from a stream."""
 
     shard: int
     samples: list[SampleName]
     after: Position
-    """The shard's position after the microbatch."""
+    """The position in the shard after the microbatch, from which a resumed run continues."""
 
     def __str__(self) -> str:
         parts = [
@@ -79,7 +84,8 @@ class Origin(NamedTuple):
 
 
 class StreamFetcher:
-    """Fetches microbatches: `fetcher[request]`. It must get all requests for a shard, in order."""
+    """Fetches microbatches of a stream by `fetcher[request]`. One fetcher must get all requests for
+    a shard, in order."""
 
     seeds = True
 
@@ -94,8 +100,8 @@ class StreamFetcher:
     def __getitem__(
         self, request: ShardRequest | DigestRequest | None
     ) -> tuple[Any, Origin] | Digests | None:
-        """Return the batch and its origin, or `Digests`; None if the request is None. Raises
-        `DataError`, and any error of the stream or of `collate`."""
+        """Return the batch and its `Origin` for a `ShardRequest`, `Digests` for a `DigestRequest`,
+        and None for None. Raises `DataError`, and any error of the stream or of `collate`."""
         if request is None:
             return None
         if isinstance(request, DigestRequest):
@@ -112,7 +118,8 @@ class StreamFetcher:
         ), origin
 
     def _digests(self, *, again: bool) -> Digests:
-        """Return digests of the first sample of shard 0. Only one machine may have that shard."""
+        """Return digests of the first sample of shard 0; in a mixture, of each stream's. That shard
+        may be on one machine only: where it cannot be read, the result names the error instead."""
         first = {"the first sample of shard 0": (self._stream, self._seed)}
         if isinstance(mixture := self._stream.open, Mixture):
             first = {
@@ -135,7 +142,7 @@ class StreamFetcher:
             return Digests([], None, unread=f"{name} ({type(error).__name__}: {error})")
 
     def _collated(self) -> Any:
-        """Return a batch of the first samples of shard 0."""
+        """Return a batch of the first samples of shard 0, made by the user's `collate`."""
         taken = list(islice(_unordered(self._stream, 0, self._seed), COLLATED))
         request = ShardRequest(0, 0, (False,), 0, len(taken), None)
         return batch_of(
@@ -153,9 +160,9 @@ class StreamFetcher:
 def shard_samples(
     stream: Stream, shard: int, *, seed: int, begin: Position, called: str = ""
 ) -> Iterator[Sample]:
-    """Yield a shard's samples from a position on, without an end. `called`: the name of the stream
-    in a mixture, after a space. Raises `DataError` if an epoch has no sample, or ends before
-    samples that were read earlier, and any error of the stream."""
+    """Yield a shard's samples from position `begin` on, epoch after epoch, without an end.
+    `called`: text for errors: in a mixture, a space and the stream's name. Raises `DataError` if an
+    epoch has no sample, or ends before the position `begin`, and any error of the stream."""
     match stream.open, begin:
         case Mixture() as mixture, MixturePosition():
             return _mixed(mixture, shard, seed, begin, called)
@@ -169,7 +176,8 @@ def shard_samples(
 def _in_windows(
     stream: Stream, shard: int, seed: int, begin: ShardPosition, called: str
 ) -> Iterator[Sample]:
-    """Yield epoch after epoch, with one window in memory."""
+    """Yield the samples of a shard of a plain stream, shuffled within windows, epoch after epoch.
+    One window is in memory at a time."""
     epoch, position = begin
     place = _place(shard, called)
     while True:
@@ -201,8 +209,8 @@ def _in_windows(
 def _mixed(
     mixture: Mixture, shard: int, seed: int, begin: MixturePosition, called: str
 ) -> Iterator[Sample]:
-    """Yield samples of the streams in turn. All streams are opened first, so that an empty one
-    raises at once."""
+    """Yield the samples of a mixture's shard: for each sample, a stream is chosen according to the
+    weights. All streams are opened first, so that an empty one raises at once."""
     positions = dict(begin.streams)
     names = list(mixture.streams)
     opened: list[Iterator[Sample]] = []
@@ -226,8 +234,9 @@ def _mixed(
 
 
 def chosen_streams(weights: NDArray[np.float64], seed: int) -> list[int]:
-    """Return the stream of each position of a block, in a keyed order. Each stream occurs as often
-    as its share of the block, rounded up or down."""
+    """Return, for each of `BLOCK` consecutive samples of a mixture, the index of the stream that it
+    comes from, in an order that is derived from `seed`. Each stream occurs in proportion to its
+    weight, rounded up or down."""
     places = Order(BLOCK, seed).samples(np.arange(BLOCK))[1]
     offset = (hashed(np.zeros(1, np.int64), seed) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     bounds = np.cumsum(weights / weights.sum())[:-1]
@@ -238,7 +247,8 @@ def chosen_streams(weights: NDArray[np.float64], seed: int) -> list[int]:
 def _packed(
     packed: PackedStream, shard: int, seed: int, begin: PackedPosition, called: str
 ) -> Iterator[Sample]:
-    """Yield rows, with the documents that are packed together in memory."""
+    """Yield the rows of a shard of packed documents. The documents that are packed as one group are
+    in memory at a time."""
     position, given = begin
     samples = shard_samples(packed.stream, shard, seed=seed, begin=position, called=called)
     while True:
@@ -264,7 +274,9 @@ def _packed(
 def _rows_of(
     values: Sequence[Any], length: int, names: Sequence[str]
 ) -> list[tuple[int, dict[str, Tensor]]]:
-    """Pack a group of documents. Returns (index of the row's first document, row) for each row."""
+    """Pack a group of documents into rows of `length` tokens. Returns (index of the row's first
+    document in the group, row) for each row. `values`, `names`: the documents, and their names for
+    errors."""
     documents = list(map(document_of, values, names))
     rows = packed_rows([len(document.tokens) for document in documents], length)
     return [
@@ -277,7 +289,8 @@ def _rows_of(
 
 
 def _unordered(stream: Stream, shard: int, seed: int) -> Iterator[Any]:
-    """Yield some values from the beginning of a shard, in any order, for digests."""
+    """Yield samples from the beginning of a shard, not in the run's order, for digests that ranks
+    compare."""
     match stream.open:
         case Mixture(streams=streams):
             opened = [
@@ -295,7 +308,8 @@ def _unordered(stream: Stream, shard: int, seed: int) -> Iterator[Any]:
 
 
 def _seed_of_stream(seed: int, name: str) -> int:
-    """Return the seed of one stream of a mixture. It does not depend on the other streams."""
+    """Return the seed of the stream `name` of a mixture. `seed`: the mixture's seed. The result
+    does not depend on the mixture's other streams."""
     hashed_name = blake2b(name.encode(), digest_size=8).digest()
     return key(seed, RandomStream.MIXTURE, int.from_bytes(hashed_name, "big"))
 
@@ -314,7 +328,8 @@ def _place(shard: int, called: str) -> str:
 def _opened(
     stream: Stream, shard: int, seed: int, epoch: int, start: int, called: str = ""
 ) -> Iterator[Any]:
-    """Yield one epoch of samples in the shard's order, with generators seeded for each sample."""
+    """Yield the samples of one epoch of a shard, from index `start` on, in the order in which
+    `Stream.open` returns them. The default random generators are seeded before each sample."""
     seed_generators(key(seed, RandomStream.SAMPLE, epoch, shard), CPU)
     number = start
     try:

@@ -1,4 +1,4 @@
-"""Loader workers: processes that fetch microbatches ahead of time."""
+"""Loader workers: processes that fetch microbatches ahead of time for the training process."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from lockstep.data.fetch import Fetcher
 from lockstep.data.streams import StreamFetcher
 
 _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
-"""The longest path of a socket that the system's `sockaddr_un` can hold."""
+"""Largest number of bytes in the path of a Unix socket that the system's `sockaddr_un` can hold."""
 _FOLDER = "pymp-"
-"""The prefix that multiprocessing gives to a folder for sockets."""
+"""The prefix that multiprocessing gives to the name of a folder for sockets."""
 REST_SECONDS = 0.01
-"""Sleep before a fork, so that Gloo's threads, which finish shortly after a collective, are done. A
-thread that frees a tensor holds one of Python's locks without the GIL; a child that is forked at
-that moment hangs in Python 3.11.7 (python/cpython#112275). Without the sleep, this happens to one
-worker in a few hundred."""
+"""Sleep before the workers are forked, so that Gloo's threads, which finish shortly after a
+collective, are done. A thread that frees a tensor holds one of Python's locks without the GIL; a
+child that is forked at that moment hangs in Python 3.11.7 (python/cpython#112275). Without the
+sleep, this happens to one worker in a few hundred."""
 LATER_SECONDS = 30
-"""Seconds after SIGTERM after which a worker ends."""
+"""Seconds after SIGTERM after which a worker process ends."""
 
 
 class LoaderWorkers:
@@ -48,8 +48,8 @@ class LoaderWorkers:
     def __init__(
         self, fetcher: Fetcher | StreamFetcher, count: int, *, pinned: bool, prefetch: int = 2
     ) -> None:
-        """`prefetch`: number of microbatches that each process fetches ahead. Raises
-        `LaunchError`."""
+        """`pinned`: True to copy batches to pinned memory. `prefetch`: number of microbatches that
+        each process fetches ahead. Raises `LaunchError` if the workers cannot have sockets."""
         self._folder = _new_folder()
         self._current = _Current()
         self._loader = DataLoader(
@@ -70,8 +70,9 @@ class LoaderWorkers:
         self._batches: Any = None
 
     def fetch(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of `requests`, which are read ahead. Ends the previous call. Raises a
-        worker's exception, with the worker's traceback as its cause."""
+        """Yield the results of the fetcher for `requests`, in order; requests are read ahead. A
+        call ends the previous one. Raises a worker's exception, with the worker's traceback as its
+        cause."""
         self._current.requests = requests
         if self._batches is None:
             time.sleep(REST_SECONDS)
@@ -112,11 +113,12 @@ class LoaderWorkers:
 
 @dataclass(frozen=True, slots=True)
 class WorkerException:
-    """A worker's exception on its way to the training process, with its traceback. `error`: the
-    pickled exception; None if it cannot be pickled."""
+    """A worker's exception, as it is sent to the training process."""
 
     error: bytes | None
+    """The pickled exception; None if it cannot be pickled."""
     text: str
+    """The exception's traceback."""
 
     @classmethod
     def of(cls, error: Exception) -> WorkerException:
@@ -135,7 +137,8 @@ class WorkerException:
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception in another process, as its cause."""
+    """The cause of an exception that another process has raised: it shows that process's
+    traceback."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -153,7 +156,8 @@ class _Task(Dataset[Any]):
 
 
 class _Current:
-    """The sampler of a DataLoader with persistent workers: yields the current requests."""
+    """The sampler of the workers' DataLoader: yields the requests of the current `fetch`, while the
+    DataLoader and its worker processes persist."""
 
     def __init__(self) -> None:
         self.requests: Iterable[Any] = ()
@@ -183,13 +187,13 @@ def _new_folder() -> str:
 
 
 def _set_up(folder: str, parent: int, worker: int) -> None:
-    """Set up a worker.
+    """Set up a worker process. `parent`: process id of the training process.
 
     The worker's sockets are in `folder`, which the training process removes. The kernel kills the
     worker together with the training process, because the worker holds copies of sockets on which
-    peers wait. After SIGTERM it continues for `LATER_SECONDS`, so that the step can end. It ends if
-    a batch cannot be sent: the queue would just skip the batch, and the training process would wait
-    for ever.
+    other ranks wait. After SIGTERM the worker continues for `LATER_SECONDS`, so that the training
+    step can end. It ends if a batch cannot be sent: the queue would just skip the batch, and the
+    training process would wait for ever.
     """
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     die_with_parent(parent)
