@@ -184,8 +184,8 @@ def _gradients(
     pairs: Sequence[Sequence[tuple[Tensor, Tensor]]], inputs: ChunkInputs
 ) -> list[Tensor | None]:
     """Return the gradients with respect to the received tensors, then those with respect to the
-    parameters, summed over all chunks. `pairs`: for each of this process's chunks, pairs of an
-    output and the gradient with respect to it."""
+    parameters; only the latter are summed over all chunks. `pairs`: for each of this process's
+    chunks, pairs of an output and the gradient with respect to it."""
     axis, parameters = inputs.axis, inputs.parameters
     sums = [LeavesInAnyOrder(torch.add, count=axis.size) for _ in parameters]
     own, threads, keeps = axis.own_share, axis.threads, keeps_graph() and not inputs.in_two

@@ -101,8 +101,8 @@ def divide_experts(
     `world`: the axis `expert`. `exchange`: its `is_dummy` tells if the microbatch is a dummy.
     `roots`: names of the modules that are called one after another in a forward (a pipeline's
     parts); "" for the model. `materialize`: called with each module before it is divided, to
-    allocate its parameters. Returns the `Leaves` of each module with bitwise numerics, else an
-    empty list."""
+    replace parameters on the meta device by their initial values. Returns the `Leaves` of each
+    module with bitwise numerics, else an empty list."""
     proved: set[tuple[object, ...]] = set()
     leaves: list[Leaves] = []
     layers = []
