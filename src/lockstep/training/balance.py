@@ -121,7 +121,8 @@ class ExpertBalance:
 
     def counts_of_f(self, microbatch: int) -> dict[str, list[int]]:
         """Return, for each layer on this rank, the number of tokens of each expert from which a
-        microbatch's balance loss computed f. Empty without a balance loss. Waits for the device."""
+        microbatch's balance loss computed f, the fraction of tokens that chose each expert. Empty
+        without a balance loss. Waits for the device."""
         loads = self._of_f.get(microbatch, {})
         return {name: load[:-MORE].tolist() for name, load in loads.items()}
 
@@ -413,8 +414,8 @@ class ExpertBalance:
                 )
 
     def commit(self, *, applied: bool | Tensor) -> None:
-        """Update the routers' biases, and keep the loads for the next step, if the step was
-        applied."""
+        """Update the routers' biases, and keep the loads for the next step, if the step updated the
+        model. `applied`: True if it did; a tensor if only the device knows."""
         gate = torch.as_tensor(applied, device=self.loads.device)
         self._idle = torch.where(self.loads > 0, 0, self._idle + 1)
         self._previous = torch.where(gate, self.loads, self._previous)

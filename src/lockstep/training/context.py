@@ -63,7 +63,7 @@ class Overrides:
     precision: Precision | None = None
     gradient_compression: str | None = None
     microbatch: int | None = None  # samples
-    # called with each model that a factory returns
+    # called with each model that a script's factory returns, before it is parallelized
     change_model: Callable[[nn.Module], None] | None = None
     change_loaded: Callable[[nn.Module], None] | None = None
     """Called with each model after pretrained weights were loaded into it."""

@@ -64,7 +64,7 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Evaluator:
-    """One of a recipe's evaluations, on one rank."""
+    """Computes the loss and the metrics of one of a recipe's evaluations, on one rank."""
 
     recipe: Recipe
     evaluation: Evaluation

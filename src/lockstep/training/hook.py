@@ -75,9 +75,9 @@ class ControlHook(Hook):
         """Before the first step of a loop of steps, and after a checkpoint was loaded."""
 
     def on_recomputation(self, run: Run, found: Recomputation) -> None:
-        """In a step in which ranks have recomputed each other's microbatches, after the gradients
-        were summed over ranks and before they are used. `found`: the checksums of the microbatches'
-        gradients."""
+        """Called in a step in which ranks have recomputed each other's microbatches, after the
+        gradients were summed over ranks and before they are used. `found`: the checksums of the
+        microbatches' gradients."""
 
     def between_steps(self, run: Run) -> None:
         """After each step, after all hooks' `after_step`."""

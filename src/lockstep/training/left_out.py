@@ -17,8 +17,8 @@ _PIECE = 1 << 20
 
 
 class LeftOut:
-    """The tensors of a model that neither its state dict nor an optimizer holds. Once such a tensor
-    has changed, it belongs to the run's state."""
+    """The tensors of a model that neither its state dict nor an optimizer holds. Such a tensor is
+    saved in checkpoints once it has changed."""
 
     def __init__(self, model: nn.Module, held: Collection[str]) -> None:
         """`held`: names of parameters that an optimizer holds. Made on every rank before a

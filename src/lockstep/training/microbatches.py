@@ -1,5 +1,5 @@
-"""The microbatches of each step: samples of a dataset in its keyed order, samples of a stream, or
-(without data) ranges of indices."""
+"""The microbatches of each step: samples of a dataset in the order that the seed determines,
+samples of a stream, or (without data) ranges of indices."""
 
 from __future__ import annotations
 
@@ -389,8 +389,8 @@ class Microbatches:
         """Name of each loss term -> the denominator of its mean over the global batch. None without
         a weight function."""
         self.positions = None if positions is None else dict(positions)
-        """Positions after the step of the stream shards that this rank reads, once all microbatches
-        are fetched."""
+        """Stream shard that this rank reads -> the position in it after the step, once all
+        microbatches are fetched. None for other data."""
         self.recomputed = batching.recomputed(step, self.count)
         """The microbatches whose gradients several ranks compute, to compare them. Empty in most
         steps."""

@@ -231,10 +231,10 @@ class Recovery:
         self._reached = -1
         self._hooks_before: Mapping[str, HookState] = {}
         self.times = 0
-        """Number of recoveries of this process."""
+        """Number of recoveries in place that this process has been through."""
 
     def begin(self) -> None:
-        """Called each time before the run is opened."""
+        """Prepare this process to open the run, at first and after each loss of a process."""
         self._is_restored = False
         prepare_process()
         self._rejoin.announce(self._too_late)
@@ -402,7 +402,8 @@ class Recovery:
         self._rejoin.refuse(str(error))
 
     def close(self, *, failed: bool) -> None:
-        """Called when the training has ended on this process."""
+        """Tell the launcher that the training has ended on this process. `failed`: True if by an
+        error."""
         self._rejoin.close(failed=failed)
 
     def _hold(self, run: Run | None) -> int | str:

@@ -362,7 +362,8 @@ def _check_bitwise_sequence(plan: Plan, sequence: RecipeSequence | None) -> None
 
 
 def resolved(plan: Plan, world_size: int) -> str:
-    """Return the plan as text, resolved for `world_size` if possible."""
+    """Return the plan as text: with its `auto` sizes replaced for `world_size` processes if the
+    plan fits them, else as it is."""
     try:
         return str(plan.resolve(world_size))
     except PlanError:
@@ -456,8 +457,9 @@ def check_same_code(everyone: Sequence[Digests]) -> None:
 def set_up_computation(
     plan: Plan, world: World, threads: int, stack: ExitStack
 ) -> list[Remark | None]:
-    """Set threads and determinism until `stack` closes. `threads`: used if the plan has none.
-    Returns remarks on features that the device lacks. Raises `PlanError`."""
+    """Set the number of threads and torch's determinism until `stack` closes. `threads`: the number
+    if the plan gives none. Returns remarks on features that the device lacks. Raises
+    `PlanError`."""
     bitwise = plan.numerics == "bitwise"
     pinned = bitwise and (world.device.type == "cpu" or plan.offload)
     if pinned and plan.threads not in (None, "auto", 1):
@@ -513,8 +515,8 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
 
 def expand_segments(device: torch.device, environ: Mapping[str, str]) -> Remark | None:
     """Make torch's GPU allocator use expandable segments, against fragmentation, unless the user
-    has settings. Returns a remark if the device cannot: on some virtual GPUs, WSL and gVisor, every
-    allocation would fail."""
+    has set the allocator's environment variable. Returns a remark if the device cannot use them: on
+    some virtual GPUs, WSL and gVisor, every allocation would fail."""
     if any(name in environ for name in OWN_GPU_SETTINGS) or not set_allocator_settings(
         "expandable_segments:True"
     ):
@@ -526,9 +528,9 @@ def expand_segments(device: torch.device, environ: Mapping[str, str]) -> Remark 
 
 
 def cublas_workspace(environ: MutableMapping[str, str]) -> Remark | None:
-    """Set the workspace with which cuBLAS is deterministic, if `import lockstep` did not. Then
-    returns a remark, because torch reads the setting at the first matrix product, which may be
-    over."""
+    """Set the workspace size with which cuBLAS is deterministic, if `import lockstep` has not set
+    it. In that case return a remark, because torch reads the setting at its first matrix product,
+    and the script may have computed one already."""
     if cublas.VARIABLE in environ:
         return None
     environ[cublas.VARIABLE] = cublas.WORKSPACE

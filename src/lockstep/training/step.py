@@ -207,7 +207,8 @@ class Step:
         balance.know_loads()
 
     def count_choices(self, microbatch: Microbatch, batch: Any) -> None:
-        """Count the choices that routers made in the latest forward."""
+        """Count the tokens that routers have sent to each expert in the latest forward, which is of
+        `microbatch`."""
         balance = self._module.balance
         assert balance is not None, "forwards are counted for it"
         routed = balance.routed(microbatch.index, batch)
@@ -633,7 +634,8 @@ class Step:
         return [(current, self._changed(current, batch)) for current, batch in fetched]
 
     def random_position(self, microbatch: Microbatch) -> tuple[int, ...]:
-        """The key of the microbatch's random streams, for a pipeline."""
+        """Return the key from which the microbatch's random generators are seeded, for a
+        pipeline."""
         return self.source.position(microbatch, 0)
 
     def _over_batch(
@@ -663,7 +665,7 @@ class Step:
 
     @property
     def current(self) -> Microbatch:
-        """The latest microbatch of `batches`. Raises `LossError` if there is none."""
+        """The microbatch that `batches` yielded last. Raises `LossError` if there is none."""
         if self._current is None:
             raise LossError(
                 f"after step {self.index}: backward outside of a loop over step.microbatches();"

@@ -207,9 +207,9 @@ class TrainModule:
         which rounds differently."""
 
     def set_trainable(self, names: Collection[str]) -> None:
-        """Make exactly these parameters trainable, between two steps. Every rank calls it with the
-        same `names`. The optimizers keep the state of the other parameters. Raises
-        `RecipeError`."""
+        """Make the parameters `names` trainable and freeze all others, between two steps. Every
+        rank calls it with the same `names`. The optimizers keep the state of frozen parameters.
+        Raises `RecipeError`."""
         if self._compression is not None or self.parallel.pipeline is not None:
             what = "gradient compression" if self._compression is not None else "a pipeline"
             raise RecipeError(
@@ -562,8 +562,9 @@ class TrainModule:
             )
 
     def keep_changed_settings(self, saved: Settings) -> None:
-        """Keep the optimizer settings that the factory has changed since the run was saved, instead
-        of the saved ones."""
+        """After a run was resumed: if the optimizers' factory now gives other settings (such as
+        `lr`) than in the saved run, use the new ones. `saved`: the factory's settings in the saved
+        run."""
         for number, group, name in differing(saved, self.settings):
             value = self.settings[number][group][name]
             if name == "lr":

@@ -197,7 +197,7 @@ class Training:
         self.results: dict[int, StepResult] = {}
         """Model's number -> its result of the latest step, without models that skipped the step."""
         self.latest: StepResult | None = None
-        """The result of the first model in the latest step that it did not skip."""
+        """The first model's result of the latest step that it did not skip; None before."""
         self.measure: Callable[[], None] | None = None
         """Measures the recipe's evaluations. None if it has none."""
         self.logged: dict[str, float] = {}
@@ -218,7 +218,8 @@ class Training:
         self.stopping: str | None = None
         """The reason why training stops, once all ranks have agreed to stop."""
         self.is_committed = False
-        """True from the commit of all models in a step until the next step begins."""
+        """True from the time when all models were committed (or skipped) in a step until the next
+        step begins."""
         self.loop = LoopState()
         self.source: Microbatches | None = None
         """The microbatches of the current step on this rank."""
@@ -244,7 +245,8 @@ class Training:
 
     @property
     def balances(self) -> list[ExpertBalance]:
-        """The balances of the models' experts."""
+        """The objects that balance the experts of models (`Recipe.balance`), for each model that
+        has one."""
         return [module.balance for module in self.modules if module.balance is not None]
 
     @property
