@@ -19,7 +19,8 @@ HOURS_BETWEEN_FAILURES = 50_000.0
 """Mean time between failures of one device: 419 failures in 54 days on 16,384 GPUs (arXiv
 2407.21783, "The Llama 3 Herd of Models")."""
 SAVE_SECONDS = 10.0
-"""Time for which a background checkpoint stops training."""
+"""Seconds for which training stops while a checkpoint is copied, before it is written in the
+background."""
 RESTART_SECONDS = 300.0
 LIMITS = {
     "matmul": "arithmetic",
@@ -33,14 +34,15 @@ LIMITS = {
     "contention": "network (beside computation)",
     "loader": "loader",
 }
-"""Name of a limit of a step -> its text. The name of a mesh axis stands for its communication."""
+"""Part of a step's time (a key of `Prediction.by_limit`) -> its text in the output. The name of a
+mesh axis stands for communication along that axis."""
 HEAD = (
     *("plan", "step", "80% of such plans", "samples/s", "memory", "limited by"),
     "twice the network",
 )
 SIDE_BY_SIDE = ("devices", *HEAD[:6], "days", "cost")
 LEFT = ("devices", "plan", "limited by")
-"""Columns that are aligned to the left."""
+"""Columns of the table of plans that are aligned to the left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,8 @@ class Budget:
     device_hours: float
     cost: float | None
     goodput: float
-    """Share of the time spent in steps whose results no failure loses."""
+    """Fraction of the wall-clock time spent in training steps that are not lost to a failure and
+    computed again."""
 
 
 def budget(
@@ -62,9 +65,10 @@ def budget(
     save_seconds: float = SAVE_SECONDS,
     restart_seconds: float = RESTART_SECONDS,
 ) -> Budget:
-    """Return the budget of a training. `hours_between_failures`: mean time between failures of one
-    device. The interval between checkpoints is optimal (Young, "A first order approximation to the
-    optimum checkpoint interval", 1974)."""
+    """Return days, device-hours, cost and goodput of a training. `seconds`: time of a step.
+    `hours_between_failures`: mean time between failures of one device. The interval between
+    checkpoints is taken to be optimal (Young, "A first order approximation to the optimum
+    checkpoint interval", 1974)."""
     rate = devices / (hours_between_failures * 3600)
     # At the interval √(2 × save_seconds / rate), saving takes as much time as the steps that a
     # failure loses.
@@ -81,20 +85,21 @@ def budget(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The outcomes of all plans for one script and cluster."""
+    """The predicted speed and memory of all plans for one script and cluster."""
 
     script: str
     cluster: Cluster
     outcomes: Sequence[Outcome]
     """Sorted: the fastest plan that fits is first."""
     interval: Interval
-    """Quantiles of the ratio of measured to predicted seconds."""
+    """Range of the ratio of measured to predicted seconds of a step, for 80% of the published
+    trainings."""
     tokens: float | None
     """Number of tokens to train on; None: the tokens of the recipe's steps."""
     price_per_hour: float | None
     """Price of one device per hour."""
     remarks: Sequence[str] = ()
-    """Lines above the table, such as why devices are not used."""
+    """Lines to print above the table of plans, such as the reason why some devices are not used."""
 
     def __post_init__(self) -> None:
         fastest_first = sorted(self.outcomes, key=lambda each: (each.seconds, each.plan))
@@ -119,11 +124,12 @@ class Forecast:
         )
 
     def bounds(self, prediction: Prediction) -> tuple[float, float]:
-        """Return the interval of seconds that contains 80% of measured steps."""
+        """Return the lowest and the highest expected time of a step in seconds: 80% of measured
+        steps lie between them."""
         return prediction.seconds * self.interval.low, prediction.seconds * self.interval.high
 
     def rows(self, most: int) -> Iterator[tuple[str, ...]]:
-        """Yield the rows of the fastest plans that fit."""
+        """Yield the table rows of the `most` fastest plans that fit into memory."""
         for each in self.fitting[:most]:
             low, high = self.bounds(each)
             faster = each.seconds / each.seconds_with_twice["network"]
@@ -138,7 +144,8 @@ class Forecast:
             )
 
     def lines(self, most: int) -> Iterator[str]:
-        """Yield the lines below the table."""
+        """Yield the lines below the table of plans. `most`: number of plans for which details are
+        shown."""
         if not self.fitting:
             yield from self._nothing_fits()
             return
@@ -172,8 +179,8 @@ class Forecast:
         yield from (f"not {each}" for each in reasons[:most])
 
     def _skewed(self, most: int) -> Iterator[str]:
-        """Yield a line for each of the fastest plans that divides experts. `most=0`: for all
-        plans."""
+        """Yield a line on the step with unbalanced routing for each of the `most` fastest plans
+        that use expert parallelism. `most=0`: for all plans."""
         for each in self.fitting[: most or None]:
             if each.skewed is not None:
                 needed = each.needed_for(each.skewed.peak_bytes)
@@ -196,13 +203,14 @@ class Forecast:
         yield from (f"not {each}" for each in struck(others))
 
     def loader_rate(self, prediction: Prediction) -> float:
-        """Return the samples per second that a machine's loaders must deliver. Processes that share
-        samples, as on the tensor axis, each load all of them."""
+        """Return the samples per second that the data loaders of one machine must deliver together.
+        Ranks that compute on the same samples, as in tensor parallelism, each load all of them."""
         data = Plan.parse(prediction.plan).resolve(self.cluster.count).data_ranks
         return prediction.samples / prediction.seconds / data * self.cluster.devices_per_node
 
     def budget(self, prediction: Prediction) -> Budget | None:
-        """Return days, cost and goodput of the training; None if its length is unknown."""
+        """Return days, cost and goodput of the whole training; None if its number of steps is
+        unknown."""
         steps: float | None = prediction.steps
         if self.tokens is not None:
             steps = None if prediction.tokens is None else self.tokens / prediction.tokens
@@ -216,8 +224,8 @@ class Forecast:
         )
 
     def _budget_json(self, found: Budget) -> dict[str, float | None]:
-        """Return a budget as JSON, with intervals for values that depend on the time of a step;
-        None: infinite."""
+        """Return a budget as JSON, with intervals for days and cost. Infinite values become
+        None."""
         fields: dict[str, float | None] = asdict(found)
         for name in ("days", "cost"):
             for end, ratio in asdict(self.interval).items():
@@ -250,7 +258,8 @@ class Forecast:
         )
 
     def _days_and_cost(self, found: Budget) -> tuple[str, str]:
-        """Return the intervals of days and cost as text; the cost is empty without a price."""
+        """Return the intervals of days and of cost as text; the second is empty if no price was
+        given."""
         low, high = self.interval.low, self.interval.high
         days = f"{_days(found.days * low)} to {_days(found.days * high)}"
         if found.cost is None:
@@ -282,7 +291,8 @@ class Forecast:
 
 
 def side_by_side(forecasts: Sequence[Forecast]) -> Iterator[tuple[str, ...]]:
-    """Yield a row under `SIDE_BY_SIDE` for the best plan on each target."""
+    """Yield a table row for the best plan on each cluster; `SIDE_BY_SIDE` has the column
+    headings."""
     for each in forecasts:
         if not each.fitting:
             yield each.target, "no plan fits", *[""] * (len(SIDE_BY_SIDE) - 2)
@@ -294,7 +304,8 @@ def side_by_side(forecasts: Sequence[Forecast]) -> Iterator[tuple[str, ...]]:
 
 
 def struck(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Yield the reasons why plans were excluded, each reason once."""
+    """Yield the reasons why plans cannot run or do not fit, each reason once, with the plans that
+    it excludes."""
     plans: dict[str | None, list[str]] = {}
     for outcome in outcomes:
         plans.setdefault(outcome.reason, []).append(outcome.plan)

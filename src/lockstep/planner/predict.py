@@ -40,9 +40,10 @@ https://en.wikipedia.org/wiki/PCI_Express gives 31.5e9."""
 HOST_BYTES_PER_SECOND = 25e9
 """Memory bandwidth of a host for each of its eight devices: an eighth of 200e9."""
 TRACED = 3
-"""Number of traced microbatches: a first, a repeated and a last one."""
+"""Number of microbatches that are traced: the first, one that stands for all in the middle, and the
+last."""
 ROUNDS = 3
-"""Number of times that a pipeline's trace fills the pipeline."""
+"""Number of traced microbatches per pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +52,22 @@ class _Shape:
 
     microbatch: int
     count: int
-    """Number of microbatches on the rank with the most."""
+    """Number of microbatches in a step, on the rank with the most."""
     traced: int
     """Number of microbatches of that rank in the trace."""
     load: float
-    """Number of microbatches of all ranks, divided by the number if every rank had the most."""
+    """Total number of microbatches on all ranks, divided by the number if every rank had as many as
+    the rank with the most."""
     recipe: Recipe
-    """The recipe that is traced."""
+    """The user's recipe, changed so that a step has only the traced microbatches."""
     plan: Plan
 
 
 def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = True) -> Prediction:
-    """Predict a step. `plan`: axes may have sizes or be `auto`. `is_fake=False`: compute with
-    values on this CPU. Raises `PlanError` and `RecipeError` like a run, and `ValueNeeded`."""
+    """Predict time and memory of a training step. `plan`: axes may have sizes or be `auto`.
+    `is_fake=True` uses fake tensors, which have no values; False computes with values on this CPU.
+    Raises `PlanError` and `RecipeError` like a run, and `ValueNeeded` if the model needs the value
+    of a fake tensor."""
     if plan.microbatch_splits and not is_splittable(recipe, model_size(recipe)):
         raise RecipeError(
             f"microbatch_splits={plan.microbatch_splits}; half a microbatch of an ls.Stream has"
@@ -102,28 +106,31 @@ def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = Tru
 
 
 def _skewed(shape: _Shape, machine: Machine, is_fake: bool) -> Skewed:
-    """Predict the step of the rank whose experts are chosen most."""
+    """Predict the step if the experts of one rank get `SKEW` times the mean number of rows: its
+    time, and that rank's peak memory."""
     traces = _traces(shape, machine, is_fake, SKEW)
     step = _simulated(_whole(traces, shape), machine.costs_of(shape.plan), shape, machine)
     return Skewed(seconds=step.seconds, peak_bytes=memory_peak(traces[0]).bytes)
 
 
 def seconds_on_costs(recipe: Recipe, plan: Plan, machine: Machine) -> Callable[[Costs], float]:
-    """Trace a step. Returns a function that predicts the seconds of the step for given costs."""
+    """Trace a training step. Returns a function that predicts the seconds of this step from the
+    costs of kernels and collectives."""
     shape = _shape(recipe, plan.resolve(machine.cluster.count))
     whole = _whole(_traces(shape, machine, is_fake=True), shape)
     return lambda costs: _simulated(whole, costs, shape, machine).seconds
 
 
 def _whole(traces: Sequence[TracedStep], shape: _Shape) -> Sequence[TracedStep]:
-    """Return the traces with all microbatches added (except for a pipeline), and with fused kernels
-    if the plan compiles."""
+    """Return the traces extended from the traced microbatches to all microbatches of a step (except
+    for a pipeline), and with fused kernels if the plan uses torch.compile."""
     whole = traces if shape.plan.pipeline != 1 else [repeated(traces[0], shape.traced, shape.count)]
     return [fused(trace) for trace in whole] if shape.plan.compile else whole
 
 
 def is_splittable(recipe: Recipe, size: ModelSize) -> bool:
-    """True if `Plan.microbatch_splits` can split microbatches."""
+    """True if splitting microbatches (`Plan.microbatch_splits`) leaves the training the same: not
+    with an `ls.Stream`, BatchNorm, or a balance loss over microbatches."""
     depends = recipe.balance is not None and recipe.balance.is_of_microbatches
     return not (isinstance(recipe.data, Stream) or size.has_batchnorm or depends)
 
@@ -150,19 +157,19 @@ def _shape(recipe: Recipe, plan: Plan) -> _Shape:
     changes: dict[str, Any] = {"microbatch": microbatch}
     if traced != count:
         changes["global_batch"] = microbatch * data * traced
-        if isinstance(recipe.data, Stream):  # a stream has a shard for each microbatch
+        if isinstance(recipe.data, Stream):  # a stream has one shard for each microbatch of a step
             changes["data"] = replace(recipe.data, shards=data * traced)
     if recipe.precision == "auto":
         changes["precision"] = "fp32"
-    # FSDP computes dummies where a rank lacks microbatches
+    # under FSDP, a rank with fewer microbatches computes dummy ones: all ranks have the same load
     load = 1.0 if plan.has_rounds else total / (count * data)
     changed, unsplit = replace(recipe, **changes), replace(plan, microbatch_splits=0)
     return _Shape(microbatch, count, traced, load, changed, unsplit)
 
 
 def _traces(shape: _Shape, machine: Machine, is_fake: bool, skew: float = 1.0) -> list[TracedStep]:
-    """Return the trace of the rank of each stage; without a pipeline, of one rank. `skew`: as in
-    `TraceOptions`."""
+    """Return the trace of one rank of each pipeline stage; without a pipeline, of one rank. `skew`:
+    as in `TraceOptions`."""
     cluster = machine.cluster
     options = TraceOptions(
         world_size=cluster.count,
@@ -189,7 +196,8 @@ def _traces(shape: _Shape, machine: Machine, is_fake: bool, skew: float = 1.0) -
 def _simulated(
     traces: Sequence[TracedStep], costs: Costs, shape: _Shape, machine: Machine
 ) -> StepTime:
-    """Simulate the step, slowed down by overlapping communication and by the slowest device."""
+    """Simulate the step. Adds the slowdown of kernels by communication that overlaps with them, and
+    the wait for the slowest device."""
     step = simulate(traces, replace(costs, load=shape.load))
     if shape.plan.pipeline != 1:
         step = _extended(step, shape)
@@ -204,8 +212,9 @@ def _simulated(
 
 
 def _offload_seconds(trace: TracedStep, shape: _Shape) -> float:
-    """Return the time of copies between device and CPU, and of the optimizer on the CPU. Parameters
-    are copied for each forward and backward, gradients after each."""
+    """Return the seconds that CPU offload adds to a step: copies between device and CPU, and the
+    optimizer on the CPU. For each microbatch, parameters are copied for the forward and for the
+    backward, and gradients after the backward."""
     held = dict.fromkeys(ON_HOST, 0)
     for each in trace.allocations:
         if each.bytes > 0 and (cause := trace.causes[each.number]) in held:
@@ -215,7 +224,8 @@ def _offload_seconds(trace: TracedStep, shape: _Shape) -> float:
 
 
 def _extended(step: StepTime, shape: _Shape) -> StepTime:
-    """Add the microbatches of a pipeline that were not traced, at the time of the slowest stage."""
+    """Extend the time of a pipeline's step from the traced microbatches to all: each further
+    microbatch takes the mean time of a traced one on the slowest stage."""
     more = shape.count / shape.traced - 1
     parts = step.by_limit.items()
     added = {name: 0.0 if name == "bubble" else seconds * more for name, seconds in parts}

@@ -1,4 +1,5 @@
-"""The request of `lockstep plan` to the script's process, and its answers in files. Pure."""
+"""The request of `lockstep plan` to the process that runs the user's script, and the predictions
+that this process returns in files. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from lockstep.scripts.request import ScriptRequest
 MARGIN = 0.08
 """Fraction of a device's memory that is kept free, for fragmentation and libraries."""
 SKEW = 2.0
-"""Rows of the rank whose experts are chosen most, in multiples of the mean over the ranks."""
+"""Assumed imbalance of expert routing: rows that the experts of the busiest rank get, in multiples
+of the mean over the ranks."""
 OUTCOMES, ENDED = "outcomes.jsonl", "ended.json"
 
 
@@ -33,12 +35,13 @@ class PlanRequest(ScriptRequest):
     """Number of plans that are predicted at the same time."""
     folder: str
     is_here: bool
-    """True if the devices belong to this machine, so that the loader is measured too."""
+    """True if plans are for this machine, so that the data loader's speed is measured too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The end of a search, as JSON in a file. If the file is missing, the script has failed."""
+    """The message that a search over plans has ended, written as a JSON file. If the file is
+    missing, the script has failed."""
 
     devices: int | None = None
     """Number of devices that the plans use, if they cannot use all."""
@@ -50,19 +53,20 @@ class Ended:
 
     @classmethod
     def read(cls, folder: Path) -> Ended | None:
-        """Read the file of `write`; None if the search has not ended."""
+        """Read the file that `write` wrote to this folder; None if the search has not ended."""
         path = folder / ENDED
         return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skewed:
-    """A step in which one rank's experts get `SKEW` times the mean number of rows. Other figures
-    assume that the router chooses all experts equally often."""
+    """The prediction of a step with unbalanced routing, in which the experts of one rank get `SKEW`
+    times the mean number of rows. All other predictions assume that the router chooses all experts
+    equally often."""
 
     seconds: float
     peak_bytes: int
-    """Memory of that rank at its peak."""
+    """Peak memory of the rank with the most rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,25 +78,27 @@ class Prediction:
     """Number of microbatches on the rank with the most."""
     seconds: float
     by_limit: Mapping[str, float]
-    """Limit -> the seconds that the slowest rank spends on it."""
+    """Part of the step (`matmul`, `memory`, `launches`, a mesh axis, …) -> the seconds that the
+    slowest rank spends on it."""
     seconds_with_twice: Mapping[str, float]
     """Seconds of a step if `arithmetic`, `memory` or `network` were twice as fast."""
     samples: int
     """Number of samples in a step."""
     tokens: float | None
-    """Sum of a step's weights; None without `Recipe.weight`."""
+    """Number of tokens in a step: the sum of `Recipe.weight` over its samples; None without
+    `Recipe.weight`."""
     steps: int | None
     """Number of steps of the training; None for epochs of data without a length."""
     memory: Sequence[Peak]
-    """The peak of each kind of rank."""
+    """Peak memory of one rank of each pipeline stage; without a pipeline, of one rank."""
     capacity_bytes: int | None
     """Usable memory of a device; None: unlimited."""
     overhead_bytes: int = 0
-    """Memory of the device's libraries."""
+    """Device memory that CUDA, cuBLAS, NCCL and the like use."""
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that rank 0 sends, by collective and axis."""
+    """Bytes that rank 0 sends in a step, by collective and mesh axis."""
     skewed: Skewed | None = None
-    """None if the plan does not divide experts."""
+    """The step with unbalanced expert routing; None if the plan has no expert parallelism."""
     note: str | None = None
     """Note on how the step was traced."""
 
@@ -102,11 +108,12 @@ class Prediction:
 
     @property
     def needed_bytes(self) -> int:
-        """Memory that a device must have."""
+        """Memory that a device must have to run this plan, in bytes."""
         return self.needed_for(self.peak.bytes)
 
     def needed_for(self, peak_bytes: int) -> int:
-        """Return the memory that a device must have for such a peak."""
+        """Return the memory that a device must have if tensors take `peak_bytes`: with the device's
+        libraries, and the reserve for fragmentation."""
         return math.ceil((peak_bytes + self.overhead_bytes) / (1 - MARGIN))
 
     @property
@@ -115,7 +122,7 @@ class Prediction:
 
     @property
     def limit(self) -> str:
-        """The limit that accounts for the largest part of the step, as a word."""
+        """Name of what takes the largest part of the step's time."""
         return max(self.by_limit, key=lambda name: self.by_limit[name])
 
     def as_json(self) -> dict[str, Any]:
@@ -133,7 +140,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A plan, with its prediction, or the reason why it has none."""
+    """A plan with the prediction of its step, and the reason if it cannot run or does not fit."""
 
     plan: str
     prediction: Prediction | None = None

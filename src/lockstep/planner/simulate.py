@@ -1,4 +1,5 @@
-"""Simulates a step from traces, event by event: streams, groups, and messages between stages."""
+"""Simulates the time of a training step from traces of its ranks, event by event: CUDA streams,
+process groups, and messages between pipeline stages."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ PADDED = 16
 """torch.compile pads rows of operands to a multiple of this number of bytes."""
 COMPUTED = ("matmul", "attention", "convolution", "memory")
 ON_DEVICE = (*COMPUTED, "launches", "bubble")
-"""Parts of a step other than communication."""
+"""Parts of a step's time other than communication, as keys of `StepTime.by_limit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,40 +35,45 @@ class HostCosts:
 
     kernel: float = 0.0
     marks: Mapping[str, float] = field(default_factory=dict)
-    """Mark -> seconds, in addition to the seconds for kernels and collectives."""
+    """Name of a `trace.Mark` in the program -> the host seconds spent there, in addition to those
+    of kernels and collectives."""
     collectives: Mapping[str, float] = field(default_factory=dict)
-    """Axis -> host seconds of a collective; for `pipeline`, of a message, on each side."""
+    """Mesh axis -> host seconds to queue a collective on that axis; for `pipeline`, to queue a
+    message, for the sender and for the receiver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
     operation: Callable[[Operation], float]
-    """Seconds of a kernel."""
+    """Function that returns the seconds that a kernel takes."""
     collective: Callable[[Collective], float]
-    """Seconds of a collective, once all ranks have called it."""
+    """Function that returns the seconds that a collective takes, once all ranks of its group have
+    called it."""
     host: HostCosts = field(default_factory=HostCosts)
-    """The time of the host."""
+    """Time that the host takes to queue work."""
     is_synchronous: bool = False
-    """True if the host itself computes (on a CPU)."""
+    """True if the device is the CPU: the host computes each operation itself before it
+    continues."""
     processes: int = 1
-    """Number of processes that share the cores."""
+    """Number of processes that share this machine's CPU cores."""
     load: float = 1.0
-    """Number of microbatches of all processes, divided by the number if every process had the
-    most."""
+    """Total number of microbatches of all processes, divided by the number if every process had as
+    many as the one with the most."""
     cores: float = math.inf
     """Number of processes that can compute at full speed at the same time."""
     slice_seconds: float = 0.0
-    """Time that a process uses a core before a waiting process gets it."""
+    """Seconds of the operating system's time slice: a process uses a core for so long before a
+    waiting process gets it."""
 
     @property
     def processes_per_core(self) -> float:
         return self.processes * self.load / self.cores
 
     def lateness(self, seconds: float) -> float:
-        """Return the time by which the last process is later than if cores were shared evenly, when
-        each process computes for `seconds` and then waits for all. A process waits for whole time
-        slices of others. If all need less than a slice, they run one after another; the number of
-        turns is processes per core, rounded up."""
+        """Return the seconds by which the slowest process finishes later than if the cores were
+        shared evenly, when each process computes for `seconds` and then waits for all others. A
+        process waits for whole time slices of others. If all need less than a slice, they run one
+        after another; the number of turns is processes per core, rounded up."""
         if (shared := self.processes_per_core) <= 1:
             return 0.0
         return min(seconds * (math.ceil(shared) / shared - 1), self.slice_seconds / 2)
@@ -77,12 +83,14 @@ class Costs:
 class StepTime:
     seconds: float
     by_limit: dict[str, float]
-    """Seconds of the slowest rank: `matmul`, `attention`, `convolution`, `memory`, `launches`,
-    `bubble`, and by axis, communication that does not overlap with computation."""
+    """The seconds of the slowest rank, divided into `matmul`, `attention`, `convolution`, `memory`,
+    `launches`, `bubble`, and for each mesh axis, communication that does not overlap with
+    computation."""
     overlapped_seconds: float = 0.0
     """Seconds of communication that overlaps with computation."""
     marks: dict[str, float] = field(default_factory=dict)
-    """Time of each mark; of marks with the same name, the last."""
+    """Name of a `trace.Mark` -> time at which the program reached it, in seconds from the step's
+    start; of marks with the same name, the last."""
 
 
 @dataclass(slots=True)
@@ -90,8 +98,8 @@ class _Rank:
     place: int
     items: Sequence[Item]
     shift: int
-    """Number that is added to the peers of its messages, because its trace comes from another
-    rank."""
+    """Number that is added to the peer of each message in the trace, because the trace was recorded
+    on another rank of the pipeline."""
     position: int = 0
     host: float = 0.0
     streams: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -99,21 +107,23 @@ class _Rank:
     events: dict[int, tuple[float, str]] = field(default_factory=dict)
     ends: dict[int, tuple[float, str]] = field(default_factory=dict)
     late: dict[int, float] = field(default_factory=dict)
-    """Collective -> seconds by which the host delayed it."""
+    """Number of a collective -> seconds by which it started late because the host had not queued it
+    yet."""
     last_axis: dict[int, str] = field(default_factory=lambda: defaultdict(lambda: "communication"))
     messages: Counter[int] = field(default_factory=Counter)
     received: Counter[int] = field(default_factory=Counter)
     expected: dict[int, tuple[tuple[int, int, int], float]] = field(default_factory=dict)
-    """Messages that were requested but not yet waited for, with the time of the request."""
+    """Number of a message that this rank has asked for but not yet waited for -> ((sender,
+    receiver, index), time of the request)."""
     together: int = 0
-    """Number of collectives so far with the pipeline's other ranks."""
+    """Number of collectives so far with the ranks of the other pipeline stages."""
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     marks: dict[str, float] = field(default_factory=dict)
     latest: tuple[str, float] = ("launches", 0.0)
     """Kind and seconds of the latest kernel or wait on the default stream."""
     communication: float = 0.0
     computed: float = 0.0
-    """Seconds that the host has computed since the last collective."""
+    """Seconds that the host (on a CPU) has computed since the last collective."""
 
     @property
     def device_end(self) -> float:
@@ -133,7 +143,8 @@ class Simulation:
         self._arrived: dict[int, dict[int, float]] = defaultdict(dict)
 
     def run(self) -> StepTime:
-        """Simulate each rank in turn until it waits, and repeat."""
+        """Simulate each rank in turn until it waits for another rank, and repeat until all have
+        ended."""
         while any(rank.position < len(rank.items) for rank in self._ranks):
             if not sum(self._advance(rank) for rank in self._ranks):
                 raise AssertionError("the ranks of a pipeline wait for each other")
@@ -157,7 +168,8 @@ class Simulation:
         return rank.position > before
 
     def _step(self, rank: _Rank, item: Item) -> bool:
-        """Simulate an item. Returns False if another rank must be simulated first."""
+        """Simulate one item of the rank's trace. Returns False if another rank must be simulated
+        first."""
         match item:
             case Compute(operation, stream):
                 self._compute(rank, operation, stream)
@@ -177,7 +189,8 @@ class Simulation:
         return True
 
     def _work(self, rank: _Rank, seconds: float, stream: int = 0) -> None:
-        """Add time of the host; if the host is also the device, the device waits."""
+        """Add `seconds` of host time; on a CPU the host is also the device, so that its stream is
+        delayed too."""
         rank.host += seconds
         if self._costs.is_synchronous:
             rank.streams[stream] += seconds
@@ -198,8 +211,9 @@ class Simulation:
             rank.computed += seconds
 
     def _count_as_launches(self, rank: _Rank, idle: float) -> None:
-        """Count the idle time of the stream before a launch as launches, and also the kernel or
-        wait before it: the host was busy, so a faster device would gain nothing."""
+        """Count the time for which the default stream was idle before a kernel as `launches`, and
+        also the kernel or wait before it: the host was late, so a faster device would gain
+        nothing."""
         kind, seconds = rank.latest
         rank.spent[kind] -= seconds
         rank.spent["launches"] += idle + seconds
@@ -271,20 +285,21 @@ class Simulation:
 
 
 def simulate(traces: Sequence[TracedStep], costs: Costs) -> StepTime:
-    """Return the time of a step. `traces`: the trace of each stage's rank, in order. A trace may be
-    given several times, for later ranks too: its messages then go to the neighbours of those
-    ranks."""
+    """Return the time of a training step. `traces`: the trace of one rank of each pipeline stage,
+    in order. A trace may be given for several stages: its messages then go to the neighbours of
+    each of these stages."""
     first = {id(trace): place for place, trace in reversed(list(enumerate(traces)))}
     ranks = [_Rank(at, trace.items, at - first[id(trace)]) for at, trace in enumerate(traces)]
     per_core = costs.processes_per_core / len(ranks)
-    slower = max(1.0, per_core)  # processes of the same stage share cores
+    slower = max(1.0, per_core)  # processes of the same pipeline stage share cores
     shared = costs
     if slower > 1:
         marks = {name: seconds * slower for name, seconds in costs.host.marks.items()}
         host = replace(costs.host, marks=marks)
         shared = replace(costs, operation=lambda each: costs.operation(each) * slower, host=host)
     step = Simulation(ranks, shared).run()
-    # With too few cores for all stages, the step takes at least as long as all work.
+    # With too few cores for all pipeline stages, the step takes at least the work of all stages
+    # divided by the cores.
     work = sum(rank.spent[name] for rank in ranks for name in (*COMPUTED, "launches"))
     if (least := work / slower * per_core) <= step.seconds:
         return step
@@ -319,8 +334,8 @@ def _fuses(one: Compute, other: Compute) -> bool:
 
 
 def repeated(trace: TracedStep, traced: int, microbatches: int) -> TracedStep:
-    """Return the trace with `microbatches` microbatches instead of `traced`, by repeating the
-    second of the three traced microbatches in each pass over them."""
+    """Return the trace extended from `traced` (three) to `microbatches` microbatches. In each pass
+    over the microbatches, the second of the three is repeated."""
     if traced == microbatches:
         return trace
     assert traced == 3, "a shorter step is traced with three microbatches"

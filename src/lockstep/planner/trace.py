@@ -1,5 +1,5 @@
-"""The trace of a step on one rank: the work queued on streams, in order, and the changes of
-memory."""
+"""The trace of a training step on one rank: the kernels and collectives queued on streams, in
+order, and the memory allocated and freed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CollectiveKind = Literal[
 ]
 
 ALIGNED = 128
-"""Number of bytes in a line of memory."""
+"""Largest alignment that is told apart, in bytes: the size of a cache line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,18 @@ class Collective:
     ranks: int
     """Number of ranks in its group."""
     stride: int
-    """Distance of neighbours in the group, in ranks."""
+    """Difference between the ranks of neighbours in the group."""
     bytes: int
-    """Size in bytes. all_reduce, all_gather, reduce_scatter: of the full tensor (summed, returned,
-    given). all_to_all: the larger of this rank's two tensors. broadcast, send: of the message."""
+    """Size in bytes. all_reduce, all_gather, reduce_scatter: of the full tensor (the one that is
+    summed, that is returned, that is given). all_to_all: the larger of this rank's two tensors.
+    broadcast, send: of the message."""
     axis: str = ""
     phase: Phase = "other"
 
 
 def sent_bytes(collective: Collective) -> int:
-    """Return the minimum number of bytes that a rank sends, on average: with ring algorithms, or
-    the message."""
+    """Return the number of bytes that a rank sends in a collective, on average over the ranks, with
+    the ring algorithm; for a message, its size."""
     n, total = collective.ranks, collective.bytes
     match collective.kind:
         case "all_reduce":
@@ -81,7 +82,7 @@ Cause = Literal[
     "data",
 ]
 ON_HOST: tuple[Cause, ...] = ("parameters", "gradients", "optimizer")
-"""Causes of memory that offload moves to the host."""
+"""Causes of memory that CPU offload moves to the host."""
 DEFAULT_STREAM = 0
 DISPATCH, HELD, REDUCED = "dispatch", "held", "reduced"
 
@@ -101,13 +102,14 @@ class Communicate:
     stream: int
     group: str
     peer: int | None = None
-    """The other rank of a message."""
+    """For a point-to-point message, the rank that it goes to or comes from; None for a
+    collective."""
     receives: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """A wait of a stream for a collective."""
+    """A wait of a stream for the collective with this number."""
 
     number: int
     stream: int
@@ -129,9 +131,10 @@ class AwaitEvent:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point in the program: `microbatch` (in each pass over the microbatches), `held` (from here
-    on, the backwards that waited for all forwards), `dispatch` (before DTensor's work), `reduced`
-    (a gradient in DDP's hooks), `update`, `end`."""
+    """A point that the program reaches: `microbatch` (start of a microbatch, in each pass over
+    them), `held` (start of the backwards if they wait for all forwards), `dispatch` (DTensor's
+    dispatch of an operation), `reduced` (DDP's hook for a gradient), `update` (the optimizer's
+    step), `end`."""
 
     name: str
 
@@ -141,12 +144,12 @@ Item = Compute | Communicate | Await | RecordEvent | AwaitEvent | Mark
 
 @dataclass(frozen=True, slots=True)
 class MemoryChange:
-    """A block allocated, or freed if `bytes` is negative."""
+    """A memory block that is allocated, or freed if `bytes` is negative."""
 
     number: int
     bytes: int
     at: int
-    """Number of items of the trace before it."""
+    """Number of `TracedStep.items` that come before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +158,13 @@ class TracedStep:
     items: Sequence[Item]
     allocations: Sequence[MemoryChange]
     causes: dict[int, Cause]
-    """Block -> the cause of its memory."""
+    """Number of a memory block -> what it is used for."""
     tokens_per_sample: float | None = None
     """Mean of `Recipe.weight` over this rank's samples; None if the recipe has none."""
 
     def collectives(self) -> list[Collective]:
-        """Return the collectives in order; of a message, only the sender's side."""
+        """Return the collectives and messages in order. A message is included on its sender
+        only."""
         return [
             item.collective
             for item in self.items
@@ -168,7 +172,7 @@ class TracedStep:
         ]
 
     def sent_bytes(self) -> dict[str, int]:
-        """Return the bytes sent by collective and axis."""
+        """Return the bytes that this rank sends in a step, by collective and mesh axis."""
         sent: Counter[str] = Counter()
         for each in self.collectives():
             sent[f"{each.kind} on {each.axis}"] += sent_bytes(each)
@@ -176,7 +180,8 @@ class TracedStep:
 
 
 def offloaded(trace: TracedStep) -> TracedStep:
-    """Return the trace without the memory and work that offload moves to the host."""
+    """Return the trace without the device memory that CPU offload moves to the host: parameters,
+    gradients and optimizer state."""
     return replace(
         trace,
         allocations=[
@@ -186,9 +191,9 @@ def offloaded(trace: TracedStep) -> TracedStep:
 
 
 def with_more_microbatches(trace: TracedStep, traced: int, count: int) -> TracedStep:
-    """Return the trace with the memory of `count` microbatches instead of `traced`. Memory that
-    each microbatch holds until the last backward, or until the first backward that waits for all
-    forwards, grows with the number of microbatches."""
+    """Return the trace with the memory of a step of `count` microbatches, where `traced` were
+    traced. Memory grows with the number of microbatches if every microbatch allocates it and holds
+    it until the last backward, or until the first backward if backwards wait for all forwards."""
     backward = [
         place
         for place, item in enumerate(trace.items)
@@ -230,11 +235,11 @@ class Peak:
     bytes: int
     by_cause: Mapping[str, int]
     moment: str
-    """The point in the step, as text."""
+    """The point in the step at which memory is largest, as text."""
 
 
 def memory_peak(trace: TracedStep) -> Peak:
-    """Return the peak, and the memory by cause at that time."""
+    """Return the largest memory that is allocated at the same time, with its bytes by cause."""
     total = most = items_before = changes_before = 0
     for index, each in enumerate(trace.allocations):
         total += each.bytes
@@ -250,7 +255,8 @@ def memory_peak(trace: TracedStep) -> Peak:
 
 
 def _moment(items: Sequence[Item]) -> str:
-    """Return the point in the step at which the items end, as text."""
+    """Return the point in the step after these items, as text, such as "the backward of microbatch
+    2"."""
     marks = [item.name for item in items if isinstance(item, Mark)]
     if "update" in marks:
         return "the optimizer's step"
