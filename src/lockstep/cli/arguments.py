@@ -1,4 +1,5 @@
-"""The options and arguments that several commands take: a script, launch options, outputs."""
+"""The options and arguments that several `lockstep` commands take: a script, launch options, output
+files."""
 
 from __future__ import annotations
 
@@ -26,13 +27,14 @@ _IN_ENVIRONMENT = {each.name for each in fields(RunOptions)}
 
 
 class Decorator(Protocol):
-    """A decorator that gives a command options."""
+    """A decorator that adds options to a click command."""
 
     def __call__(self, command: Command, /) -> Command: ...
 
 
 def together(*options: Decorator) -> Decorator:
-    """Give a command several options, in the order in which `--help` shows them."""
+    """Return a decorator that adds several options to a command, in the order in which `--help`
+    shows them."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -43,8 +45,9 @@ def together(*options: Decorator) -> Decorator:
 
 
 def launch_option(name: str, **changed: Any) -> Decorator:
-    """Give a command one option of `LaunchOptions`; its value is None if it is not given.
-    `changed`: arguments of `click.option` to replace."""
+    """Return a decorator that adds one option of `LaunchOptions` to a command. The option's value
+    is None if the user does not give it. `changed`: arguments of `click.option` that replace the
+    usual ones."""
     option = option_of(_FIELDS[name])
     details: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     if option.kind is bool:
@@ -57,7 +60,7 @@ def launch_option(name: str, **changed: Any) -> Decorator:
         details |= {"multiple": True, "default": None}
     elif option.choices:
         details["type"] = click.Choice(option.choices)
-    # click would split the variable at spaces
+    # click would split the value of the environment variable at spaces
     if name in _IN_ENVIRONMENT and option.kind is not tuple:
         details["envvar"] = variable(name)
     return click.option(flag(name), name, **(details | changed))
@@ -69,15 +72,16 @@ workers."""
 
 
 def options_from(values: dict[str, Any]) -> LaunchOptions:
-    """Return the `LaunchOptions` for a command's parameters; options that are not among them have
-    their defaults."""
+    """Return the `LaunchOptions` from a command's parameters by name; options that are not in
+    `values` have their defaults."""
     given = {name: value for name, value in values.items() if value not in (None, ())}
     return LaunchOptions(**given)
 
 
 def script_arguments(*, required: bool = True) -> Decorator:
-    """Give a command the parameter `line`, a `ScriptLine`; None if it is not given. Everything
-    after SCRIPT is the script's."""
+    """Return a decorator that adds the parameter `line`, a `ScriptLine` of the user's script with
+    its arguments; None if no script is given. Everything on the command line after SCRIPT is passed
+    to the script."""
     options = together(
         click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module, as in python -m."),
         click.argument("script", required=required),
@@ -103,7 +107,7 @@ json_option: Decorator = click.option(
 
 
 def print_json(value: Any) -> None:
-    """Print JSON, in which NaN and infinity are null."""
+    """Print a value as JSON, with null for NaN and infinity."""
     print(json.dumps(finite(value), indent=2, allow_nan=False))
 
 
@@ -130,14 +134,14 @@ def seconds_option(name: str, field: str, default: float, help: str) -> Decorato
 def count_option(
     name: str, field: str, default: int | None, metavar: str, help: str, *, least: int = 1
 ) -> Decorator:
-    """An option whose value is a whole number of at least `least`."""
+    """Return a decorator that adds an option whose value is an integer of at least `least`."""
     details: dict[str, Any] = {"show_default": default is not None, "metavar": metavar}
     kind = click.IntRange(min=least)
     return click.option(name, field, default=default, type=kind, help=help, **details)
 
 
 class NewFile(click.Path):
-    """A parameter type: a file that the command writes, in an existing directory."""
+    """The click parameter type of a file that the command writes, in an existing directory."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, path_type=Path)
@@ -169,8 +173,9 @@ def unwritable(option: str, path: Path, error: OSError) -> LaunchError:
 
 
 def check_output(path: Path, what: str, is_old: Callable[[bytes], bool]) -> None:
-    """Raise `LaunchError` if the file given by `-o` cannot be written, or would overwrite a file of
-    another kind. `is_old`: True if a file begins like an older output."""
+    """Raise `LaunchError` if the file given by `-o` cannot be written, or exists and was not
+    written by this command. `is_old`: takes the first bytes of the existing file, and returns True
+    if they are those of an earlier output, which may be overwritten."""
     try:
         if path.is_dir():
             raise LaunchError(f"-o {path} is a directory; a {what} is one file; name a file in it")
@@ -198,9 +203,9 @@ def keep_option(contents: str) -> Decorator:
 
 @contextmanager
 def work_folder(prefix: str, keep: str | None = None) -> Iterator[Path]:
-    """Make a temporary folder; or use `keep`, a new or empty directory, which is not removed.
-    SIGTERM and SIGHUP raise an exception within, so that leaving the block ends its processes.
-    Raises `LaunchError`."""
+    """Yield a temporary folder; or `keep`, a new or empty directory, which is not removed at the
+    end. SIGTERM and SIGHUP raise an exception inside the `with` block, so that leaving it ends the
+    processes that it has started. Raises `LaunchError`."""
     if keep is None:
         with ended_by_signals(), locked_folder(prefix) as folder:
             yield folder
@@ -217,11 +222,12 @@ def work_folder(prefix: str, keep: str | None = None) -> Iterator[Path]:
 
 
 class ScriptCommand(click.Command):
-    """A command whose options come before SCRIPT. If its options are given after SCRIPT, it names
-    them and prints the corrected command line."""
+    """A click command whose options come before SCRIPT, because all arguments after SCRIPT are
+    passed to the script. If the user gives the command's options after SCRIPT, the error names them
+    and prints the corrected command line."""
 
     def __init__(self, *arguments: Any, uses_lockstep: bool = True, **settings: Any) -> None:
-        """`uses_lockstep`: True if this command's scripts import lockstep."""
+        """`uses_lockstep`: True if this command is for scripts that import lockstep."""
         settings["context_settings"] = {"allow_interspersed_args": False}
         super().__init__(*arguments, **settings)
         self._imports = "lockstep" if uses_lockstep else None
@@ -276,8 +282,8 @@ class ScriptCommand(click.Command):
 
 
 class PlansCommand(ScriptCommand):
-    """A command whose `--plans` takes several values. Arguments between SCRIPT and `--plans` are
-    the script's."""
+    """A click command whose `--plans` takes several values. Arguments between SCRIPT and `--plans`
+    are passed to the script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         flags = {name for name, option in self.options().items() if option.is_flag}
@@ -316,8 +322,9 @@ def _script_index(given: Sequence[str], options: dict[str, click.Option]) -> int
 
 
 def rearranged(args: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Return `args` with the options first, a `--plans` before each plan, then the script and its
-    arguments, after the `--` if it was given. `flags`: options without a value."""
+    """Return the arguments of a command line in the order that click parses: the options, with a
+    `--plans` before each plan, then the script and its arguments, after a `--` if one was given.
+    `flags`: names of options without a value."""
     own, rest = _leading_options(args, 0, flags)
     script, after = args[rest : rest + 1], list(args[rest + 1 :])
     if list(args[:rest][-1:]) == ["--"]:
@@ -339,7 +346,8 @@ def rearranged(args: Sequence[str], flags: Collection[str]) -> list[str]:
 def _leading_options(
     args: Sequence[str], index: int, flags: Collection[str]
 ) -> tuple[list[str], int]:
-    """Return the options that begin at `index`, and the index after them."""
+    """Return the options in `args` that begin at `index`, with their values, and the index after
+    them. `flags`: names of options without a value."""
     own: list[str] = []
     while index < len(args) and args[index].startswith("-"):
         option, index = args[index], index + 1

@@ -140,9 +140,9 @@ def command(
     Runs SCRIPT unchanged, as torchrun would (DDP, FSDP, Accelerate, Lightning, your own loop), and
     ends it after K optimizer steps. Looks at each rank's samples, gradients before and after their
     reduction, parameters, buffers, random numbers, learning rates, collectives and files. Names
-    each fault with the law that it breaks, the evidence, the line of your script, and the lines to
-    change. Also lists what is right, and what it could not see. All arguments after SCRIPT are the
-    script's.
+    each fault with the rule that it breaks (its "law"), the evidence, the line of your script, and
+    the lines to change. Also lists what is right, and what it could not see. All arguments after
+    SCRIPT are the script's.
 
     \b
     Examples:
@@ -183,8 +183,8 @@ def command(
 
 
 def show(audit: Audit) -> None:
-    """Print the findings with their laws and remedies, then what is right and what could not be
-    seen."""
+    """Print each fault found with the rule that it breaks and the remedy, then the checks that
+    passed and those that could not be made."""
     from rich.table import Table
     from rich.text import Text
 
@@ -224,8 +224,8 @@ def show(audit: Audit) -> None:
 
 
 def _paragraphs(finding: Finding) -> Iterator[tuple[str, bool]]:
-    """Yield the law and the remedy of a finding as (text, is_code): prose to wrap, or lines of
-    code."""
+    """Yield the rule that a fault breaks, and its remedy, as pairs (text, is_code). If `is_code`,
+    the text is lines of code, which must not be wrapped."""
     yield f"law: {finding.law}", False
     head = "remedy: "
     for is_code, lines in groupby(

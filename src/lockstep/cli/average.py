@@ -40,7 +40,8 @@ from lockstep.search.request import direction_of
 from lockstep.search.summary import aligned
 
 METADATA = "lockstep.average"
-"""Key in the header of the file. Its value is JSON: each run and its weight in the mean."""
+"""Key in the metadata of the written safetensors file. Its value is JSON: each run and its weight
+in the mean."""
 Mode = Literal["min", "max"]
 
 
@@ -48,9 +49,9 @@ Mode = Literal["min", "max"]
 class _AveragedRun:
     member: AverageMember
     what: str
-    """Description of the run's weights."""
+    """Description of the run's weights for messages."""
     file: Path | None
-    """The file with the weights. None: they are in a checkpoint."""
+    """The safetensors file with the weights. None: they are in a checkpoint."""
     parameters: dict[str, Any]
     """The run's hyper-parameters."""
     metrics: Metrics | None = None
@@ -207,8 +208,8 @@ def _opened(source: str, module: int | None, part: float) -> _AveragedRun:
 
 
 def _weights(source: str, module: int | None) -> tuple[StateDictReader, str, Path | None]:
-    """Return the weights of a run, a description of them, and their file (None if they are in a
-    checkpoint)."""
+    """Return the model weights of a run, a description of them for messages, and their safetensors
+    file (None if they are in a checkpoint)."""
     path = Path(source)
     if path.is_file():
         if path.suffix != ".safetensors":
@@ -255,8 +256,8 @@ def _check_alike(first: _AveragedRun, other: _AveragedRun) -> None:
 
 
 def _launch_options(runs: Sequence[_AveragedRun], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the launch options of evaluations. Hyper-parameters have the values that all runs
-    share, or the values given by `--set`."""
+    """Return the options of `lockstep run` with which averages are evaluated, by name.
+    Hyper-parameters have the values that all runs share, or the values given by `--set`."""
     first = runs[0].parameters
     shared = [
         name for name in first if all(run.parameters.get(name) == first[name] for run in runs)
@@ -275,8 +276,9 @@ class _Evaluations:
     count: int = 0
 
     def greedy(self, runs: Sequence[_AveragedRun], metric: str, mode: Mode) -> Metrics:
-        """Set the weight of runs that are not in the greedy soup to 0. Returns the metrics of the
-        soup."""
+        """Choose the runs of the greedy soup: starting with the best, each run is kept if it
+        improves the average. The runs that are left out get weight 0. Returns the metrics of the
+        average."""
         measured: dict[tuple[int, ...], Metrics] = {
             (index,): run.metrics or {} for index, run in enumerate(runs)
         }

@@ -92,8 +92,8 @@ def command(
 
 
 def _spike_json(step: int, spike: Spike | None) -> dict[str, Any]:
-    """Return the step's unusual value; None if the run ended in this step, which then has no
-    row."""
+    """Return, as JSON, the step's unusual loss or gradient norm; None if the run ended in this
+    step, which then has no row in metrics.jsonl."""
     if spike is None:
         return {"step": step, "metric": None, "value": None, "usual": None}
     values = {"metric": spike.metric, "value": spike.value, "usual": spike.usual}
@@ -126,7 +126,8 @@ def _explained(
     *,
     folder: Path,
 ) -> Blame:
-    """Return the cause. If a replay does not reach its step, exits with the replay's status."""
+    """Replay step `step` of the run, and return the likely cause of its unusual loss or gradient.
+    If a replay does not reach its step, exits with the replay's status."""
     rows = rows_of(run)
 
     def again(name: str, at: int, **how: Any) -> Replay:
@@ -140,7 +141,7 @@ def _explained(
     as_it_was = again("as-it-was", step)
     by_sample = later = None
     if as_it_was.first_unlike is None and as_it_was.begin and suspected(as_it_was) is None:
-        # the saved state may be wrong already
+        # the checkpoint before the step may already hold a wrong state: replay from an earlier one
         earlier = again("earlier", step, before=as_it_was.begin)
         as_it_was = earlier if earlier.first_unlike else as_it_was
     if (first := as_it_was.first_unlike) is not None:
@@ -156,8 +157,8 @@ def _explained(
 
 
 def _later_step(target: Target, rows: list[dict[str, Any]], first: int) -> int | None:
-    """Return a logged step to replay from the earliest checkpoint after step `first`; None if there
-    is none."""
+    """Return the step up to which the run is replayed from the earliest checkpoint after step
+    `first`, at most `LATER_STEPS` logged steps later; None if no such step is logged."""
     names = sorted(name.step for name in target.names)
     for place, begin in enumerate(names):
         if begin < first:

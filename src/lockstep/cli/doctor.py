@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _STYLES = {"ok": "green", "skipped": "dim", "slow": "yellow", "failed": "bold red"}
 _MOST_IN_A_MATRIX = 8
-"""Largest number of ranks for which links are shown one by one."""
+"""Largest number of ranks for which the speed between each pair of ranks is shown."""
 _WIDTH = 100
 """Width of the output in columns without a terminal; on a terminal, the largest width."""
 
@@ -74,7 +74,7 @@ def command(write: Path | None, as_json: bool, **given: Any) -> int:
     Exit status: 0 if all is well, 1 if something is wrong or slow, 2 for a mistake in the command.
     """
     require_linux("lockstep doctor")
-    # one line of lockstep replaces 20 lines about torch's sockets
+    # lockstep prints one line instead of torch's 20 lines about sockets
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     options = options_from(given)
     options.validate()
@@ -171,8 +171,8 @@ def _show(diagnosis: Diagnosis) -> None:
 
 
 def _table(columns: Sequence[str] = ()) -> Table:
-    """Return a table without ruled lines. `columns`: headings of a table of numbers with named
-    rows."""
+    """Return an empty table without ruled lines. `columns`: headings of the columns of numbers,
+    after a first column with the names of rows."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=bool(columns))
@@ -206,8 +206,9 @@ def _checks(checks: Sequence[CheckResult]) -> Table:
 
 
 def _rows_of(checks: Sequence[CheckResult]) -> list[CheckResult]:
-    """Return the rows to show: one for each check that is ok, and one for each other
-    finding, with all machines that have it."""
+    """Return the rows to show, where several machines were checked: one row for each check that is
+    ok on at least one, and one for each other result, with the names of all machines that have
+    it."""
     shown: dict[object, CheckResult] = {}
     for check in checks:
         is_ok = check.verdict == "ok"

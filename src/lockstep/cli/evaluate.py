@@ -104,9 +104,10 @@ def measure(
     run_dir: Path,
     stdout: TextIO | None,
 ) -> tuple[int, list[Metrics]]:
-    """Return the exit status and, if it is 0, the metrics of each training of the script. `given`:
-    launch options by name. `folder`: the folder for temporary files. `stdout`: the workers'
-    standard output; None: this process's. Raises `LaunchError` if the script has not evaluated.
+    """Evaluate the weights with the script. Returns the exit status and, if it is 0, the metrics of
+    each `ls.train` call of the script. `given`: launch options by name. `folder`: the folder for
+    temporary files. `stdout`: the workers' standard output; None: this process's. Raises
+    `LaunchError` if the script has not evaluated.
     """
     options = options_from({**given, "run_dir": str(run_dir)})
     processes = count_processes(options.nproc, options.validate(), count_gpus, name="--nproc ")
@@ -128,7 +129,8 @@ def measure(
 
 
 def _is_plain(path: Path) -> bool:
-    """True for a file of weights and for a Hugging Face folder."""
+    """True for a .safetensors file and for a Hugging Face folder; False for a run directory or a
+    checkpoint."""
     names = (MODEL, f"{MODEL}.index.json")
     return path.is_file() or (
         not is_there(path, RUN) and any((path / name).is_file() for name in names)

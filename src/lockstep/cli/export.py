@@ -73,7 +73,8 @@ def command(module: int | None, form: str, best: bool, source: str, out: str) ->
 
 
 def _export_folder(source: str, folder: Path, *, module: int | None, best: bool) -> str:
-    """Write a folder for `from_pretrained`. Returns a message. Raises `CheckpointError`."""
+    """Write the model as a folder that `from_pretrained` of Hugging Face's libraries loads. Returns
+    a message for the user. Raises `CheckpointError`."""
     run = Target.find(source).run or Path(os.path.realpath(source)).parent.parent
     if not (run / CONFIGURATION).is_dir():
         raise CheckpointError(
@@ -124,7 +125,8 @@ def _open_model(source: str, *, module: int | None, best: bool) -> tuple[StateDi
 
 
 def export(source: str, path: Path, *, module: int | None = None, best: bool = False) -> str:
-    """Write a model of `source` to `path`. Returns a message. Raises `CheckpointError`."""
+    """Write the model of a run or checkpoint to a safetensors file. Returns a message for the user.
+    Raises `CheckpointError`."""
     check_out(path)
     with reachable(source):
         model, what = _open_model(source, module=module, best=best)
@@ -157,7 +159,7 @@ def export_pretrained(source: str, folder: str, model: Any, *, best: bool = Fals
 
 
 def _check_new(path: Path) -> None:
-    if os.path.exists(path):  # False too for a name that is too long
+    if os.path.exists(path):  # also False if the name is too long
         raise CheckpointError(
             f"{path} is there already; nothing is overwritten; name another, or remove it"
         )
@@ -177,8 +179,8 @@ def check_out(path: Path) -> None:
 
 
 def _best(at: Target) -> CheckpointName | None:
-    """The checkpoint of the best evaluation; None if that is the final model. Raises
-    `CheckpointError` if there is none."""
+    """Return the checkpoint with the best evaluation (`Saving.best`); None if that is the final
+    model. Raises `CheckpointError` if there is none."""
     known = (at.result() or {}).get("best")
     if known is not None:
         named = known.get("checkpoint")
@@ -201,8 +203,8 @@ def _best(at: Target) -> CheckpointName | None:
 
 
 def final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] | None:
-    """The final model of a run, and a description; None if the run has none. Raises
-    `CheckpointError` if it is damaged."""
+    """Return the final model of a run, and a description for messages; None if the run has not
+    ended. Raises `CheckpointError` if it is damaged."""
     result = at.result()
     if at.run is None or result is None or "fingerprint" not in result:
         return None
@@ -219,7 +221,8 @@ def final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] |
 
 
 def saved_model(at: Target, module: int | None) -> tuple[StateDictReader, str]:
-    """The model of the newest intact checkpoint. Prints a warning for each damaged one."""
+    """Return the model of the newest intact checkpoint, and a description for messages. Prints a
+    warning for each damaged checkpoint."""
     for name in reversed(at.names):
         try:
             stored = StoredCheckpoint(at.storage, name)
@@ -251,8 +254,8 @@ def _choose(modules: list[int], module: int | None) -> int:
 def write_model(
     model: StateDictReader, path: Path, metadata: Mapping[str, str] | None = None
 ) -> tuple[int, int]:
-    """Write the file atomically. Returns the number of tensors, and of bytes. Raises
-    `CheckpointError`."""
+    """Write a model as a safetensors file: readers see all of it or nothing. Returns the number of
+    tensors, and of bytes. Raises `CheckpointError`."""
     shards = [
         TensorShard(name, dtype, shape, (0,) * len(shape), shape)
         for name, (dtype, shape) in model.specs.items()

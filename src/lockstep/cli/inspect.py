@@ -34,14 +34,14 @@ _EVENT_WORDS = {
     "preempted": "asked to end", "stopped": "stopped", "run-failed": "failed", "run-ended": "ended",
     "checkpoint-failed": "could not save", "checkpoint-damaged": "found a damaged checkpoint",
 }  # fmt: skip
-"""The events to show, and the words for them."""
+"""Events in events.jsonl that the command shows -> their text."""
 _STATES = {
     DamagedError: "damaged",
     UnknownFormatError: "unreadable",
     UnreachableError: "unreachable",
 }
 _DIGITS = 12
-"""Digits of a fingerprint in the table."""
+"""Number of digits of a model's fingerprint that the table shows."""
 
 
 @dataclass(slots=True)
@@ -54,15 +54,16 @@ class InspectedCheckpoint:
     state: str = "intact"
     """`intact`, `damaged`, `unreadable` or `unreachable`."""
     reasons: list[str] = field(default_factory=list)
-    """The reasons why the state is not `intact`."""
+    """The reasons why `state` is not `intact`."""
     saved: str | None = None
-    """Time of the save, with its time zone."""
+    """Date and time of the save, with its time zone, in ISO format."""
     size_bytes: int = 0
     plan: str | None = None
     """The plan under which the checkpoint was saved."""
     processes: int | None = None
     score: dict[str, Any] | None = None
-    """Metric, mode and value of `Saving.best`. None if it was not measured."""
+    """Metric, mode and value by which `Saving.best` compares checkpoints. None if the checkpoint
+    was not evaluated."""
     is_best: bool = False
     """True if no other checkpoint has a better score."""
     fingerprints: dict[str, str] = field(default_factory=dict)
@@ -114,8 +115,8 @@ def command(as_json: bool, target: str) -> int:
 
 
 def inspect_all(storage: Storage, names: list[CheckpointName]) -> list[InspectedCheckpoint]:
-    """Inspect all checkpoints, except those that a live run has deleted meanwhile. Raises
-    `OSError`."""
+    """Read and check all these checkpoints. Leaves out those that a running training has deleted
+    meanwhile. Raises `OSError`."""
     inspected = {name: _inspect(storage, name) for name in names}
     if any(each.state != "intact" for each in inspected.values()):
         left = storage.names()
@@ -151,8 +152,8 @@ def _inspect(storage: Storage, name: CheckpointName) -> InspectedCheckpoint:
 
 
 def _final_model(at: Target) -> InspectedCheckpoint | None:
-    """Return the final model of a run; None if there is none. It is intact if it has the
-    fingerprint of result.json."""
+    """Read and check the final model of a run; None if the run has not ended. It counts as intact
+    if its fingerprint is the one in result.json."""
     result = at.result()
     if at.run is None or result is None or "fingerprint" not in result:
         return None
@@ -174,7 +175,8 @@ def _final_model(at: Target) -> InspectedCheckpoint | None:
 
 
 def _events(run: Path) -> Iterator[dict[str, Any]]:
-    """Yields the events of a run to show. Skips an incomplete last line."""
+    """Yield the events of a run that are shown, from its events.jsonl. Skips an incomplete last
+    line."""
     return read_rows(run, EVENTS, lambda row: row["event"] in _EVENT_WORDS, {})
 
 
@@ -253,7 +255,8 @@ def _row(found: InspectedCheckpoint) -> dict[str, str]:
 
 
 def _on_processes(count: int | None) -> str:
-    """`count`: None if it is not known."""
+    """Return text such as " on 2 processes". `count`: number of processes; None if it is not
+    known."""
     return "" if count is None else f" on {counted(count, 'process')}"
 
 

@@ -139,7 +139,7 @@ def main() -> None:
         # All work has ended. Without this, Python takes half a second more to destroy torch's
         # modules.
         sys.stdout.flush()
-        with suppress(OSError):  # nobody reads the output any more
+        with suppress(OSError):  # the reader of the pipe has ended
             sys.stderr.flush()
         remove_own_folders()
         os._exit(status or 0)

@@ -44,7 +44,7 @@ TOP = 5
 
 
 class Quantity(click.FloatRange):
-    """A parameter type: a finite number in a range."""
+    """The click parameter type of a finite number in a range."""
 
     name = "number"
 
@@ -169,8 +169,8 @@ class _Found:
 
 
 def _check(target: str, plans: tuple[str, ...], memory: str | None) -> None:
-    """Raise `PlanError` for devices, plans or memory that are not possible, before the script
-    runs."""
+    """Raise `PlanError` if `--on`, `--plans` or `--memory` cannot be valid. Called before the
+    script runs."""
     from lockstep.planner.machines.hardware import cluster_of
 
     cluster = cluster_of(target)
@@ -197,8 +197,8 @@ def _predicted(
     line: ScriptLine,
     progress: Callable[[int, str], None] | None,
 ) -> _Found:
-    """Return the machine that the target names, and the outcome of each given plan, or of a search
-    over plans."""
+    """Return the machine that `--on` names, and the prediction of each given plan; without plans,
+    of all plans that a search tries."""
     from lockstep.planner.machines.costs import Machine
     from lockstep.planner.machines.hardware import devices_here, named, parse_target
 
@@ -234,8 +234,9 @@ def memory_bytes(text: str) -> int:
 def _run(
     line: ScriptLine, request: PlanRequest, progress: Callable[[int, str], None] | None
 ) -> bool:
-    """Run the script, which predicts the plans. Returns False if it was interrupted after a plan.
-    Raises `LaunchError` if it fails, or never trains."""
+    """Run the script in a process in which `ls.train` predicts plans. Returns False if Ctrl-C
+    interrupted it after at least one prediction. Raises `LaunchError` if it fails, or never
+    trains."""
     folder, shown = Path(request.folder), 0
 
     def look() -> bool:
@@ -273,8 +274,8 @@ def _progress(count: int, plan: str) -> None:
 
 
 def _forecast(script: str, found: _Found, tokens: float | None, price: float | None) -> Forecast:
-    """Return the forecast for the plans that were predicted. Raises `PlanError` if no plan can be
-    run."""
+    """Return the predicted plans with the figures for the whole training, such as its cost. Raises
+    `PlanError` if no plan can be run."""
     from lockstep.planner.forecast import Forecast, struck
     from lockstep.planner.machines.costs import INTERVALS
 

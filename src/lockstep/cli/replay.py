@@ -75,7 +75,7 @@ replay_options = together(
     click.argument("source", metavar="RUN_DIR"),
     script_arguments(required=False),
 )
-"""The options and arguments of the commands that replay steps."""
+"""The options and arguments that `lockstep replay` and `lockstep blame` share."""
 
 
 @click.command("replay", cls=ScriptCommand)
@@ -142,8 +142,9 @@ def command(
 def replayed_run(
     source: str, checkpoints: str | None, line: ScriptLine | None, given: dict[str, Any]
 ) -> tuple[Target, Path, ScriptLine]:
-    """Return the checkpoints of a run, its directory and its script. Completes `given`, the launch
-    options by name. Raises `CheckpointError` and `LaunchError`."""
+    """Return the checkpoints of a run, its directory and its script. `given`: launch options by
+    name; the run's hyper-parameters, and its plan unless another is given, are added to it. Raises
+    `CheckpointError` and `LaunchError`."""
     target = Target.find(source)
     run = target.run
     if run is None:
@@ -215,7 +216,7 @@ def _is_of_a_step(row: Mapping[str, Any]) -> bool:
 
 
 def replay_plan(run_plan: str) -> Plan:
-    """Return a plan for one process with the same numerics as the run's plan."""
+    """Return a plan for one process that has the same numerics setting as the run's plan."""
     plan = Plan.parse(run_plan)
     return Plan(
         numerics=plan.numerics,
@@ -240,10 +241,11 @@ def replay(
     before: int | None = None,
     quiet: bool = False,
 ) -> tuple[int, Replay | None]:
-    """Replay the step. Returns the exit status and, if the replay reached the step, its findings.
-    `given`: launch options by name. `folder`: the folder for temporary files. `by_sample`: the
-    microbatch whose gradient is divided among its samples. `before`: begin at the newest checkpoint
-    with fewer steps; default: `step`. Raises `LaunchError`."""
+    """Repeat step `step` of a run from its nearest earlier checkpoint. Returns the exit status and,
+    if the replay reached the step, what it measured there. `given`: launch options by name.
+    `folder`: the folder for temporary files. `without`: samples to leave out. `by_sample`: index of
+    the microbatch for which the gradient of each sample is measured. `before`: begin at the newest
+    checkpoint with fewer steps; default: `step`. Raises `LaunchError`."""
     run_dir = folder / "run"
     options = options_from({**given, "run_dir": str(run_dir)})
     processes = count_processes(options.nproc or 1, options.validate(), count_gpus, name="--nproc ")
@@ -295,7 +297,7 @@ def _result(
     before, now = read_metadata(run), read_metadata(folder / "run")
     microbatches = joined(parts)
     loss = whole["loss"]
-    if loss is None:  # the step has raised
+    if loss is None:  # the step has raised an exception
         loss = sum(each.part or 0.0 for each in microbatches if not each.model)
     return Replay(
         step=step,
@@ -324,7 +326,8 @@ def _microbatch(values: dict[str, Any]) -> ReplayedMicrobatch:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the differences between two runs' recipes, code, versions and devices, as text."""
+    """Yield, as text, the differences in recipe, code, versions and devices between the run
+    (`before`) and its replay (`now`)."""
     old, new = (each.get("recipe") or {} for each in (before, now))
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:

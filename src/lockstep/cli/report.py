@@ -85,8 +85,8 @@ def command(
 
 
 Report = tuple[Any, Sequence[str], Callable[[float], str]]
-"""The report as JSON, as lines for a terminal, and as a function that makes the page for a given
-time."""
+"""A report in three forms: as JSON, as lines for a terminal, and as a function that returns the
+HTML page for a given time of creation."""
 
 
 def _of_runs(run_dirs: Sequence[str]) -> Report:

@@ -12,7 +12,7 @@ from lockstep.recipe.parameters import saved_values, split_assignment
 from lockstep.scripts.line import ScriptLine
 
 OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
-"""Python's options that take the next word."""
+"""Options of the `python` command whose value is the next word."""
 
 
 def script_of(run: Path | None, source: str, needs: str) -> ScriptLine:
@@ -49,7 +49,8 @@ def script_of(run: Path | None, source: str, needs: str) -> ScriptLine:
 
 
 def without_options(words: Sequence[str]) -> Sequence[str]:
-    """Return the words of a Python command line after Python's own options. `-m` stays.
+    """Return the words of a command line of `python` without the interpreter's own options, so that
+    they begin with the script, or with `-m` and a module.
 
     >>> without_options(["-u", "-X", "dev", "-m", "package.train", "-u"])
     ['-m', 'package.train', '-u']
@@ -61,7 +62,8 @@ def without_options(words: Sequence[str]) -> Sequence[str]:
 
 
 def assignments(run: Path | None, given: Sequence[str]) -> tuple[str, ...]:
-    """Return the values of hyper-parameters for `--set`: the run's, replaced by `given` ones."""
+    """Return the values of hyper-parameters in the form NAME=VALUE of `--set`: those of the run,
+    and those in `given`, which take precedence."""
     values = {} if run is None else saved_values(run)
     texts = {name: str(value) for name, value in values.items()} | dict(
         map(split_assignment, given)

@@ -57,7 +57,7 @@ LAUNCH = (
     "backend",
     "share_devices",
 )
-"""The options of `lockstep run` for each trial."""
+"""The options of `lockstep run` that a search passes on to each trial."""
 
 
 search_options = together(
@@ -100,7 +100,7 @@ search_options = together(
     click.option("--csv", type=NewFile(), metavar="FILE", help="Write the results as a table."),
     *map(launch_option, LAUNCH),
 )
-"""The options that a search and a sweep share."""
+"""The options that `lockstep search` and `lockstep sweep` share."""
 
 
 @click.command("search", cls=ScriptCommand)
@@ -199,8 +199,8 @@ def run_search(line: ScriptLine, given: dict[str, Any], **fields: Any) -> int:
 
 
 def _send_to_slurm(options: str, jobs: int | None, line: ScriptLine) -> int:
-    """Submit an array of jobs to Slurm, each of which runs this command for one trial at a time.
-    Returns the exit status."""
+    """Submit an array of jobs to Slurm, each of which runs this search command for one trial at a
+    time. Returns the exit status."""
     from lockstep.cli.slurm import array_of
     from lockstep.launch.slurm import submit
 

@@ -1,5 +1,5 @@
-"""The target of a command: a run directory, a folder of checkpoints, or one checkpoint, at a path
-or a URL."""
+"""The target of commands such as `lockstep inspect`: a run directory, a folder of checkpoints, or
+one checkpoint, at a path or a URL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.search.request import SEARCH
 class Target:
     storage: Storage
     names: list[CheckpointName]
-    """Names of its checkpoints, in order of their steps."""
+    """Names of the checkpoints in `storage`, in order of their steps."""
     run: Path | None
     """The run directory. None if the target is not one."""
     elsewhere: str | None = None
@@ -41,7 +41,7 @@ class Target:
 
     @property
     def none_there(self) -> str:
-        """The reason why no checkpoint exists, and what to do."""
+        """Text for an error: the reason why there is no checkpoint, and what to do."""
         if self.names:
             return "all are damaged; lockstep inspect shows them"
         if self.elsewhere is None:
@@ -60,7 +60,8 @@ class Target:
 
 @contextmanager
 def reachable(what: str) -> Iterator[None]:
-    """Convert an error of the system or of a store into a `CheckpointError`."""
+    """Convert an `OSError` inside the context into a `CheckpointError`, whose text says that `what`
+    cannot be read."""
     try:
         yield
     except OSError as error:
@@ -83,9 +84,9 @@ def fingerprint(model: StateDictReader) -> str:
 
 
 def best_of(scores: Mapping[CheckpointName, dict[str, Any] | None]) -> CheckpointName | None:
-    """Return the earliest checkpoint with the best score; None without scores. `scores`: the
-    records in the checkpoints. If the run's metric has changed, only scores of the latest metric
-    count."""
+    """Return the checkpoint with the best evaluation, of equal ones the earliest; None if none was
+    evaluated. `scores`: each checkpoint's record of metric, mode and value. If `Saving.best` was
+    changed during the run, only scores of the latest metric count."""
     given = {name: score for name, score in scores.items() if score is not None}
     if not given:
         return None

@@ -141,7 +141,7 @@ def command(
 
 
 def show(report: Report) -> None:
-    """Print the table, then the mismatches and notes."""
+    """Print the table of plans, then the tensors that differ and the notes."""
     from rich.table import Table
     from rich.text import Text
 
