@@ -1,5 +1,5 @@
-"""The machine's accelerator: CUDA (NVIDIA or ROCm), XPU, MPS, or another that torch supports. No
-other module names a kind of accelerator.
+"""The machine's accelerator: CUDA (NVIDIA or ROCm), XPU, MPS, or another that torch supports. Code
+that is specific to one type of accelerator is only in this module.
 
 It uses `torch.accelerator`, and the accelerator's own module in torch. Functions with a device as
 argument also accept the CPU.
@@ -26,9 +26,10 @@ from lockstep.base.torch_private import default_mps_generator
 from lockstep.base.words import counted
 
 _WITHOUT_STREAMS = ("cpu", "meta", "mps")
-"""Devices without streams and pinned memory."""
+"""Types of devices that have neither streams nor pinned memory."""
 _HIDING = {"cuda": "CUDA_VISIBLE_DEVICES=", "xpu": "ZE_AFFINITY_MASK=''"}
-"""Values of environment variables that hide all devices of a kind."""
+"""Type of accelerator -> the setting of an environment variable that hides all devices of this
+type."""
 _VISIBLE = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
@@ -37,17 +38,18 @@ _VISIBLE = (
 )
 """Environment variables that select the devices that a process sees."""
 DEVICE_FLAGS = frozenset({"is_cpu", "is_meta", "is_cuda", "is_xpu", "is_mps"})
-"""Attributes of a tensor that say where it is."""
+"""Attributes of a tensor that tell the type of its device."""
 TF32_SINCE = (8, 0)
 """Ampere's compute capability, the first with TF32."""
 FLASH_SINCE = (8, 0)
 """Ampere's compute capability, the first with flash attention."""
 _WITH_FLEX = ("cuda", "xpu")
-"""Devices on which FlexAttention computes gradients."""
+"""Types of devices on which FlexAttention computes gradients."""
 MIG = "MIG"
-"""The `identity` of every MIG instance: for NCCL all instances of a GPU are the same device."""
+"""Result of `identity` for every MIG instance (a partition of an NVIDIA GPU): NCCL treats all
+instances of a GPU as the same device."""
 _ALL_HIDDEN = ("", "-1", "none", "void", "NoDevFiles")
-"""Values that hide all GPUs on purpose; Slurm sets the last."""
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs on purpose; Slurm sets the last."""
 
 
 def kind() -> str | None:
@@ -88,8 +90,8 @@ def _counted_by_fork(name: str) -> int:
 
 
 def _asked_of_fork(question: Callable[[], object]) -> str:
-    """Return the answer of a forked process, because a process that asks the driver can no longer
-    fork."""
+    """Call `question` in a forked process, and return its result as text. (A process that itself
+    asks the GPU's driver cannot fork usable processes any more.)"""
     read, write = os.pipe()
     process = os.fork()
     if process == 0:
@@ -113,7 +115,7 @@ def product_name() -> str:
 
 
 def device(index: int) -> torch.device:
-    """Return an accelerator, and make it the current one."""
+    """Return the accelerator with this index, and make it the current one."""
     name = kind()
     assert name is not None, "only where there is one"
     if name != "mps":
@@ -126,7 +128,8 @@ def current_device() -> torch.device:
 
 
 def how_to_hide() -> str:
-    """Return the setting of an environment variable that hides the accelerators."""
+    """Return, as text for the user, the setting of an environment variable that hides the
+    accelerators."""
     return _HIDING.get(kind() or "cuda", "a torch without it")
 
 
@@ -164,7 +167,8 @@ def unseen(environ: Mapping[str, str], folder: Path = Path("/dev")) -> str:
 
 
 def identity(device: torch.device, environ: Mapping[str, str]) -> str:
-    """Return text that identifies one of the machine's accelerators."""
+    """Return text that identifies a device among this machine's accelerators: two processes on the
+    same accelerator get the same text."""
     if environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         return MIG
     properties = getattr(_module(device.type), "get_device_properties", None)
@@ -179,7 +183,8 @@ def identity(device: torch.device, environ: Mapping[str, str]) -> str:
 
 
 def is_initialized() -> bool:
-    """True if this process has used its accelerator: its forks then cannot."""
+    """True if this process has initialized its accelerator; processes that it forks then cannot use
+    it."""
     name = kind()
     return name is not None and bool(getattr(_module(name), "is_initialized", lambda: False)())
 
@@ -206,8 +211,9 @@ def process_group_backend(device: torch.device) -> str:
 
 
 def process_group_device(device: torch.device, backend: str) -> torch.device | None:
-    """Return the device that a process group is bound to. NCCL then connects at once, and can split
-    groups from it. None for other backends, which cannot split."""
+    """Return the device to which to bind a process group (`device_id` of `init_process_group`).
+    NCCL then connects at once, and can split groups from it. None for other backends, which cannot
+    split."""
     return device if backend == "nccl" else None
 
 
@@ -232,8 +238,9 @@ def library_versions() -> dict[str, str]:
 
 
 def traits(device: torch.device) -> dict[str, str]:
-    """Return the properties of a device, other than its name, on which the bits of results
-    depend."""
+    """Return the properties of a device, other than its name, by which results can differ bitwise:
+    versions of libraries, compute capability and number of multiprocessors; for a CPU, its
+    instruction set."""
     if device.type == "cpu":
         return {"instructions": torch.backends.cpu.get_cpu_capability()}
     properties = getattr(_module(device.type), "get_device_properties", None)
@@ -323,7 +330,8 @@ def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
 
 @contextmanager
 def preserved_generators(*devices: torch.device) -> Iterator[None]:
-    """On leaving, restore torch's default generators, including those on `devices`."""
+    """Restore the states of torch's default random generators, on the CPU and on `devices`, when
+    the context is left."""
     generators = generators_of(devices)
     states = [each.get_state() for each in generators]
     try:
@@ -358,7 +366,8 @@ def recorded_event(device: torch.device, *, timed: bool = False) -> torch.Event:
 
 
 def is_reached(event: torch.Event, timeout_seconds: float = 0.0) -> bool:
-    """True if the device passes the event within `timeout_seconds`; False if it hangs."""
+    """True if the device reaches the event within `timeout_seconds`; False if it does not, for
+    example because it hangs."""
     if event.query() or not timeout_seconds:
         return event.query()
     reached = threading.Event()
@@ -394,7 +403,8 @@ def current(device: torch.device) -> Iterator[None]:
 
 
 def future(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    """Return a future of a tensor; the device's streams wait for the work that sets it."""
+    """Return an empty future for a tensor on the same device as `tensor`. Whoever waits for it
+    makes the current stream wait for the kernels that compute the result."""
     return torch.futures.Future(devices=[tensor.device] if has_streams(tensor.device) else None)
 
 
@@ -402,7 +412,8 @@ def future(tensor: Tensor) -> torch.futures.Future[Tensor]:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak number of bytes of tensors since `reset_peak_bytes`; None if unknown."""
+    """Return the peak number of bytes of tensors on the device since `reset_peak_bytes`; None if
+    unknown."""
     return torch.accelerator.max_memory_allocated(device) if has_streams(device) else None
 
 
@@ -417,11 +428,11 @@ def total_bytes(device: torch.device) -> int | None:
 
 
 _PORTABLE = 1
-"""Memory then counts as pinned for all devices."""
+"""The flag cudaHostRegisterPortable: the memory then counts as pinned for all devices."""
 
 
 def can_register_memory(device: torch.device) -> bool:
-    """True if the device's module has CUDA's `cudaHostRegister`."""
+    """True if host memory can be pinned for this device by `cudaHostRegister`."""
     runtime = getattr(_module(device.type), "cudart", None) if has_streams(device) else None
     return runtime is not None and hasattr(runtime(), "cudaHostRegister")
 
@@ -450,7 +461,7 @@ def unregister_memory(memory: Tensor, device: torch.device, timeout_seconds: flo
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return an NVIDIA GPU's compute capability; else None."""
+    """Return the compute capability of an NVIDIA GPU as (major, minor); None for other devices."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -458,7 +469,7 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def allocation_error(device: torch.device) -> str:
-    """Ask the device for new memory. Returns its error, or "" if it gives some."""
+    """Try to allocate 2 MiB on the device. Returns the error's text, or "" if that succeeds."""
     try:
         torch.accelerator.empty_cache()
         torch.empty(2**21, dtype=torch.uint8, device=device)
@@ -468,8 +479,8 @@ def allocation_error(device: torch.device) -> str:
 
 
 def leaves_tf32_unused(device: torch.device) -> bool:
-    """True for an NVIDIA GPU with TF32 if the precision of fp32 products is torch's default, which
-    does not use TF32."""
+    """True for an NVIDIA GPU that has TF32 if torch's setting for fp32 matrix products is the
+    default, which does not use TF32."""
     capability = compute_capability(device)
     return (
         capability is not None

@@ -1,4 +1,5 @@
-"""Reads a forward's code, to find the attributes and variables whose earlier value it uses."""
+"""Analyses the bytecode of a module's `forward`, to find the attributes and variables whose value
+from an earlier call it uses."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def names_read(model: Any) -> set[str] | None:
 
 
 def names_read_by_dataset(dataset: Any) -> set[str] | None:
-    """Like `names_read`, for a dataset's methods that get samples."""
+    """Like `names_read`, for the methods `__getitem__` and `__getitems__` of a dataset."""
     methods = [getattr(type(dataset), name, None) for name in ("__getitem__", "__getitems__")]
     return names_read_by_all(
         each
@@ -34,13 +35,14 @@ def names_read_by_dataset(dataset: Any) -> set[str] | None:
 
 
 def names_read_by(function: FunctionType) -> set[str]:
-    """Return the names of attributes and variables that a function reads before it sets them."""
+    """Return the names of attributes and variables that a function, or one defined inside it, reads
+    before it sets them."""
     return {name for code in inner_code(function.__code__) for name in _read_by(code)}
 
 
 def functions_of(model: Any) -> Iterator[FunctionType | None]:
-    """Yield the forwards of the model's modules, and the methods and functions that they call. None
-    for a forward that is no function."""
+    """Yield the forwards of the model's modules, and the methods and functions that they call.
+    Yields None for one that is no Python function, whose code is unknown."""
     seen: set[tuple[type, Any]] = set()
     for module in model.modules():
         forward = getattr(module.forward, "__func__", module.forward)
@@ -50,8 +52,8 @@ def functions_of(model: Any) -> Iterator[FunctionType | None]:
 
 
 def functions_called(kind: type, first: Any) -> Iterator[FunctionType | None]:
-    """Yield `first`, a function of the class `kind`, and the methods and user's functions that it
-    calls."""
+    """Yield `first`, a method of the class `kind`, and the methods of the class and the user's
+    functions that it calls, directly or not. Yields None for one whose code is unknown."""
     left, seen = [first], set[FunctionType]()
     while left:
         function = inspect.unwrap(left.pop())
@@ -70,7 +72,8 @@ def functions_called(kind: type, first: Any) -> Iterator[FunctionType | None]:
 
 
 def names_read_by_all(functions: Iterable[FunctionType | None]) -> set[str] | None:
-    """Like `names_read`, for these functions. None if a function is unknown."""
+    """Like `names_read`, for these functions. Returns None if one of them is None: its code is
+    unknown."""
     found: set[str] = set()
     for function in functions:
         if function is None:
@@ -80,7 +83,8 @@ def names_read_by_all(functions: Iterable[FunctionType | None]) -> set[str] | No
 
 
 def _methods(kind: type, names: set[str]) -> Iterator[FunctionType]:
-    """Yield a class's functions with these names, and its base classes'."""
+    """Yield the methods and the getters of properties with these names, of a class and its base
+    classes."""
     for each in kind.__mro__:
         for name in names & vars(each).keys():
             value = vars(each)[name]
@@ -90,7 +94,7 @@ def _methods(kind: type, names: set[str]) -> Iterator[FunctionType]:
 
 
 def _read_by(code: CodeType) -> Iterator[str]:
-    """Yield the names of attributes and variables that code reads before it sets them."""
+    """Yield the names of attributes and variables that a code object reads before it sets them."""
     if "getattr" in code.co_names:
         yield from (each for each in code.co_consts if isinstance(each, str))
     steps = list(dis.get_instructions(code))
@@ -102,7 +106,7 @@ def _read_by(code: CodeType) -> Iterator[str]:
             continue
         if one.opname in _STORES:
             is_set.add(one.argval)
-        # a call of a method has "NULL|", from Python 3.12 on
+        # from Python 3.12 on, an instruction with "NULL|" loads a method to call it
         elif one.opname in _LOADS and "NULL|" not in one.argrepr:
             yield from {one.argval} - is_set
 

@@ -1,7 +1,9 @@
-"""The container of this process: its limits (control groups, versions 1 and 2), the CPUs, memory
-and tasks that are left, and what containers on the same host do not share.
+"""The container in which this process runs: its limits (control groups, versions 1 and 2), the
+CPUs, memory and tasks that are still available, and the namespaces that it does not share with
+other containers on the same host.
 
-torch, `os.cpu_count` and /proc/meminfo see the whole machine. `root` is `/`, except in tests."""
+`os.cpu_count`, /proc/meminfo and torch show the whole machine, not the container's limits. The
+argument `root` of the functions is `/`, except in tests."""
 
 from __future__ import annotations
 
@@ -14,24 +16,26 @@ from pathlib import Path
 
 ROOT = Path("/")
 _UNLIMITED = 2**60
-"""Values of at least this mean that there is no limit: version 1 writes about 2**63."""
+"""A control group's limit of at least this means that there is none: version 1 writes about
+2**63."""
 _MEMORY = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""For each version: controller, files with limit and usage, and the reclaimable entry of
-memory.stat."""
+"""Memory files of each version of control groups: controller, files with limit and usage, and the
+entry of memory.stat for memory that the kernel can reclaim."""
 
 
 def usable_cpus(root: Path = ROOT) -> int:
-    """Return the number of CPUs that this process may use at the same time. The only source of that
-    number."""
+    """Return the number of CPUs that this process may use at the same time, at least 1: the smaller
+    of its affinity and its container's quota. All of lockstep takes the number from here."""
     return whole_cpus(scheduled_cpus(), cpu_quota(root))
 
 
 def whole_cpus(scheduled: int, quota: float | None) -> int:
-    """Return the smaller of scheduled CPUs and quota, at least 1. More threads would use up each
-    period's quota early, and then pause."""
+    """Return the smaller of the number of CPUs in the affinity (`scheduled`) and the CPU quota,
+    rounded down, at least 1. With more threads, the quota of each scheduling period would be used
+    up early, and all would pause."""
     return max(1, scheduled if quota is None else min(scheduled, int(quota)))
 
 
@@ -41,7 +45,8 @@ def scheduled_cpus() -> int:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the quota in CPUs, which may be a fraction; None if there is none."""
+    """Return the CPU quota of this process's control groups, in CPUs, which may be a fraction; None
+    if there is none."""
     quotas = []
     for file in _files(root, "", "cpu.max"):
         with suppress(OSError, ValueError):
@@ -56,7 +61,8 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def memory_limit_bytes(root: Path = ROOT) -> int | None:
-    """Return the memory limit; None if it is not below the memory of the machine."""
+    """Return the memory limit of this process's control groups in bytes; None if there is none
+    below the memory of the machine."""
     limits = [
         int(most)
         for controller, name, *_ in _MEMORY
@@ -68,7 +74,8 @@ def memory_limit_bytes(root: Path = ROOT) -> int | None:
 
 
 def available_memory_bytes(root: Path = ROOT) -> int:
-    """Return the bytes that can be allocated now."""
+    """Return the bytes of host memory that this process can still allocate, within the container's
+    limit."""
     free = [
         _meminfo(root, "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ]
@@ -81,7 +88,8 @@ def available_memory_bytes(root: Path = ROOT) -> int:
 
 
 def free_tasks(root: Path = ROOT) -> int | None:
-    """Return the number of processes and threads that may still start; None: no limit."""
+    """Return the number of processes and threads that may still be started in this process's
+    control groups; None without a limit."""
     free = []
     for controller in ("", "pids"):
         for file in _files(root, controller, "pids.max"):
@@ -127,7 +135,8 @@ def _meminfo(root: Path, name: str) -> int | None:
 
 
 def _reclaimable(stat: Path, name: str) -> int:
-    """Return the page cache that the kernel frees when memory is short."""
+    """Return the bytes of page cache that the kernel frees when memory is short. `stat`: the path
+    of memory.stat. `name`: the entry in it."""
     with suppress(OSError):
         for line in stat.read_text().splitlines():
             if line.startswith(f"{name} "):
@@ -139,23 +148,24 @@ ONE_CONTAINER = (
     "run all processes of a host in one container (lockstep run --nproc N), or give its containers"
     " --pid=host --ipc=host"
 )
-"""The remedy for containers on one host that do not share memory: NCCL needs --ipc=host, lockstep
---pid=host."""
+"""Text that tells the user how to let containers on one host share memory: NCCL needs --ipc=host,
+and lockstep --pid=host."""
 LARGER_SHARED_MEMORY = (
     "make it larger (docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir in memory;"
     " mount -o remount,size=8g /dev/shm)"
 )
-"""The remedy for a /dev/shm that is too small."""
+"""Text that tells the user how to enlarge a /dev/shm that is too small."""
 VOLUME = (
     "mount a volume for run directories (docker run -v /data/runs:/runs; Kubernetes:"
     " persistentVolumeClaim), and give --run-dir there"
 )
 _FIRST_NAMESPACES = {"pid": 4026531836, "ipc": 4026531839, "uts": 4026531838, "cgroup": 4026531835}
-"""The kernel's numbers of the host's own namespaces (include/linux/proc_ns.h)."""
+"""The inode numbers that the kernel gives to the host's own namespaces
+(include/linux/proc_ns.h)."""
 _LAYERS = ("overlay", "fuse-overlayfs", "fuse.fuse-overlayfs", "aufs")
 _TEMPORARY = (*_LAYERS, "tmpfs", "ramfs")
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
-"""An escaped byte in /proc/mounts, which would otherwise end a field."""
+"""Pattern of an escaped byte, such as a space, in the fields of /proc/mounts."""
 
 
 def container_engine(environ: Mapping[str, str], root: Path = ROOT) -> str | None:

@@ -1,4 +1,5 @@
-"""Read any object as parts, to compare it between two processes, or at two times.
+"""Reads any object as a sequence of parts (pairs of path and bytes), to compare objects of two
+processes, or the states of one object at two times.
 
 Imports neither torch nor numpy: tensors and arrays exist only if the process has imported these.
 """
@@ -20,13 +21,13 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 Part = tuple[str, Iterable[bytes] | None]
-"""A path and its bytes (None if they cannot be read)."""
+"""The path of a value inside the object, and the value's bytes (None if they cannot be read)."""
 MOST_OBJECTS = 100_000
-"""Largest number of objects that are read; the others count as unreadable."""
+"""Largest number of nested objects that are read; the remaining ones count as unreadable."""
 MOST_LEVELS = 60
 """Largest depth of nested objects that are read."""
 _MOST_CODE = 4096
-"""Largest number of functions whose instructions are kept."""
+"""Largest number of functions whose instructions are cached."""
 _CACHED = type(functools.cache(len))
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
@@ -39,9 +40,9 @@ class _TooManyError(Exception):
 
 
 class Reader:
-    """Reads one object: containers, tensors, arrays, functions with the values that they use. Other
-    objects are read as `pickle` would read them. Equal objects have equal parts in the same
-    order."""
+    """Reads one object as parts: the contents of containers, tensors and arrays, and functions with
+    the values that they use. Other objects are read as `pickle` would read them. Equal objects have
+    equal parts in the same order."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
         """`most_bytes`: if a tensor or array is longer, only half of this is read at each end."""
@@ -51,14 +52,15 @@ class Reader:
         self._left = MOST_OBJECTS
 
     def parts(self, value: Any, path: str = "") -> Iterator[Part]:
-        """Yield the parts of `value`; a path may occur several times."""
+        """Yield the parts of `value`, whose own path is `path`. Several parts may have the same
+        path."""
         try:
             yield from self.read(value, path)
         except _TooManyError:
             yield f"{path} beyond its first {MOST_OBJECTS:,} objects", None
 
     def read(self, value: Any, path: str) -> Iterator[Part]:
-        """Yield the parts of an object inside another one."""
+        """Yield the parts of an object that is inside the one that `parts` reads."""
         if is_plain(value) or (type(value) in (list, tuple) and all(map(is_plain, value))):
             yield path, [f"{type(value).__qualname__} {value!r}".encode(errors="surrogatepass")]
         elif id(value) in self._open:
@@ -92,7 +94,7 @@ class Reader:
             yield path, [b"the environment"]
         elif _is_of(value, "logging", "Logger"):
             yield path, [value.name.encode()]
-        # this rank's device: all ranks' devices compute the same
+        # left out, because each rank has another device of the same type
         elif _is_of(value, "torch", "device"):
             yield path, [b"a device"]
         elif _is_of(value, "torch", "Tensor"):
@@ -105,7 +107,7 @@ class Reader:
             for place, (name, part) in enumerate(value.items()):
                 if is_plain(name):
                     yield from self.read(part, f"{path}[{name!r}]")
-                else:  # its repr may contain its address
+                else:  # its repr may contain its address in memory
                     yield from self.read(name, f"{path}[key {place}]")
                     yield from self.read(part, f"{path}[key {place}] value")
             if type(value) is not dict:
@@ -184,7 +186,8 @@ class Reader:
         return [part.tobytes() for part in self._read_of(value.reshape(-1))]
 
     def _read_of(self, flat: Any) -> list[Any]:
-        """Return the parts of a flat tensor or array that are read."""
+        """Return the slices of a one-dimensional tensor or array that are read: all of it, or both
+        ends if it is longer than `most_bytes`."""
         if self._most_bytes is None or flat.nbytes <= self._most_bytes:
             return [flat]
         part = self._most_bytes // 2 // flat.itemsize
@@ -231,7 +234,7 @@ class Reader:
             yield from self.read([name, part], f"{path}[key {place}]")
 
     def _state(self, value: Any, path: str) -> Iterator[Part]:
-        """Yield the attributes of a container, besides its contents."""
+        """Yield the parts of a container's attributes, besides its contents."""
         reduced = _reduced(value)
         if isinstance(reduced, tuple):
             yield from self._read_state((*reduced, None)[2], path)
@@ -319,8 +322,8 @@ class CodeReader(Reader):
 def digest_parts(
     parts: Iterable[Part], most: int = sys.maxsize
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the digest of each path, and the paths that cannot be read. Paths beyond the first
-    `most` share one digest."""
+    """Return the digest of the bytes at each path, and the paths whose values cannot be read. All
+    paths beyond the first `most` share one digest."""
     hashed: dict[str, Any] = {}
     unread = dict[str, None]()
     for path, pieces in parts:
@@ -381,7 +384,8 @@ def _is_of(value: Any, module: str, name: str) -> bool:
 
 
 def _reduced(value: Any) -> str | tuple[Any, ...] | None:
-    """Return what `pickle` would get from the object; None if the object cannot be pickled."""
+    """Return the result of the object's `__reduce_ex__`, as `pickle` calls it; None if the object
+    cannot be pickled."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -392,7 +396,8 @@ def _reduced(value: Any) -> str | tuple[Any, ...] | None:
 
 
 def _functions_of(part: Any, *, is_data: bool) -> list[Any]:
-    """Return the functions in an attribute of a class; if `is_data`, the data there."""
+    """Return the functions in an attribute of a class, such as those of a property. If it contains
+    none: the attribute itself if `is_data`."""
     if isinstance(part, staticmethod | classmethod):
         return [part.__func__]
     if isinstance(part, property):
@@ -406,7 +411,8 @@ def _functions_of(part: Any, *, is_data: bool) -> list[Any]:
 
 
 def variables_of(function: FunctionType) -> dict[str, Any]:
-    """Return the variables that a function uses: of its closure, then of its module."""
+    """Return the values of the variables that a function uses, by name: of its closure, and of its
+    module."""
     used = {name for code in inner_code(function.__code__) for name in code.co_names}
     variables = dict(_closed_over(function))
     for name in sorted(used & function.__globals__.keys() - variables.keys()):
@@ -417,7 +423,7 @@ def variables_of(function: FunctionType) -> dict[str, Any]:
 def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each closure variable."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # not yet set
+        with suppress(ValueError):  # the variable is not set yet
             yield name, cell.cell_contents
 
 
@@ -425,7 +431,7 @@ def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
 # a step of a small model. Equal code has equal instructions.
 @functools.lru_cache(_MOST_CODE)
 def _code(code: CodeType) -> bytes:
-    """Return the instructions, without line numbers."""
+    """Return the bytecode of a function in a form that does not depend on line numbers."""
     found = []
     for instruction in dis.get_instructions(code):
         value = instruction.argval

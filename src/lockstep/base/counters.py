@@ -1,6 +1,6 @@
 """Finds numbers that each call of the user's code changes, such as a counter of forwards. Each rank
-makes different calls, so a model that uses such a number learns something that depends on the
-number of ranks."""
+calls the code for its own microbatches, so a model that uses such a number trains differently on
+another number of ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ITEMS = 16  # number of a list's items that are read
 
 def numbers_of_model(model: Any) -> Numbers:
     """Return, by name, the numbers in attributes of the model's modules and of the user's objects
-    there, and in global and enclosing variables of the user's forwards."""
+    in these attributes, and in global and enclosing variables of the user's forwards."""
     found: dict[str, float] = {}
     of_objects: dict[str, float] = {}
     for prefix, module in model.named_modules():
@@ -45,8 +45,8 @@ def numbers_of_model(model: Any) -> Numbers:
 
 
 def carried(model: Any, names: Iterable[str]) -> list[str]:
-    """Return the model's numbers whose earlier value a forward may use. Others are set anew by each
-    forward, for a log."""
+    """Return those of the model's numbers whose value from before a forward may be used in it. The
+    others are only set by each forward, for example for a log."""
     read = names_read(model)
     return sorted(name for name in names if _is_read(name, read))
 
@@ -90,7 +90,8 @@ def numbers_of_dataset(dataset: Any) -> Numbers:
 
 
 def changed_each_time(before: Numbers, between: Numbers, after: Numbers) -> list[str]:
-    """Return the names of numbers that each of two calls changed."""
+    """Return the names of the numbers that two consecutive calls each changed. The arguments: the
+    numbers before, between and after the calls."""
     return [
         name
         for name, value in after.items()
@@ -103,7 +104,8 @@ def _numbers_in(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         if _is_number(value):
             yield name, value
         elif type(value) in (dict, list):
-            # an item keeps its name: a list to which calls append is a log
+            # items are named by their position, so a list to which calls append, a log, does not
+            # count as changed
             items = value.items() if type(value) is dict else enumerate(value[:_ITEMS])
             yield from ((f"{name}[{each!r}]", item) for each, item in items if _is_number(item))
 

@@ -1,5 +1,5 @@
-"""The workspace with which cuBLAS gives the same bits each time. This module does not import torch,
-which reads the setting only once."""
+"""The setting CUBLAS_WORKSPACE_CONFIG, with which cuBLAS is deterministic. This module does not
+import torch, which reads the setting only once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ VARIABLE, WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def set_workspace(environ: MutableMapping[str, str]) -> None:
-    """Set the workspace, unless it is already set, or torch may have read the setting."""
+    """Set CUBLAS_WORKSPACE_CONFIG in `environ`, unless it is already set, or torch may have read
+    it."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_initialized():

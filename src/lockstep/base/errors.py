@@ -65,7 +65,7 @@ class CheckpointError(UserError):
 
 
 def first_few(names: Sequence[object]) -> str:
-    """Return the first five names as text, and the number of the others."""
+    """Return the first five names as text, with the number of the others if there are more."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(map(str, names[:5])) + more
 
@@ -121,7 +121,8 @@ class WorkerError(LockstepError):
 
 
 def named_error(name: str, text: str, base: type[E]) -> E | None:
-    """Return an error of class `name` that another process described; None if that is no `base`."""
+    """Return the exception that another process described by the name of its class and its text;
+    None if no subclass of `base` has that name."""
     return next((kind(text) for kind in _kinds(base) if kind.__name__ == name), None)
 
 
@@ -141,7 +142,7 @@ def named(error: BaseException) -> str:
 
 
 def exit_status(error: BaseException) -> int:
-    """Return the exit status of a process that `error` ends."""
+    """Return the exit status of a process that ends because `error` is not caught."""
     return USER_ERROR_STATUS if isinstance(error, UserError) else 1
 
 
@@ -170,7 +171,7 @@ def install_excepthook() -> None:
             previous(kind, error, traceback)
             return
         say(f"lockstep: {named(error)}")
-        if hasattr(sys, "ps1"):  # an interactive Python goes on
+        if hasattr(sys, "ps1"):  # an interactive Python does not end
             return
         # A SystemExit from the hook sets the exit status; without it, an uncaught exception gives
         # status 1.

@@ -1,4 +1,5 @@
-"""The events of runs: their meanings, and the log, which has one JSON object per line."""
+"""The events of a training run: the meaning of each, and the log events.jsonl, which has one JSON
+object per line."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ is made from it."""
 
 
 def severity(name: str) -> Severity:
-    """Return an event's severity; `info` for an event of the script."""
+    """Return an event's severity; `info` for an event that the user's script has recorded."""
     return next((each for each, events in EVENTS.items() if name in events), "info")
 
 
@@ -137,5 +138,5 @@ class EventLog:
 
     def close(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # the rest of a line that could not be written
+            with suppress(OSError):  # closing tries again to write the rest of a line
                 self._file.close()

@@ -1,4 +1,4 @@
-"""The docstrings of a dataclass's fields in `help()`."""
+"""Makes `help()` show the docstrings of a dataclass's fields."""
 
 from __future__ import annotations
 

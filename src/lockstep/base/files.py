@@ -52,7 +52,7 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 def sync(path: Path) -> None:
     """Wait until the disk has a file's content or a folder's entries. Raises `OSError`."""
     if sys.platform == "win32" and path.is_dir():
-        return  # Windows has no call for that
+        return  # Windows has no such call for folders
     descriptor = os.open(path, (os.O_RDWR if sys.platform == "win32" else os.O_RDONLY) | BINARY)
     try:
         os.fsync(descriptor)
@@ -61,7 +61,8 @@ def sync(path: Path) -> None:
 
 
 _LOCKED_BYTE = 1 << 30
-"""Windows hides locked bytes from other processes, so one after the content is locked."""
+"""Position of the byte that is locked. Windows hides locked bytes from other processes, so it is
+one after the content."""
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> None:
@@ -125,7 +126,8 @@ def open_named(path: Path) -> int:
 
 
 def read_below(folder: Path, name: str, most_bytes: int) -> bytes:
-    """Return a regular file's content. Raises `OSError`, also for more than `most_bytes`."""
+    """Return the content of the regular file `name` below `folder`. Raises `OSError`, also for more
+    than `most_bytes`."""
     with open(open_below(folder, name), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         content = b"" if size > most_bytes else file.read(most_bytes + 1)
@@ -139,7 +141,8 @@ def read_below(folder: Path, name: str, most_bytes: int) -> bytes:
 
 
 def read_object(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a regular file. Raises `OSError`, `ValueError`."""
+    """Return the JSON object in the regular file `name` below `folder`. Raises `OSError`,
+    `ValueError`."""
     return parse_object(read_below(folder, name, most_bytes).decode(errors="surrogateescape"))
 
 
@@ -161,8 +164,8 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def finite(value: Any, not_finite: dict[str, str] | None = None, path: str = "") -> Any:
-    """Return `value` with None for each NaN and infinity. `not_finite` gets an entry for each: its
-    path -> its text."""
+    """Return `value`, made of JSON values, with None for each NaN and infinity. For each of these,
+    `not_finite` gets an entry: its path in `value` -> its text, such as "nan"."""
     if isinstance(value, Mapping):
         prefix = f"{path}." if path else ""
         return {key: finite(item, not_finite, f"{prefix}{key}") for key, item in value.items()}
@@ -195,8 +198,8 @@ def check_kinds(found: Mapping[str, Any], kinds: Mapping[str, Any], path: str = 
 
 
 def lines_below(folder: Path, name: str, most_bytes: int) -> Iterator[str]:
-    """Yield a regular file's lines, with their newlines. A line longer than `most_bytes` is yielded
-    as "", and ends the iteration. Raises `OSError`."""
+    """Yield the lines of the regular file `name` below `folder`, with their newlines. A line longer
+    than `most_bytes` is yielded as "", and ends the iteration. Raises `OSError`."""
     with open(open_below(folder, name), encoding="utf-8", errors="replace") as file:
         while line := file.readline(most_bytes):
             if len(line) == most_bytes and not line.endswith("\n"):
@@ -244,7 +247,8 @@ def from_json(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def _value(kind: Any, value: Any, name: str) -> Any:
-    """Return the value of a field of the type `kind`. Raises `ValueError`."""
+    """Convert a JSON value to the type `kind` of the dataclass field `name`. Raises
+    `ValueError`."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         if value is None and NoneType in inner:

@@ -1,8 +1,8 @@
-"""Output of texts that others may have written, to a terminal or an HTML page, such that neither
-executes them.
+"""Shows texts from untrusted sources, such that a terminal does not execute the control codes in
+them.
 
-Reasons, names and outputs can contain terminal codes and tags. Commands print through `show`, `say`
-or `console`; pages are made by `lockstep.pages.markup`.
+Names, error messages and the output of scripts can contain terminal codes and HTML tags. Commands
+print through `show`, `say` or `console`; HTML pages are made by `lockstep.pages.markup`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return `printable` text in one line: a second line could be mistaken for a message of
-    lockstep."""
+    """Return a text as by `printable`, and in one line: a second line could be mistaken for a
+    message of lockstep."""
     return printable(text).replace("\n", "\\n")
 
 
@@ -49,7 +49,7 @@ def console(width: int) -> Console:
     from rich.text import Text
 
     class PrintableConsole(Console):
-        # cleaned before its width is measured
+        # control characters are removed before the text's width is measured
         def render_str(self, text: str, **given: Any) -> Text:
             return super().render_str(printable(text), **given)
 

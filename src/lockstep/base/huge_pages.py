@@ -24,8 +24,8 @@ def move_into_huge_pages() -> None:
 
 
 def movable(maps: str) -> list[tuple[int, int]]:
-    """Return the whole huge pages, as (start, end), in private anonymous memory except the stack.
-    `maps`: the text of /proc/PID/maps."""
+    """Return the address ranges, as (start, end), that can be moved into whole huge pages: private
+    anonymous memory, except the stack. `maps`: the text of /proc/PID/maps."""
     ranges = []
     for line in maps.splitlines():
         addresses, access, _, _, inode, *name = line.split(maxsplit=5)

@@ -1,5 +1,5 @@
-"""Finds, in the code of a script's loop over steps, the variables whose value from one step goes
-into the loss of a later step; and such attributes of an object, in its class's code."""
+"""Analyses the source of a script's training loop, to find variables whose value from one step is
+used in the loss of a later step. Finds such attributes of an object in the source of its class."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Set
 
 _SINKS = ("backward", "compute")
-"""Methods of a step that take the loss, or the function that computes it."""
+"""Methods of a step object that take the loss, or the function that computes it."""
 _FILLS = ("zero_", "fill_", "copy_")
 """Methods of a tensor that replace all of its values."""
 _EMPTIES = ("clear", "reset")
@@ -17,7 +17,8 @@ collected."""
 _TEXTS = ("__init__", "__repr__", "__str__")
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
-# variable -> the variables whose values at the beginning of the step may be in it
+# variable -> the variables whose values at the beginning of the step may have been used to compute
+# it
 Origins = dict[str, frozenset[str]]
 _NONE = frozenset[str]()
 
@@ -42,7 +43,7 @@ def _around(node: ast.AST, line: int) -> Iterator[ast.AST]:
 
 
 def set_anew(loop: ast.For) -> set[str]:
-    """Return the variables that each step sets or fills before it reads them."""
+    """Return the variables that the loop's body sets, or clears and fills, before it reads them."""
     flow = _flow_of(loop)
     return flow.changed - flow.read
 
@@ -61,9 +62,10 @@ def used_by_loss(loop: ast.For) -> list[str]:
 
 
 def kept_by_methods(sources: Iterable[str], names: Set[str]) -> dict[str, bool]:
-    """Return the attributes of an object that its methods compute from the attributes' earlier
-    values, or put values into, and that go into a method's return value or `backward`. True for
-    those whose items the methods only set.
+    """Return the attributes through which an object's methods carry values from one call to a later
+    one: they are computed from their own earlier values, or values are put into them, and they are
+    used in a method's return value or in `backward`. Maps each to True if methods only set its
+    items.
 
     `sources`: the code of its class and its base classes. `names`: the attributes and methods that
     are used."""
@@ -101,7 +103,8 @@ def _methods_of(source: str) -> Iterator[tuple[str, _Flow]]:
 
 
 def _is_operator(name: str) -> bool:
-    """True for `__call__` and other methods that an expression calls without their name."""
+    """True for the name of a method such as `__call__` that an expression calls without naming
+    it."""
     return name == "forward" or (name.startswith("__") and name not in _TEXTS)
 
 
@@ -121,11 +124,11 @@ class _Flow:
         self._given, self._own = given, own
         self.used: set[str] = set()
         self.read: set[str] = set()
-        """Variables whose value at the beginning of the step is read."""
+        """Variables whose value at the beginning of the step is read in the body."""
         self.changed: set[str] = set()
         """Variables that the body sets, or whose methods it calls for their effect."""
         self.kept: set[str] = set()
-        """Variables whose new value contains their value at the beginning."""
+        """Variables whose new value is computed from their value at the beginning of the step."""
         self.filled: set[str] = set()
         """Variables of which an item is set, `features[name] = value`."""
         self._origins: Origins = dict.fromkeys(given, _NONE)
@@ -181,7 +184,7 @@ class _Flow:
         if owner is not None and isinstance(called, ast.Attribute) and called.attr in _FILLS:
             self._set(called.value, _NONE.union(*map(self._of, call.args)))
         elif owner is not None and isinstance(called, ast.Attribute) and called.attr in _EMPTIES:
-            self._of(called)  # a model keeps its parameters
+            self._of(called)  # calling a model does not change its attributes
             self._set(called.value, _NONE)
         elif owner is not None and owner != self._own:
             self.kept |= self._value(owner) & {owner}
@@ -244,7 +247,7 @@ class _Flow:
             self.kept |= origins & {path}
 
     def _put(self, path: str, origins: frozenset[str]) -> None:
-        """Put a value into an object, which keeps its other values."""
+        """Note that a value is put into a container or object, which keeps its other values."""
         self.changed.add(path)
         self.read |= self._value(path)
         self._origins[path] = self._value(path) | origins | self._decides
@@ -264,7 +267,8 @@ class _Flow:
         return node.func.attr in _SINKS and (is_step or self._own is not None)
 
     def _of(self, node: ast.AST) -> frozenset[str]:
-        """Return the origins of the values that a piece of code reads."""
+        """Return the origins of the values that a piece of code reads: variables whose values at
+        the beginning of the step they may depend on."""
         found = _NONE.union(*map(self._value, _paths(node)))
         self.read |= found
         return found
@@ -302,8 +306,8 @@ def _paths(node: ast.AST) -> Iterator[str]:
 
 
 def _bound_by(node: ast.AST) -> set[str]:
-    """Return a function's parameters, or the variables of a comprehension: they are no variables of
-    the loop, whatever their names."""
+    """Return the parameters of a function defined in the loop, or the variables of a comprehension:
+    these are local, even if the loop has variables of the same names."""
     if isinstance(node, _FUNCTION):
         return {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
     targets = (each.target for each in getattr(node, "generators", ()))

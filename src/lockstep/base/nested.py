@@ -12,7 +12,8 @@ from torch import Tensor
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same containers with every tensor replaced by `function` of it."""
+    """Return a copy of nested containers in which every tensor is replaced by
+    `function(tensor)`."""
     return map_parts(value, function, lambda thing: thing)
 
 
@@ -30,7 +31,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 def map_parts(
     value: Any, of_tensor: Callable[[Tensor], Tensor], of_thing: Callable[[Any], Any]
 ) -> Any:
-    """Return the same containers with tensors, and objects with a method `to`, replaced."""
+    """Return a copy of nested containers in which every tensor is replaced by `of_tensor(tensor)`,
+    and every other object with a method `to` by `of_thing(object)`."""
     if isinstance(value, Tensor):
         return of_tensor(value)
     if isinstance(value, type):

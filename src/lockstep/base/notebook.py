@@ -1,4 +1,5 @@
-"""The output of a notebook's cell, which the kernel and its forks share."""
+"""Output to a notebook's cell, which the kernel process and the worker processes that it forks
+share."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from typing import TextIO
 
 
 class WholeLines(io.TextIOBase):
-    """Passes on whole lines; a flush passes on an incomplete line. A notebook's stream passes on
-    each write; `print` makes several writes for a line, so lines of several processes would mix."""
+    """A text stream that writes whole lines to `stream`; a flush writes an incomplete line too.
+    `print` makes several writes for a line, which a notebook's stream passes on one by one, so
+    lines of several processes would mix."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream

@@ -1,5 +1,5 @@
-"""Processes: command lines for lockstep's own processes, finding and ending descendants, and ties
-to the parent."""
+"""Processes: command lines for lockstep's own processes, finding and killing descendants, and
+ending a process when its parent ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def parents() -> dict[int, int]:
 
 
 def descendants(roots: Collection[int]) -> set[int]:
-    """Return the running descendants of processes, without this one."""
+    """Return the ids of the running descendants of the processes `roots`, without this process."""
     by_id = parents()
     processes = set(roots)
     while more := {pid for pid, parent in by_id.items() if parent in processes} - processes:
@@ -51,8 +51,9 @@ def descendants(roots: Collection[int]) -> set[int]:
 
 
 def with_marker(*markers: str) -> set[int]:
-    """Return the processes whose environment has an entry "NAME=value" of `markers`, and their
-    descendants. (An orphan keeps its environment.) Linux only."""
+    """Return the ids of the processes whose environment has one of the entries `markers`, each
+    "NAME=value", and of their descendants. This also finds orphans, which keep their environment.
+    Linux only."""
     if sys.platform != "linux" or not markers:
         return set()
     wanted = set(map(os.fsencode, markers))
@@ -69,8 +70,8 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def kill_all(find: Callable[[], set[int]], seconds: float) -> dict[int, str]:
-    """Kill the processes that `find` returns until it returns none, for at most `seconds`. Returns
-    their names."""
+    """Kill the processes that `find` returns, again and again until it returns none, for at most
+    `seconds`. Returns the names of the killed processes, by id."""
     killed: dict[int, str] = {}
     until = time.monotonic() + seconds
     while (found := find()) and time.monotonic() < until:
@@ -98,13 +99,13 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _WATCH_SECONDS = 0.1
 _parent: int | None = None
-_is_watched = False  # by a thread
+_is_watched = False  # True once a thread waits for the parent's end
 _folder: str | None = None
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process together with its parent. `parent`: the id that the parent
-    has passed on; if the parent now has another id, this process ends at once. Linux only."""
+    """Let the kernel kill this process when its parent ends. `parent`: the id that the parent has
+    passed on; if the parent now has another id, this process ends at once. Linux only."""
     global _parent
     _parent = parent
     if sys.platform == "linux":
@@ -116,9 +117,10 @@ def die_with_parent(parent: int) -> None:
 def outlive_parent(
     seconds: float, busy_seconds: float, is_busy: Callable[[], bool], may_go_on: Callable[[], bool]
 ) -> None:
-    """Get SIGTERM instead of SIGKILL when the parent ends, until `end_with_parent_again`. This
-    process and its group are killed `seconds` later, or `busy_seconds` later if `is_busy()`; at
-    once unless `may_go_on()`. Linux only, after `die_with_parent`, in the main thread.
+    """Let this process get SIGTERM instead of SIGKILL when its parent ends, so that it can save. It
+    and its process group are killed `seconds` later, or `busy_seconds` later if `is_busy()`; at
+    once unless `may_go_on()`. `end_with_parent_again` undoes this. Linux only, after
+    `die_with_parent`, in the main thread.
 
     A thread of this process sends the signal: the kernel would send one for each thread of the
     parent, and a second signal means to end at once.
@@ -148,7 +150,8 @@ def end_with_parent_again() -> None:
 
 
 def adopt_orphans() -> None:
-    """Adopt descendants that lose their parent. Linux only."""
+    """Make this process the parent of its descendants whose own parent ends (a "child subreaper").
+    Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -181,15 +184,17 @@ def _end_after_parent(
 
 
 def use_parents_folder(folder: Path) -> None:
-    """Put temporary files into the parent's folder. The parent removes it, however this process
-    ends; if the parent is killed, the next launcher removes it after the end of this process."""
+    """Put this process's temporary files into `folder`, which its parent has made. The parent
+    removes it, however this process ends; if the parent is killed, the next launcher removes it
+    after the end of this process."""
     global _folder
     _folder = str(folder)
     hold_folder(folder.parent)
 
 
 def temporary_folder(most_bytes: int) -> str:
-    """Return the parent's folder if its path is short enough, else the system's."""
+    """Return the folder for temporary files that the parent has made if its path has at most
+    `most_bytes` bytes, else the system's."""
     if _folder is not None and len(os.fsencode(_folder)) <= most_bytes and os.path.isdir(_folder):
         return _folder
     return tempfile.gettempdir()

@@ -19,7 +19,7 @@ BINARY: int = getattr(os, "O_BINARY", 0)
 """Without this flag, Windows writes a carriage return before each newline."""
 
 LEAST_OPEN_FILES = 64
-"""One worker needs about 30."""
+"""Fewest open files with which lockstep starts; one worker needs about 30."""
 
 
 def signals(*names: str) -> tuple[signal.Signals, ...]:
@@ -129,8 +129,8 @@ def signals_handled(
 @contextmanager
 def signals_blocked(*numbers: signal.Signals) -> Iterator[None]:
     """Block signals in this thread while the context is entered, by default `PASSED_ON`; a signal
-    that arrives takes effect afterwards. A process that is started here begins with them blocked.
-    Does nothing on Windows."""
+    that arrives meanwhile takes effect afterwards. A process that is started here begins with them
+    blocked. Does nothing on Windows."""
     if sys.platform == "win32":
         yield
         return

@@ -26,7 +26,7 @@ _NAME = re.compile(r"lockstep-([a-z]+-)?[a-z0-9_]{8}")
 _ALIVE = "alive"
 """The file that each process keeps locked while it needs the folder."""
 _NEW = "new"
-"""The name of that file until it is locked."""
+"""The name of the file `_ALIVE` until it is locked."""
 _EMPTY_SECONDS = 60.0
 """A folder that has been empty, or has contained nothing but `_NEW`, for this many seconds was left
 by a process that was killed while making or removing it."""

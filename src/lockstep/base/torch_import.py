@@ -1,4 +1,4 @@
-"""The import of torch in a process of the command line, which takes seconds."""
+"""The import of torch by a `lockstep` command, which takes seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.base.system import signals_blocked
 
 @contextmanager
 def importing_torch() -> Iterator[None]:
-    """Import torch inside the context. Ctrl-C takes effect afterwards: an import that it interrupts
-    may swallow it, or fail with another error."""
+    """A context in which to import torch. Ctrl-C takes effect afterwards: an import that it
+    interrupts may swallow it, or fail with another error."""
     with signals_blocked(), collector_paused():
         yield

@@ -68,21 +68,23 @@ BatchNormBase = batchnorm._BatchNorm
 DropoutBase = dropout._DropoutNd
 disable_current_modes = _python_dispatch._disable_current_modes
 unsafe_view = torch.ops.aten._unsafe_view.default
-"""`Tensor.view` of a tensor that nobody else has: its result does not count as a view."""
+"""Like `Tensor.view`, for a tensor that nothing else refers to: autograd does not track the result
+as a view."""
 
 _FSDP = {
     "AllGather": "_fsdp_api",
     "ReduceScatter": "_fsdp_api",
     "DefaultAllGather": "_fsdp_collectives",
 }
-"""FSDP2's classes, which take long to import -> the module of each."""
+"""Class of FSDP2 -> the module that contains it. Imported when first used, because this takes
+long."""
 
 IMPORTED_IN_TRAINING = (
     *("torch._dynamo", "torch._subclasses.fake_tensor", "torch.distributed.device_mesh"),
     *("torch.distributed.fsdp", "torch.distributed.tensor"),
     "torch.distributed.checkpoint.default_planner",
 )
-"""Modules that are imported while a run opens and takes its first step."""
+"""Modules that a training run imports when it starts and in its first step."""
 
 SUBCLASSED: Mapping[str, frozenset[str]] = {
     "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": frozenset(
@@ -103,7 +105,8 @@ SUBCLASSED: Mapping[str, frozenset[str]] = {
     ),
     "torch.nn:SyncBatchNorm": frozenset({"_check_input_dim"}),
 }
-"""Torch's class -> its protected names that a subclass in lockstep overrides or uses."""
+"""Class of torch -> its private methods and attributes that a subclass in lockstep overrides or
+uses."""
 
 RECURRENT_CACHES = frozenset({"_flat_weights", "_flat_weight_refs"})
 """Attributes that recurrent modules recreate if their parameters are replaced."""
@@ -112,10 +115,10 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes of every `nn.Module`."""
 
 ITEM = "_local_scalar_dense"
-"""The name of the operation behind `item()`."""
+"""Name of the ATen operation that `Tensor.item()` calls."""
 
 FAKE_PARAMETER_MARK = "_is_param"
-"""The attribute that makes an `nn.Parameter` of a `FakeTensor`."""
+"""The attribute by which a `FakeTensor` counts as an `nn.Parameter`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -133,15 +136,15 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that may be a `DTensor`, without an autograd node and
-    without a view."""
+    """Return the local tensor of a `DTensor` (this rank's shard), itself and not a view, outside of
+    autograd; any other tensor is returned as it is."""
     part: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
     return part
 
 
 def set_item_of_distributed(item: Callable[[Tensor], Any]) -> None:
     """Let `item()`, `float()`, `int()` and `bool()` of a `DTensor` return `item(tensor)`. Torch's
-    own versions return the value of this rank's part."""
+    own versions return the value of the local tensor on this rank."""
     from torch.distributed.tensor import DTensor
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
@@ -149,8 +152,8 @@ def set_item_of_distributed(item: Callable[[Tensor], Any]) -> None:
 
 
 def version(tensor: Tensor) -> int:
-    """Return the number of in-place writes that autograd has counted; it does not count writes
-    through `.data`, nor to tensors of `torch.inference_mode()`."""
+    """Return the number of in-place writes to a tensor that autograd has counted. It does not count
+    writes through `.data`, nor to tensors created under `torch.inference_mode()`."""
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
@@ -161,27 +164,28 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the `version` of each tensor."""
+    """Return the number of in-place writes to each tensor, as by `version`."""
     try:
         return [tensor._version for tensor in tensors]
-    except RuntimeError:  # one is of `torch.inference_mode()`
+    except RuntimeError:  # one was created under `torch.inference_mode()`
         return [version(tensor) for tensor in tensors]
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """Return the address of a storage object, which exists even if the storage has no memory."""
+    """Return an address that identifies a storage: that of the C++ object, which exists even if the
+    storage has no memory."""
     return int(storage._cdata)
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Callable[[Tensor], Any]]:
-    """Return the hooks of `Tensor.register_hook` by number: the dict that torch itself uses, if
-    there is one."""
+    """Return the hooks registered by `Tensor.register_hook`, by the id of their handle: the dict
+    that torch itself uses, or an empty one."""
     return getattr(tensor, "_backward_hooks", None) or {}
 
 
 def set_gradient_hooks(tensor: Tensor, hooks: dict[int, Callable[[Tensor], Any]]) -> None:
-    """Let a tensor share the dict of another tensor's hooks. The handles of these hooks then change
-    the dict for both."""
+    """Make a tensor use `hooks`, the dict of another tensor's gradient hooks. Removing a hook by
+    its handle then removes it from both tensors."""
     tensor._backward_hooks = hooks
 
 
@@ -193,25 +197,27 @@ def gradient_hook_counts(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def post_accumulate_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], None]]:
-    """Return the hooks of `register_post_accumulate_grad_hook` by number."""
+    """Return the hooks registered by `register_post_accumulate_grad_hook`, by the id of their
+    handle."""
     return getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
 
 
 def make_subclass(kind: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tensor:
-    """Return a tensor of class `kind` on the same memory, without calling its constructor."""
+    """Return a tensor of the class `kind` with the memory of `tensor`, without calling the
+    constructor of `kind`."""
     made: Tensor = torch.Tensor._make_subclass(kind, tensor, requires_grad)
     return made
 
 
 def swap_implementations(one: Tensor, other: Tensor) -> None:
-    """Exchange the contents of two tensors, but not their classes and attributes (`swap_tensors`
-    exchanges those too)."""
+    """Exchange the data and metadata of two tensors, but not their Python classes and attributes
+    (`torch.utils.swap_tensors` exchanges those too)."""
     torch._C._swap_tensor_impl(one, other)
 
 
 def assert_async(condition: Tensor, text: str) -> None:
-    """Raise if the single element is false, without waiting for it. On a GPU the process ends, at a
-    later time."""
+    """Raise an exception with `text` if the tensor's single element is false. On a GPU this does
+    not wait for the value: a false value makes a later CUDA call fail."""
     torch._assert_async(condition, text)
 
 
@@ -223,18 +229,20 @@ def schema(operation: Any) -> Any:
 
 
 def in_backward() -> bool:
-    """True while this thread runs a backward: a forward is then a recomputation."""
+    """True while this thread runs a backward. A forward at this time is a recomputation by
+    activation checkpointing."""
     return backward_number() != -1
 
 
 def backward_number() -> int:
-    """Return the number of the backward that this thread runs; -1 if it runs none."""
+    """Return the id of autograd's graph task, one for each backward, that this thread runs; -1 if
+    it runs none."""
     return int(torch._C._current_graph_task_id())
 
 
 @contextmanager
 def without_torch_function_modes() -> Iterator[None]:
-    """Leave all TorchFunctionModes while the context is entered."""
+    """Disable all TorchFunctionModes while the context is entered."""
     modes = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
     try:
         yield
@@ -245,7 +253,7 @@ def without_torch_function_modes() -> Iterator[None]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Compute the body without counting its FLOPs in the innermost FlopCounterMode."""
+    """A context whose operations the innermost FlopCounterMode does not count."""
     mode = _python_dispatch._get_current_dispatch_mode()
     if type(mode).__name__ != "_FlopCounterMode":
         yield
@@ -284,8 +292,9 @@ def current_modes() -> Callable[[], AbstractContextManager[None]]:
 
 
 def saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor]]:
-    """Yield the tensors that a node has saved and that no hook has packed, each with the object
-    that has `register_hooks`. A backward frees them."""
+    """Yield the tensors that an autograd node has saved for the backward and that no `pack` hook
+    has replaced, each after its `SavedTensor`, which has `register_hooks`. Yields none once a
+    backward has freed them."""
     kind: Any = type(node)
     for name in _saved_names(kind):
         try:
@@ -302,7 +311,8 @@ def saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor]]:
 
 
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None:
-    """Return the innermost context's `pack` and `unpack` of `saved_tensors_hooks`, if any."""
+    """Return the `pack` and `unpack` hooks of the innermost
+    `torch.autograd.graph.saved_tensors_hooks` that is entered; None if none is."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     found: tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None = hooks
     return found
@@ -321,13 +331,14 @@ def _saved_names(kind: Any) -> list[str]:
 
 
 def saved_value(node: Any, name: str) -> Any:
-    """Return a number, None, or list of numbers that a node has saved."""
+    """Return the argument `name` that an autograd node has saved: a number, None, or a list of
+    numbers."""
     value = getattr(node, f"_saved_{name}")
     return list(map(_signed, value)) if isinstance(value, tuple) else _signed(value)
 
 
 def _signed(number: int | None) -> int | None:
-    # torch shows some numbers as unsigned
+    # torch returns some negative numbers as unsigned ones
     return number - 2**64 if number is not None and number >= 2**63 else number
 
 
@@ -348,8 +359,9 @@ def cpu_multiplies_bf16() -> bool:
 def update_loss_scale(
     scale: Tensor, in_a_row: Tensor, found_inf: Tensor, *, steps_to_double: int
 ) -> None:
-    """On the device, halve a loss scale if `found_inf` is set; double it after `steps_to_double`
-    consecutive steps in which it was not set."""
+    """Update the loss scale of mixed-precision training on the device: halve it if `found_inf` is
+    set, double it after `steps_to_double` consecutive steps without. `in_a_row`: the counter of
+    these steps."""
     torch._amp_update_scale_(scale, in_a_row, found_inf, 2.0, 0.5, steps_to_double)
 
 
@@ -397,7 +409,8 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def apply_to_own_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace the parameters and buffers that belong to the module directly, as `to` does."""
+    """Replace each parameter and buffer that belongs to the module directly by `function` of it, as
+    `Module.to` does."""
     module._apply(function, recurse=False)  # type: ignore[no-untyped-call]
 
 
@@ -433,8 +446,8 @@ def step_is_profiled() -> bool:
 
 
 def divides_gradients(optimizer: Optimizer) -> bool:
-    """True if `step` divides by `optimizer.grad_scale` and respects `found_inf`, as fused
-    optimizers do."""
+    """True if the optimizer's `step` itself divides gradients by `optimizer.grad_scale`, and does
+    nothing if `found_inf` is set, as fused optimizers do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -466,8 +479,8 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
 
 
 def active_collectives_json() -> bytes:
-    """Return Gloo's unfinished collectives, from the flight recorder, as JSON; some are marked
-    "retired"."""
+    """Return, as JSON, the entries of torch's flight recorder for Gloo's collectives that have not
+    finished. Entries marked "retired" have finished meanwhile."""
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
     recorded: bytes = _dump_fr_trace_json(onlyActive=True)
@@ -475,8 +488,9 @@ def active_collectives_json() -> bytes:
 
 
 def accelerator_collectives_json() -> list[bytes]:
-    """Return the contents of the flight recorders of the accelerator's backends as JSON: NCCL's
-    recorder and, in torch 2.15, the recorder of torch's hook, which newer versions of NCCL use."""
+    """Return, as JSON, the contents of the flight recorders of the accelerator's process-group
+    backends: NCCL's own recorder and, in torch 2.15, the one that torch itself keeps for each
+    backend."""
     from torch._C import _distributed_c10d
 
     recorded = []
@@ -485,14 +499,14 @@ def accelerator_collectives_json() -> list[bytes]:
         dump = getattr(backend, own, None) or getattr(_distributed_c10d, own, None)
         if dump is not None:
             recorded.append(dump(includeCollectives=True, onlyActive=False))
-        with suppress(TypeError):  # before 2.15 there is one recorder, Gloo's
+        with suppress(TypeError):  # before 2.15 there is only Gloo's recorder
             recorded.append(_distributed_c10d._dump_fr_trace_json(backend=name))  # type: ignore[attr-defined]
     return recorded
 
 
 def accelerator_groups_failed() -> bool:
-    """True if an accelerator's backend reports that it has failed: its kernels may have ended
-    early."""
+    """True if a process-group backend of the accelerator, such as NCCL, reports an error: the
+    kernels of its collectives may have ended early, with wrong results."""
     for backend in _accelerator_backends():
         with suppress(AttributeError, RuntimeError):  # not every backend can tell
             if backend.get_error().name != "SUCCESS":
@@ -501,8 +515,8 @@ def accelerator_groups_failed() -> bool:
 
 
 def forget_process_groups(mesh: DeviceMesh) -> None:
-    """Drop the process groups of `mesh`'s root. With the last reference, their sockets are
-    closed."""
+    """Drop the references of `mesh`'s root mesh to its process groups. Their sockets are closed
+    when no other reference is left."""
     mesh._get_root_mesh()._pg_registry.clear()
 
 
@@ -513,7 +527,8 @@ def clone_store(store: Store) -> Store:
 
 
 def process_group_count() -> int:
-    """Return the number that the next process group will get; `destroy_process_group` resets it."""
+    """Return the number from which the name of the next process group is made;
+    `destroy_process_group` resets it."""
     import torch.distributed as dist
 
     return int(dist.distributed_c10d._world.group_count)
@@ -526,12 +541,12 @@ def number_process_groups_from(count: int) -> None:
 
 
 ABORT_SECONDS = 10.0
-"""The longest wait for aborts, after which the process ends."""
+"""Longest time in seconds to wait for the aborts of process groups; after it, the process ends."""
 
 
 def abort_accelerator_groups() -> bool:
-    """Abort all process groups except Gloo's. Returns True if there was one. Never run with several
-    GPUs."""
+    """Abort all process groups on accelerators (not Gloo's). Returns True if there was one. This
+    has never been tested with several GPUs."""
     found = _accelerator_groups()
     if not found:
         return False
@@ -575,7 +590,8 @@ def _accelerator_backends() -> list[Any]:
 
 @contextmanager
 def rendezvous_polls_every(seconds: float) -> Iterator[None]:
-    """Make torch's elastic rendezvous look for machines every `seconds` instead of every second."""
+    """Make torch's elastic rendezvous look for newly joined machines every `seconds` instead of
+    every second."""
     module: Any = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     before = module._delay
     module._delay = lambda *_, **__: time.sleep(seconds)
@@ -631,8 +647,9 @@ def forget_distributed_operations() -> None:
 
 
 def changed_grad_tensors(structure: Any, change: Callable[..., Sequence[Tensor]]) -> Any:
-    """Return the structure with tensors that require a gradient replaced by `change`; None if it
-    has none. FSDP2 finds the inputs of a block with the same functions."""
+    """Return the nested structure with the tensors that require a gradient replaced by the results
+    of `change(*tensors)`; None if it has none. Uses the functions by which FSDP2 finds the inputs
+    of a module."""
     from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
 
     tensors = collect_grad_tensors(structure)
@@ -644,25 +661,27 @@ def fsdp_parameter_group(module: Any) -> Any:
 
 
 def unmark_sharded(module: nn.Module) -> None:
-    """Remove the mark by which other libraries know a module of FSDP2."""
+    """Remove the attribute by which other libraries recognise a module that is sharded by FSDP2."""
     vars(module).pop("_is_fsdp_managed_module", None)
 
 
 def remove_forward_hooks(module: Any) -> None:
-    """Remove the hooks by which FSDP2 gathers a module's parameters in its forward, and reduces
-    their gradients in its backward."""
+    """Remove the forward hooks by which FSDP2 all-gathers the parameters of `module` in its
+    forward, and reduce-scatters their gradients in its backward."""
     state = module._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
 
 
 def gathers_in_forward(module: Any) -> bool:
-    """True unless `remove_forward_hooks` was called with an FSDP2 module."""
+    """True if FSDP2 all-gathers the parameters of `module` in its forward: unless
+    `remove_forward_hooks` was called for it."""
     return module._get_fsdp_state()._pre_forward_hook_handle.id in module._forward_pre_hooks
 
 
 def owners_of(parameter: Any) -> list[tuple[nn.Module, str]]:
-    """Return the modules that hold a grouped parameter, with its name in each."""
+    """Return the modules that have this parameter (an `FSDPParam`) as an attribute, with its name
+    in each; several if it is shared."""
     info = parameter._module_info
     return [
         (info.module, info.param_name),
@@ -671,31 +690,32 @@ def owners_of(parameter: Any) -> list[tuple[nn.Module, str]]:
 
 
 def gathered(parameter: Any) -> Tensor | None:
-    """Return the tensor into which FSDP2 gathers this `FSDPParam`; its memory may be freed at
-    present. None before the first forward."""
+    """Return the unsharded tensor into which FSDP2 all-gathers this `FSDPParam`. Its memory is
+    freed between uses. None before the first forward."""
     return getattr(parameter, "_unsharded_param", None)
 
 
 def parameter_name(parameter: Any) -> str:
-    """Return a grouped parameter's name in the model. Works only once the first forward has
-    begun."""
+    """Return the fully qualified name of an `FSDPParam` in the model. Works only once the first
+    forward has begun."""
     return str(parameter._param_fqn)
 
 
 def begins_forward_of(parameters: Any, node: Any) -> bool:
-    """True if the inputs of a group's modules enter the autograd graph at `node`."""
+    """True if `node` is the autograd node that FSDP2 puts on the inputs of the modules of this
+    parameter group (an `FSDPParamGroup`)."""
     return getattr(node, "param_group", None) is parameters
 
 
 def gather_in(parameter: Any, dtype: torch.dtype) -> None:
-    """Make FSDP2 gather a parameter in `dtype`; its gradient is reduced in the dtype of its
+    """Make FSDP2 all-gather an `FSDPParam` in `dtype`. Its gradient is reduced in the dtype of its
     shards."""
     parameter.__class__ = _gathered_in(dtype)
 
 
 def gathered_short(parameter: Any) -> tuple[str, Tensor] | None:
-    """Return the name and the gathered tensor of a parameter for which `gather_in` was called; None
-    for others, and before the first forward."""
+    """Return the name and the unsharded tensor of an `FSDPParam` for which `gather_in` was called;
+    None for other parameters, and before the first forward."""
     gathered = getattr(parameter, "_unsharded_param", None)
     return (
         (parameter._param_fqn, gathered)
@@ -727,20 +747,21 @@ def _gathered_in(dtype: torch.dtype) -> type[Any]:
 
 
 def is_fsdp_root(module: Any) -> bool:
-    """True for FSDP2's outermost module, once a forward has begun, unless it failed because a part
-    of the module was called before."""
+    """True for the root module of FSDP2 once its first forward has begun. False if that forward
+    failed, as it does if a submodule was called before the root."""
     state = module._get_fsdp_state()
     return bool(state._is_root) and hasattr(state._comm_ctx, "all_gather_state")
 
 
 def reduce_gradients(root: Any) -> None:
-    """Reduce the gradients that backwards without gradient sync have left on the gathered
-    parameters of an FSDP2 root, and end the backward."""
+    """Reduce-scatter the gradients that backwards without gradient sync
+    (`set_requires_gradient_sync(False)`) have accumulated on the unsharded parameters of an FSDP2
+    root, as at the end of a backward."""
     state = root._get_fsdp_state()
     for each in reversed(state._state_ctx.all_states):
         for group in reversed(each._fsdp_param_groups):
             group.post_backward()
-    state._state_ctx.manual_backward_finalization_active = False  # torch 2.15 needs a value
+    state._state_ctx.manual_backward_finalization_active = False  # torch 2.15 reads it
     state._root_post_backward_final_callback()
 
 
@@ -753,15 +774,16 @@ def set_unshard_async(root: Any, enabled: bool) -> None:
 
 
 def stage_input_gradients(stage: Any) -> dict[int, tuple[Any, ...]]:
-    """Return the gradients that a stage is about to send back, by microbatch."""
+    """Return the gradients of a pipeline stage's inputs that it has yet to send to the previous
+    stage, by microbatch."""
     cache: dict[int, tuple[Any, ...]] = stage.bwd_cache
     return cache
 
 
 def keep_gradients(stage: Any) -> None:
-    """Keep a stage's gradients, and its gathered parameters, in the first call of its schedule.
-    There torch clears FSDP2's gradients and gathered parameters, because it assumes that a forward
-    and a backward have found the shapes; a stage that is given the shapes has run neither."""
+    """Keep a pipeline stage's gradients and its unsharded FSDP2 parameters in the first call of its
+    schedule. There, torch clears both, because it assumes that it has run a forward and a backward
+    to infer shapes. A stage that is given the shapes has run neither."""
     stage._post_metadata_inference_cleanup = lambda: None
 
 
@@ -772,7 +794,7 @@ def schedule_losses(schedule: Any) -> list[Tensor]:
 
 def loader_classes() -> tuple[type[Any], tuple[type[Any], ...]]:
     """Return the base class of a `DataLoader`'s iterators (with `_next_index` and `__next__`), and
-    the classes whose `fetch` reads a batch."""
+    its fetcher classes, whose `fetch` reads a batch from the dataset."""
     from torch.utils.data import _utils, dataloader
 
     return dataloader._BaseDataLoaderIter, (
@@ -782,8 +804,9 @@ def loader_classes() -> tuple[type[Any], tuple[type[Any], ...]]:
 
 
 def saved_factors(node: Any) -> list[Tensor]:
-    """Return the tensors that the node of a product (`mul`, `dot`) keeps for the backward. Tensors
-    that a hook has packed are left out: to unpack them may recompute a forward."""
+    """Return the tensors that the autograd node of a product (`mul`, `dot`) has saved for the
+    backward. Tensors that a `pack` hook has replaced are left out: unpacking them may recompute a
+    forward."""
     kept = [
         getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
         for name in ("self", "other", "tensor")
@@ -792,7 +815,8 @@ def saved_factors(node: Any) -> list[Tensor]:
 
 
 def run_first(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
-    """Register a hook of a tensor's gradient that runs before the existing hooks."""
+    """Register a gradient hook on a tensor (`Tensor.register_hook`) that runs before the existing
+    ones."""
     handle: Any = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     hooks: Any = tensor._backward_hooks
     for key in [key for key in hooks if key != handle.id]:
@@ -800,7 +824,8 @@ def run_first(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
 
 
 def divisor(node: Any) -> float | None:
-    """Return the number by which a node divides; None if it is not in host memory."""
+    """Return the number by which the autograd node of a division divides; None if it is not a
+    single number on the CPU."""
     other = getattr(node, "_saved_other", None)
     return (
         float(other)
@@ -810,6 +835,6 @@ def divisor(node: Any) -> float | None:
 
 
 def function_of(node: Any) -> type[Any]:
-    """Return the `autograd.Function` whose backward this node runs."""
+    """Return the user-defined `autograd.Function` whose backward this autograd node runs."""
     function: type[Any] = type(node)._forward_cls
     return function

@@ -1,4 +1,4 @@
-"""A call that compiled code does not look into."""
+"""A wrapper of functions that torch.compile does not trace."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 
 class Uncompiled:
-    """Calls a function outside compiled code. Unlike with `torch.compiler.disable`, a deep copy
-    calls a deep copy of the function: if it is a model's bound method, the copied model's."""
+    """Calls a function that torch.compile does not trace. Unlike with `torch.compiler.disable`
+    alone, a deep copy of it calls a deep copy of the function: if that is a bound method of a
+    model, the method of the copied model."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._set(function)

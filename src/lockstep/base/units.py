@@ -10,13 +10,14 @@ from lockstep.base.errors import UserError
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 _SIZES = ("B", "kB", "MB", "GB", "TB", "PB")
 ROUNDS = 0.9995
-"""Numbers from here on are shown as 1.00 with three digits."""
+"""With three digits, a number of at least this is rounded to 1,000, and is shown as 1.00 of the
+next unit."""
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 
 
 def seconds(text: str, name: str, raises: type[UserError]) -> float:
-    """Parse "90s", "55m" or "1h30m". Raises an error of type `raises`, which refers to it as
-    `name`."""
+    """Parse a duration such as "90s", "55m" or "1h30m" to seconds. Raises an error of type
+    `raises`, whose text calls the value `name`."""
     if not (duration := parse_duration(text)):
         raise raises(
             f"{name}={text!r}; it must be a time with its unit, more than none: 90s, 55m, 1h30m"
@@ -25,7 +26,7 @@ def seconds(text: str, name: str, raises: type[UserError]) -> float:
 
 
 def parse_duration(text: str) -> float:
-    """Parse "1h30m"; 0 if the text is not a duration."""
+    """Parse a duration such as "1h30m" to seconds; 0 if the text is not one."""
     if not (match := _DURATION.fullmatch(text)):
         return 0.0
     parts = zip(match.groups(), _UNITS.values(), strict=True)

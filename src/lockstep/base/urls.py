@@ -22,7 +22,7 @@ _SHOWN = frozenset(
         "timeout",
     ]
 )
-"""Names of URL arguments that may be shown."""
+"""Names of URL query arguments whose values may be shown."""
 
 
 def has_password(url: str) -> bool:
