@@ -117,4 +117,4 @@ _DTYPES = {
     "Int": "int32",
     "Byte": "uint8",
 }
-"""The flight recorder's name of a dtype -> torch's name."""
+"""A dtype's name in torch's flight recorder -> its name in Python, such as float32."""

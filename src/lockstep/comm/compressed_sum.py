@@ -172,7 +172,8 @@ class CompressedAllReduce:
             )
 
     def finish(self, numbers: Tensor, exact: Tensor) -> None:
-        """Wait for the sums, and copy them into `numbers` and `exact`."""
+        """Wait for the sums of both vectors, and copy them into `numbers` and `exact`, which are
+        as long as those given to `start`."""
         for target, rows in zip((exact, numbers), self._parts(), strict=True):
             target.copy_(rows.reshape(-1)[: target.numel()])
 
@@ -196,7 +197,7 @@ def _in_rows(numbers: Tensor, rows: int, multiple: int) -> Tensor:
 
 
 def _sum_of_rows(rows: Tensor) -> Tensor:
-    """Return the sum of the rows, added in their order: (1, ...)."""
+    """Return the sum of the rows, added in their order: shape (1, ...)."""
     total = rows[:1].clone()
     for row in rows[1:]:
         total += row

@@ -46,7 +46,7 @@ _NOT_FOR_TRAINING = ("undefined", "fake")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDevice:
-    """The device of a rank, as it describes it to the other ranks."""
+    """The description of a rank's device that the rank sends to the other ranks."""
 
     host: str
     type: str

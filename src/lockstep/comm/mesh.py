@@ -118,7 +118,7 @@ class Mesh:
         return cls(world, larger, torch_mesh, expert_mesh, groups, reasons, bitwise)
 
     def close(self) -> None:
-        """Release the shared memory."""
+        """Release the shared memory of all process groups of the mesh."""
         for each in self.groups.values():
             for made in (each.shared_memory, each.hierarchy):
                 if made is not None:

@@ -101,7 +101,7 @@ class OrderedSum:
             self._work = dist.all_gather_single(self._gathered, mine, self._group, async_op=True)
 
     def finish(self) -> Tensor:
-        """Return the sum, shape (length,)."""
+        """Wait for the sum over all ranks' microbatches, and return it: shape (length,)."""
         self._wait()
         return self._gathered[: self._length]
 

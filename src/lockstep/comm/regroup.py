@@ -93,12 +93,13 @@ class _Abort:
 
 _abort = _Abort()
 _lock = threading.Lock()
-"""Held while `_abort` begins, ends or is replaced."""
+"""Lock that a thread holds while it begins, ends or replaces `_abort`."""
 _store_connection: int | None = None
 """The inode of the socket that connects the current group (or the group that `join_over` is making)
 to its store."""
 _names_used = 0
-"""Number of process group names that this process has used."""
+"""Number of names of process groups that this process has used. (Torch numbers the groups in their
+names.)"""
 
 
 def abort_collectives() -> None:

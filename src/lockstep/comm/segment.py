@@ -135,7 +135,7 @@ class Segment:
         ends (-1 for this rank)."""
         self.rank = rank
         self.names = names
-        """The number of each rank among all processes, for error texts."""
+        """For each rank of the segment, its rank among all processes, for error texts."""
         self.size = len(ends)
         self.memory = memory
         self.words = memoryview(memory)[: _words_bytes(self.size)].cast("q")

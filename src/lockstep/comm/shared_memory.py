@@ -341,13 +341,14 @@ class SharedMemoryGroup(Closing):
 
     @staticmethod
     def abort_all() -> None:
-        """Abort every group of this process. Any thread may call it."""
+        """Abort every shared-memory group of this process (see `abort`). Any thread may call
+        it."""
         for group in _groups_now():
             group.abort()
 
     @staticmethod
     def close_all() -> None:
-        """Close every group of this process."""
+        """Close every shared-memory group of this process."""
         for group in _groups_now():
             group.close()
 

@@ -56,7 +56,7 @@ class Rounds:
     def __init__(self, segment: Segment, buffer_bytes: int) -> None:
         self.others = segment.peers
         self.number = 0
-        """The last round that this rank has announced."""
+        """The number of the last round whose data this rank has written and announced."""
         self.signature = 0
         """This rank's current or latest collective (its name, dtype, size and label) as one number;
         see `signature_of`."""
@@ -240,7 +240,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def refuse_overlap(output: Tensor, tensor: Tensor) -> None:
-    """Raise `ValueError` if the two tensors share memory."""
+    """Raise `ValueError` if the memory of a collective's output and input tensors overlaps."""
     first, second = sorted((output, tensor), key=Tensor.data_ptr)
     if second.data_ptr() < min(t.data_ptr() + t.nbytes for t in (first, second)):
         raise ValueError(

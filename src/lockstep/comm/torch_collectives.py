@@ -49,7 +49,8 @@ def count_torch_waits() -> Iterator[None]:
 
 
 class CollectiveCalled(Exception):
-    """A function called a collective. The text is the collective's name."""
+    """Raised if a user's function calls a collective of torch where it must not. The text is the
+    collective's name."""
 
 
 @contextmanager

@@ -274,7 +274,7 @@ _compared: tuple[weakref.ref[Any], int] | None = None
 """The process group whose ranks have compared their devices in `join`, and the number of ranks on
 the busiest device; None before."""
 _excepthooks: tuple[Any, Any] = (None, None)
-"""`sys.excepthook` before `join` made the group, and after it."""
+"""The value of `sys.excepthook` before `join` made the process group, and the value after it."""
 
 
 def join(

@@ -41,7 +41,7 @@ class SampleRequest(NamedTuple):
     microbatch: int
     is_dummy: bool
     epochs: NDArray[np.int64]
-    """The epoch of each sample."""
+    """The epoch of each sample; a microbatch may span two epochs."""
     samples: NDArray[np.int64]
     """Indices of the samples in the dataset."""
 

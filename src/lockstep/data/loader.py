@@ -71,7 +71,7 @@ class SamplesLeftOut:
     step: int
     """The step's index: the number of steps done before it."""
     samples: frozenset[int]
-    """Indices in the dataset."""
+    """Indices of these samples in the dataset."""
 
 
 class _BatchLoader:

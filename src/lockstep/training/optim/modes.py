@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 
 def has_modes(optimizer: Optimizer) -> bool:
-    """True if the optimizer has methods `train` and `eval`."""
+    """True if the optimizer has a training and an evaluation mode: methods `train` and `eval`."""
     return callable(getattr(optimizer, "train", None)) and callable(
         getattr(optimizer, "eval", None)
     )

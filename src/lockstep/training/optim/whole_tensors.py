@@ -46,7 +46,8 @@ class WholeTensorOptimizer:
             elements[owner] += parameter.numel()
 
     def step(self) -> None:
-        """Update all parameters. Every rank calls it."""
+        """Update all parameters that have a gradient, in place of `optimizer.step()`. Every rank
+        calls it."""
         optimizer = self._optimizer
         updated = [
             parameter

@@ -92,7 +92,8 @@ def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
 
 
 class DdpReducer:
-    """A `GradientReducer` for a model that is not sharded."""
+    """A `GradientReducer` for a model of which every rank holds all parameters. It sums gradients
+    by torch's DistributedDataParallel, during the backward."""
 
     def __init__(
         self,

@@ -25,7 +25,8 @@ from lockstep.comm.world import World
 from lockstep.model.shard import error_of_order
 
 END = 0
-"""The label that ends a step, an evaluation or a trial."""
+"""The number of the label that is recorded at the end of a step, an evaluation or a trial (a
+forward that belongs to no microbatch)."""
 MOST_TOLD = 50
 """Largest number of exchanges that a waiting rank reports to the other ranks: its latest ones."""
 

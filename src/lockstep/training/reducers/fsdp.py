@@ -62,7 +62,7 @@ REPLICATE = "use replicate, under which parameters are plain tensors"
 
 
 class FsdpReducer:
-    """A `GradientReducer` for a model that `lockstep.model.shard` has sharded."""
+    """A `GradientReducer` for a model that `lockstep.model.shard` has sharded by FSDP2."""
 
     def __init__(
         self,
@@ -352,7 +352,8 @@ class _PartSum:
         self._tensor = mesh.axis("tensor")
         self._dim = shard_dim_over(leaf.parameter, "tensor")
         self._shape = list(leaf.parameter.shape)
-        """The shape of the gathered leaf on this rank."""
+        """The shape of the leaf's gradient on this rank: of the whole leaf or, under tensor
+        parallelism, of this rank's part."""
         if self._dim is not None:
             self._shape[self._dim] //= self._tensor.size
 
@@ -407,7 +408,8 @@ class _GroupBackwards:
         self._number: int | None = None
 
     def begin(self) -> None:
-        """Begin the backward of a microbatch's loss."""
+        """Note that the backward of a microbatch's loss begins; until `end`, a second backward
+        through the group is refused."""
         self._in_step, self._number = True, None
 
     def end(self) -> None:
@@ -667,7 +669,7 @@ class Scatter(ReduceScatter):
         """The parameters whose gradients were also summed over replicas in this step."""
 
     def begin(self, count: int) -> None:
-        """Begin a step of `count` microbatches."""
+        """Begin a step of `count` microbatches. Until `end`, gradients are exchanged."""
         self._in_step = True
         self.summed = []
 
@@ -682,7 +684,7 @@ class Scatter(ReduceScatter):
         the step's sum."""
 
     def end(self) -> None:
-        """End the step."""
+        """End the step: gradients of later backwards are not exchanged."""
         self._in_step = False
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -846,7 +848,8 @@ class OrderedScatter(Scatter):
             checksums.add(self._places[id(each.sharded_param)], part)
 
     def _padded(self) -> list[int]:
-        """The number of elements in a padded shard of each parameter."""
+        """Return, for each trainable parameter of the group, the number of elements of a shard with
+        FSDP2's padding."""
         return [each.padded_sharded_param_size.numel() for each in self._trainable]
 
     def _write_gradients(self, flat: Tensor) -> None:

@@ -52,7 +52,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.checksums: MicrobatchChecksums | None = None
-        """None while nothing is recorded."""
+        """The collector of the microbatch's checksums; None while no microbatch is recorded."""
         self._microbatch: int | None = None
 
     @contextmanager

@@ -127,12 +127,14 @@ class OrderedReducer:
 
 
 class _StageSum:
-    """The ordered sum of the gradients of one stage's parameters."""
+    """The sum, in the canonical order over microbatches, of the gradients of one pipeline stage's
+    parameters, or of the whole model's."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], world: World, places: Sequence[int]
     ) -> None:
-        """`places`: the parameters' indices in the reducer."""
+        """`world`: the ranks over which the gradients are summed. `places`: the parameters' indices
+        in the reducer."""
         self._parameters = list(parameters)
         self._places = places
         self._buckets = list(_buckets(self._parameters))

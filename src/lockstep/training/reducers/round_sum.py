@@ -30,7 +30,7 @@ class RoundSum:
         self._label = memory.label(label) if memory is not None else 0
 
     def begin(self, count: int) -> None:
-        """Begin a step of `count` microbatches."""
+        """Begin a step of `count` microbatches over all ranks."""
         self._remaining = count
         self._counter: Counter[Tensor] = Counter(Tensor.add_, start=0, count=count)
         self._leaves: Tensor | None = None

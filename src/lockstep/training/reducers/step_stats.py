@@ -29,7 +29,7 @@ READY_TWICE = (
     " checkpointing; ranks sum each gradient once; pass use_reentrant=False to"
     " torch.utils.checkpoint.checkpoint"
 )
-"""Text of the error, in all reducers, for a backward inside a backward."""
+"""Text of the error that every reducer raises for a backward inside another backward."""
 Number = Tensor | float  # a scalar tensor, or a number if the host has it already
 
 
@@ -40,7 +40,7 @@ def gradient_versions(parameters: Sequence[Tensor]) -> list[tuple[int, int] | No
 
 
 class StepStats(NamedTuple):
-    """The numbers of a step, combined over all ranks."""
+    """The numbers of a step (used parameters, losses, weights, flags), combined over all ranks."""
 
     used: Tensor | list[float]  # (parameters,): 0 if no microbatch used the parameter
     values: Tensor | list[float]  # shape (microbatches,): each microbatch's loss
@@ -139,7 +139,7 @@ class StepStatsVector:
         )
 
     def column(self, numbers: Sequence[Number]) -> Tensor:
-        """Return the numbers as one tensor of shape (len(numbers),)."""
+        """Return the microbatches' losses or weights as one tensor: shape (len(numbers),)."""
         if isinstance(numbers[0], float):
             return torch.tensor(numbers, dtype=self.dtype)
         return torch.stack([number for number in numbers if isinstance(number, Tensor)]).to(
