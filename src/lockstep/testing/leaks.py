@@ -1,6 +1,6 @@
-"""Leak detection: compares two snapshots of the resources that this process holds.
+"""Leak detection for tests: compares two snapshots of the resources that this process holds.
 
-    before = take()
+before = take()
     ...
     assert remaining(before) == []
 
@@ -51,13 +51,14 @@ class Snapshot:
     """The resources that this process held when `take` was called."""
 
     found: Mapping[Kind, Mapping[Hashable, str]]
-    """Kind -> identity -> description in a report."""
+    """Kind of resource -> what identifies one, such as a process id -> its description in a report
+    of leaks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """Resources that outlive the code under test, such as a `WorkerPool`'s. Snapshots leave them
-    out."""
+    """Resources that snapshots leave out, because they are meant to outlive the code under test,
+    such as the processes of a `WorkerPool`."""
 
     processes: Collection[int] = ()
     """Process ids. These processes and their descendants are left out."""
@@ -66,7 +67,7 @@ class Exempt:
 
 
 def take(kinds: Collection[Kind] = KINDS, exempt: Exempt | None = None) -> Snapshot:
-    """Take a snapshot of the resources that this process holds.
+    """Take a snapshot of the resources that this process holds, of the given kinds.
 
     These are descendant processes (including zombies), Python threads, TCP ports that this process
     or a descendant listens on, open file descriptors, environment variables and the working
@@ -132,7 +133,8 @@ def remaining(
     leaks = found()
     pause = POLL_SECONDS
     while leaks:
-        gc.collect()  # again each time: a thread that ends may leave a cycle too
+        # again in each round: a thread that has ended meanwhile may leave a reference cycle
+        gc.collect()
         leaks = found()
         if time.monotonic() >= deadline:
             break
@@ -155,12 +157,13 @@ class _Process:
     parent: int
     state: str
     started: int
-    """Clock ticks since boot. This distinguishes the process from a later one with the same id."""
+    """Start time of the process in clock ticks since boot. It distinguishes the process from a
+    later one with the same id."""
 
 
 def _has_children() -> bool:
     """Return True if this process has a child process, including zombies. This is far cheaper than
-    a look at all processes."""
+    reading the parent of every process in /proc."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -169,8 +172,9 @@ def _has_children() -> bool:
 
 
 def _family(exempt: Exempt) -> dict[int, _Process]:
-    """Return the descendants of this process by id, without exempt processes, processes of the
-    interpreter, and the descendants of both."""
+    """Return the running descendants of this process, by process id. Leaves out the exempt
+    processes, the helper processes that Python starts (`INTERPRETER_PROCESSES`, such as
+    multiprocessing's resource tracker), and the descendants of both."""
     children = _children()
     family: dict[int, _Process] = {}
     waiting = children(os.getpid())
@@ -187,8 +191,8 @@ def _family(exempt: Exempt) -> dict[int, _Process]:
 
 
 def _children() -> Callable[[int], list[int]]:
-    """Return a function that lists the children of a process. Kernels without such a list are asked
-    for the parent of every process, which takes 15 microseconds a process."""
+    """Return a function that lists the children of a process by its id. If the kernel has no list
+    of children, this reads the parent of every process, which takes 15 microseconds a process."""
     if os.path.exists(f"/proc/self/task/{threading.get_native_id()}/children"):
         return _listed_children
     children: dict[int, list[int]] = {}
@@ -217,7 +221,7 @@ def _process(number: int) -> _Process | None:
             text = file.read()
     except OSError:
         return None  # it has ended
-    # from the last ")": the name before it may contain any characters
+    # from the last ")": the process name before it may contain any characters
     fields = text.rpartition(b")")[2].split()
     return _Process(parent=int(fields[1]), state=fields[0].decode(), started=int(fields[19]))
 
@@ -270,7 +274,7 @@ def _listening_port(descriptor: int) -> int | None:
             ):
                 return int(copy.getsockname()[1])
     except OSError:
-        pass  # closed since it was listed
+        pass  # the descriptor was closed after it was listed
     return None
 
 
@@ -283,8 +287,9 @@ def _listening_inodes() -> dict[str, int]:
 
 
 def _asked_listening() -> dict[str, int]:
-    """Ask the kernel for listening sockets alone (sock_diag). Takes 0.1 ms. Reading /proc/net/tcp
-    takes 5 ms, because the kernel walks its whole table of connections."""
+    """Return the listening TCP sockets, with their ports, by asking the kernel for these alone
+    (sock_diag). Takes 0.1 ms. Reading /proc/net/tcp takes 5 ms, because the kernel walks its whole
+    table of connections."""
     listening: dict[str, int] = {}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as kernel:
         for family in (socket.AF_INET, socket.AF_INET6):
@@ -330,7 +335,7 @@ def _targets(number: int) -> dict[int, str]:
     targets = {}
     try:
         for name in os.listdir(f"/proc/{number}/fd"):
-            # the descriptor of this very listing, or one closed since
+            # the descriptor of this listing itself, or one that was closed meanwhile
             with contextlib.suppress(OSError):
                 targets[int(name)] = os.readlink(f"/proc/{number}/fd/{name}")
     except OSError:
@@ -390,12 +395,12 @@ def _shared_memory() -> Found:
 def _mapped_by_others(paths: Collection[str]) -> set[str]:
     """Return the `paths` that are mapped by a process other than this one and its descendants.
 
-    Files are identified by inode, because the process that made a semaphore maps it under another,
-    removed name.
+    Files are identified by inode, because a process that creates a semaphore maps it under a
+    temporary name, which no longer exists.
     """
     files = {}
     for path in paths:
-        with contextlib.suppress(OSError):  # removed since it was listed
+        with contextlib.suppress(OSError):  # the file was removed after it was listed
             files[_inode(os.stat(path))] = path
     if not files:
         return set()
@@ -414,7 +419,7 @@ def _mapped_by_others(paths: Collection[str]) -> set[str]:
 
 
 def _inode(file: os.stat_result) -> tuple[str, str]:
-    """Return the device and the inode of a file as /proc/<pid>/maps prints them."""
+    """Return the device number and the inode of a file as text, in the form of /proc/<pid>/maps."""
     return f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}", str(file.st_ino)
 
 

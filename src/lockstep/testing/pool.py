@@ -48,22 +48,23 @@ from lockstep.testing.worker import (
 )
 
 START_SECONDS = 120.0
-# Time to destroy the process group and, with `check_leaks`, to wait for threads and processes to
-# end.
+# Seconds that a worker gets at the end of a run to destroy the process group and, with
+# `check_leaks`, to wait for its threads and processes to end.
 LEAVE_SECONDS = 30.0
 DUMP_SECONDS = 2.0
-# The sockets of a killed rank close a moment before its end is visible, so errors of other ranks
-# may arrive first.
+# Seconds to wait for the end of a killed rank. Its sockets close a moment before its end is
+# visible, so errors of other ranks may arrive first.
 DEATH_SECONDS = 0.05
-# The rank that fails first may report last, because its hooks first save, or wait for other ranks.
+# Seconds to wait for further errors after the first. The rank that fails first may report last,
+# because its hooks first save a checkpoint, or wait for other ranks.
 CAUSE_SECONDS = 0.5
 NURSERY = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from lockstep.testing.worker"
     " import nursery; "
 )
 NURSERY += "nursery(int(sys.argv.pop(1)), json.loads(sys.argv.pop(1)))"
-# One thread per library, so that the nursery can be forked; and a check for GPUs that does not
-# initialise CUDA, which forks could not use then.
+# One thread per library, so that the nursery process can be forked; and a check for GPUs that does
+# not initialise CUDA, because forks could then not use it.
 NURSERY_ENVIRONMENT = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK"),
     "1",
@@ -87,7 +88,7 @@ class _Worker:
     pipe: Connection
     dump: IO[bytes]
     end: int
-    """A pidfd, which becomes readable when the process ends."""
+    """A pidfd (a descriptor of the process), which becomes readable when the process ends."""
     status: int | None = field(default=None)
 
 
@@ -201,7 +202,8 @@ class WorkerPool:
 
     @property
     def exempt(self) -> Exempt:
-        """The pool's own resources, for `lockstep.testing.leaks` to leave out."""
+        """The pool's own processes and descriptors, which `lockstep.testing.leaks` should leave
+        out."""
         return Exempt(processes=(self._nursery.pid,), descriptors=(self._control.fileno(),))
 
     def __enter__(self) -> WorkerPool:
@@ -242,13 +244,13 @@ class WorkerPool:
             if not answer:
                 raise ConnectionResetError("it closed its socket")
         except OSError as error:
-            # it is already ending, which takes a while on a busy machine
+            # the nursery is already ending, which takes a while on a busy machine
             status = self._replace_nursery(LEAVE_SECONDS)
             raise WorkerError(
                 f"the pool's nursery process ended with status {status} ({error}); its stderr"
                 " says why"
             ) from error
-        # after an interrupt, the next request must not read the answer to this one
+        # after an interrupt (Ctrl-C), the next request must not read the answer to this one
         except BaseException:
             self._replace_nursery()
             raise
@@ -286,8 +288,8 @@ class WorkerPool:
         return workers
 
     def _answers(self, workers: list[_Worker], timeout_seconds: float) -> list[bytes]:
-        """Return one answer of each worker, in rank order. Raises for the first that fails, or
-        after the timeout."""
+        """Wait for one message from each worker, and return them in rank order. Raises the error of
+        the first worker that fails, or `WorkerFailed` after the timeout."""
         deadline = time.monotonic() + timeout_seconds
         answers: dict[int, bytes] = {}
         while len(answers) < len(workers):
@@ -313,8 +315,9 @@ class WorkerPool:
     def _failed(
         self, pending: list[_Worker], arrived: dict[int, bytes | None], world_size: int
     ) -> Exception:
-        """Return the error of the rank that failed first. A rank that died counts as first, unless
-        the earliest exception is a `UserError`."""
+        """Return the error of the rank that failed first. `pending`: workers that have not
+        answered. `arrived`: answers by rank; None if the rank died. A rank that died counts as
+        first, unless the earliest exception is a `UserError`."""
         reports = {
             rank: json.loads(answer[1:])
             for rank, answer in arrived.items()
@@ -398,14 +401,15 @@ def _send(worker: _Worker, *messages: bytes) -> None:
         for message in messages:
             worker.pipe.send_bytes(message)
     except (BrokenPipeError, ConnectionResetError):
-        pass  # it has ended; the wait for its answer reports that
+        pass  # the worker has ended; the wait for its answer reports that
 
 
 def _with_cause(
     pending: list[_Worker], arrived: dict[int, bytes | None]
 ) -> dict[int, bytes | None]:
-    """Return the answers. If none is a user's mistake, wait `CAUSE_SECONDS` for more: a rank may
-    have failed because it lost a peer, which is about to report its own error."""
+    """Return the answers by rank, None for a rank that died. If none is a `UserError`, wait
+    `CAUSE_SECONDS` for more: a rank may have failed because it lost the connection to another,
+    which is about to report its own error."""
     deadline = time.monotonic() + CAUSE_SECONDS
     while all(answer is not None and not _is_user_error(answer) for answer in arrived.values()):
         others = [worker for worker in pending if worker.rank not in arrived]
@@ -425,7 +429,7 @@ def _is_user_error(answer: bytes) -> bool:
 
 
 def _receive(worker: _Worker) -> bytes | None:
-    """Return the message of the worker. None if it ended without one."""
+    """Return the next message from the worker; None if its process ended without one."""
     try:
         return worker.pipe.recv_bytes() if worker.pipe.poll(0) else None
     except (EOFError, ConnectionResetError):

@@ -49,27 +49,30 @@ PRELOADED = (
     "torch.utils.data",
     "torch._dynamo",
 )
-# Resources of one worker only. The parent's test checks /dev/shm and the temporary folder, which
-# all ranks share.
+# The kinds of resources that belong to one worker, which it checks for leaks itself. Files in
+# /dev/shm and in the temporary folder, which all ranks share, are left to the test's process.
 PRIVATE_KINDS: tuple[leaks.Kind, ...] = ("process", "thread", "port", "descriptor", "environment")
-# Not SIGUSR1 or SIGUSR2, which Slurm and libraries use.
+# The signal at which a worker writes the stacks of its threads. Not SIGUSR1 or SIGUSR2, which Slurm
+# and libraries use.
 DUMP_SIGNAL = signal.SIGRTMIN + 7
-# The first byte of an answer is its kind.
+# The first byte of a worker's message to the pool: it has joined the process group, the function's
+# result, it has left the group, or an error.
 JOINED, RESULT, LEFT, FAILED = b"J", b"R", b"L", b"F"
 MASTER_ADDRESS = "127.0.0.1"
 RUNS_BEFORE_MOVE = 10
-"""The nursery moves into huge pages after so many runs: the move costs what these would save."""
+"""The nursery process moves its memory into huge pages after so many runs, so that forks become
+cheaper: the move takes as long as it would have saved in these runs."""
 # Seconds by which the process group's timeout exceeds the pool's, so that a hanging run always ends
 # with its stacks.
 LONGER_SECONDS = 5.0
 FREED_SECONDS = 10.0
-"""Time for threads to end and for Gloo to close its sockets, on a busy host."""
+"""Seconds for a worker's threads to end and for Gloo to close its sockets, on a busy host."""
 
 
 def nursery(control_descriptor: int, preload: Iterable[str]) -> None:
-    """Import the workers' modules, then fork and reap workers on request, until the control socket
-    is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    """Run as the process that forks the pool's workers: import the modules that they need, then
+    fork and reap workers on request, until the control socket is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process of the pool handles Ctrl-C
     control = socket.socket(fileno=control_descriptor)
     for name in (*PRELOADED, *preload):
         importlib.import_module(name)
@@ -175,14 +178,14 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
     if request["module"] != "__main__":
         try:
             import_for(request["module"], request["file"])
-        except BaseException:  # the worker gets the same error, and reports it
+        except BaseException:  # a worker that imports it gets the same error, and reports it
             sys.modules.pop(request["module"], None)
     if request["module"] == "__main__" or len(sys.modules) != loaded:
         texts.cache_clear()
     if request["module"] != "__main__":
-        # Call it here: in a worker, it would copy the 4,000 pages of all modules.
+        # Called before the fork: in a worker, it would copy the 4,000 memory pages of all modules.
         texts()
-    # otherwise garbage collection in a worker would copy every page of the imported modules
+    # otherwise garbage collection in a worker would copy every memory page of the imported modules
     freeze_for_good()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -208,8 +211,8 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
 
 
 def _serve(pipe: Connection, dump_descriptor: int) -> None:
-    """Join the group, call the function, destroy the group. After each stage, answer and wait for
-    all other ranks."""
+    """Run as a worker: join the process group, call the test's function, destroy the group. After
+    each of the three, send a message to the pool, and wait for all other ranks."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The signal writes all stacks; its default action then ends the process, so the sender knows
@@ -240,8 +243,8 @@ def _serve(pipe: Connection, dump_descriptor: int) -> None:
 
 
 def _wait_for_all_ranks(pipe: Connection, answer: bytes) -> None:
-    """Wait until every rank has reached this point, so that no rank ends while another still needs
-    it."""
+    """Send `answer` to the pool, and wait until every rank has reached this point, so that no rank
+    ends while another still needs it."""
     pipe.send_bytes(answer)
     pipe.recv_bytes()
 
@@ -285,7 +288,8 @@ def _load(task: dict[str, Any], payload: bytes) -> tuple[Callable[..., Any], tup
 
 
 def _join(task: dict[str, Any]) -> Callable[[], list[str]]:
-    """Create the default group. Returns a function that destroys it and returns the run's leaks."""
+    """Create the default process group. Returns a function that destroys it and returns the
+    resources that the worker has leaked since, one sentence each."""
     from torch import distributed
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in its __all__
 
@@ -317,16 +321,18 @@ def _answer_failure(pipe: Connection, error: BaseException) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send_bytes(FAILED + json.dumps(report).encode())
-    # wait until the parent ends this process: if its sockets closed, other ranks would report that
+    # wait until the pool kills this process: if its sockets closed before, other ranks would report
+    # lost connections
     pipe.poll(None)
 
 
 def _pickled(error: UserError) -> bytes:
-    """Pickle the error; if that is not possible, its type and text."""
+    """Pickle the error; if that is not possible, the pair of its type and its text."""
     try:
         payload = pickle.dumps(error)
         if str(pickle.loads(payload)) == str(error):
             return payload
-    except Exception:  # its constructor or attributes may raise anything
+    # pickling calls its constructor and reads its attributes, which may raise anything
+    except Exception:
         pass
     return pickle.dumps((type(error), str(error)))
