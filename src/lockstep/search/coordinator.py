@@ -1,5 +1,5 @@
-"""The loop of a search: it fills the machine's slots with trials, answers their reports, and
-records how they end."""
+"""The main loop of a hyper-parameter search: it starts trials, as many as the machine can run at
+the same time, answers the metrics that they report, and records their results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from lockstep.search.study import ClaimedTrial, TrialStorage, check_parameters
 
 POLL_SECONDS = 0.2
 IDLE_SECONDS = 0.5
-"""Seconds between two checks for trials that other searches have left behind."""
+"""Seconds between two checks, while there is nothing to start, for trials that interrupted searches
+have left unfinished."""
 
 
 @dataclass(slots=True)
@@ -41,7 +42,8 @@ class RunningTrial:
     slot: TrialSlot
     channel: Channel
     is_probe: bool
-    """True if the process only reports the script's parameters."""
+    """True if the process does not train: it only reports the hyper-parameters that the script
+    declares."""
     has_opened: bool = False
     """True once its script has reached `ls.train`."""
     began: float = field(default_factory=time.monotonic)
@@ -57,8 +59,9 @@ class Search:
         processes: int,
         on_end: Callable[[int], None],
     ) -> None:
-        """`processes`: number of processes of each trial. `on_end`: called with the number of each
-        trial that has ended."""
+        """`slots`: the threads and GPUs of each trial that can run at the same time. `processes`:
+        number of processes of each trial. `on_end`: called with the number of each trial that has
+        ended."""
         self._request, self._storage, self._server = request, storage, server
         self._processes, self._on_end = processes, on_end
         self.proposals = Proposals(request, storage)
@@ -77,8 +80,8 @@ class Search:
 
     def run(self) -> str | None:
         """Run trials until all are done, the time limit is reached, or a signal asks to end.
-        Returns the name of the signal, or `--timeout`, if that ended the search early. Raises the
-        error of a faulty script."""
+        Returns the name of the signal, or `--timeout`, if that ended the search early. Raises an
+        error if trial after trial fails because of the script."""
         numbers = signals("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
         with signals_handled(numbers, self._on_signal), reachable(self._storage.url):
             while True:
@@ -99,7 +102,8 @@ class Search:
         return self._ended_by
 
     def _is_done(self) -> bool:
-        """True if no trial is left for this search; trials of other folders may still run."""
+        """True if no trial is left that this search can run. Searches in other folders that share
+        the storage may still run trials."""
         if time.monotonic() - self._looked < IDLE_SECONDS:
             return False
         self._looked = time.monotonic()
@@ -108,7 +112,7 @@ class Search:
     def _fill(self) -> None:
         while self._free and not self._ends_early:
             if self._running and not self.proposals.are_known:
-                return  # the first trial is about to report the parameters
+                return  # wait until the first trial has reported the script's parameters
             if time.monotonic() < self._claims_from:
                 return
             claimed = self._storage.claim(self.proposals.ready)
@@ -168,7 +172,8 @@ class Search:
         return replace(given, run_dir=folder, default_run_dir=None, resume="auto", set=assignments)
 
     def _go_on_from_parent(self, claimed: ClaimedTrial) -> None:
-        """Copy the parent's checkpoint, unless the trial has one."""
+        """In population-based training, copy the checkpoints of the trial from which this one
+        continues into its run directory, unless it already has checkpoints."""
         parent = self.proposals.parent(claimed.number)
         folder = self._storage.run_dir(claimed.number)
         if parent is None or (folder / "checkpoints").exists():
@@ -179,7 +184,8 @@ class Search:
         (folder / "copied").rename(folder / "checkpoints")
 
     def _on_message(self, running: RunningTrial) -> bool:
-        """Answer a message. Returns False if no complete message has arrived."""
+        """Receive and answer a message from a trial's process. Returns False if no complete message
+        has arrived."""
         message = running.channel.receive(0.0)
         if message is None:
             if running.channel.has_ended and running.channel in self._selector.get_map():
@@ -196,8 +202,9 @@ class Search:
         return True
 
     def _on_opened(self, running: RunningTrial, message: Mapping[str, Any]) -> None:
-        """Record a trial's parameters. The first trial's become the parameters of the search.
-        Refuse a trial of another script."""
+        """Handle a trial's message that its script has reached `ls.train`: record its parameters.
+        Those of the first trial become the parameters of the search. A trial is refused if its
+        script is not that of the search."""
         running.has_opened = True
         try:
             for name in ("every", "steps"):
@@ -214,7 +221,7 @@ class Search:
             self._stop(error)
             return
         if not running.is_probe:
-            # the first trial began before the parameters were known
+            # give the first trial its values: it began before the script's parameters were known
             self.proposals.values(running.claimed)
             running.claimed.trial.set_user_attr("values", message["values"])
         running.channel.send("answer", refused=None)
@@ -245,7 +252,8 @@ class Search:
             needs = "a search needs the parameters of the recipe given to ls.train"
             self._stop(never_trained(self._request.line, "a call of ls.train", needs))
         if self._ends_early and outcome.state == "failed":
-            # ended by the search's signal, or by a mistake that every trial would repeat
+            # ended by a signal to the search, or by a mistake that every trial would repeat: the
+            # trial is not counted as failed
             outcome = TrialOutcome(state="running")
         self._finish(running.claimed, outcome)
 
@@ -271,7 +279,7 @@ class Search:
             )
 
     def _stop(self, error: UserError) -> None:
-        """End the search with this error after its trials."""
+        """Start no more trials, let the running ones save and end, and then raise this error."""
         self._error = self._error or error
         self._ends_early = True
         self._server.signal(signal.SIGTERM)

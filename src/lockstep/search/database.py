@@ -28,18 +28,20 @@ _LOCKS = {
     "postgresql": "SELECT pg_advisory_lock(('x' || :name)::bit(64)::bigint)",
     "mysql": "SELECT GET_LOCK(:name, 1000000)",
 }
-"""SQL that waits for a lock that ends with the connection, by the database's dialect."""
+"""SQL dialect -> the statement that waits for a lock in the database, which is released at the end
+of the connection."""
 _PACKAGES = {
     "MySQLdb": "mysqlclient",
     "psycopg": "'psycopg[binary]'",
     "psycopg2": "psycopg2-binary",
 }
-"""Module -> package, if the names differ."""
+"""Python module of a database driver -> the package to install, if the names differ."""
 _CONNECT_SECONDS = 10
 
 
 def opened_study(url: str, name: str, direction: Direction) -> optuna.Study:
-    """Return the study; it is created if it does not exist. Raises `LaunchError`."""
+    """Open an Optuna study in the database at `url`. It is created if it does not exist. Raises
+    `LaunchError`."""
     is_sqlite = parsed(url).get_backend_name() == "sqlite"
     arguments: dict[str, Any] = {
         "connect_args": _connect_arguments(parsed(url)),
@@ -55,8 +57,8 @@ def opened_study(url: str, name: str, direction: Direction) -> optuna.Study:
 
 
 def existing_study(url: str, name: str) -> optuna.Study:
-    """Open a study for reading, in a database that the user named, without creating tables. Raises
-    `LaunchError`."""
+    """Open an existing Optuna study for reading, in a database whose URL the user gave, without
+    creating tables. Raises `LaunchError`."""
     address = parsed(url)
     if address.get_backend_name() == "sqlite" and address.database:
         return study_in_file(Path(address.database).resolve(), name)
@@ -77,8 +79,9 @@ def existing_study(url: str, name: str) -> optuna.Study:
 
 
 def study_in_file(path: Path, name: str) -> optuna.Study:
-    """Open a study for reading, in an SQLite file that may come from others: it must contain tables
-    only, and is opened read-only. Raises `LaunchError`."""
+    """Open an Optuna study for reading, in an SQLite file that may be untrusted: it is opened
+    read-only, and refused if it contains anything but tables, such as triggers. Raises
+    `LaunchError`."""
 
     def connect() -> sqlite3.Connection:
         os.close(open_below(path.parent, path.name))
@@ -106,8 +109,8 @@ def study_in_file(path: Path, name: str) -> optuna.Study:
 
 
 def _check_schema(url: str, tables: set[str]) -> None:
-    """Raise `LaunchError` unless these are the tables of a search, because Optuna would write to
-    other tables."""
+    """Raise `LaunchError` unless these are the tables of an Optuna storage, because Optuna would
+    write into another program's database."""
     if not {"studies", "trials", "version_info", "alembic_version"} <= tables:
         raise LaunchError(
             f"{without_password(url)} holds no search; it may be another file or database; give"
@@ -117,7 +120,7 @@ def _check_schema(url: str, tables: set[str]) -> None:
 
 @contextmanager
 def _studies(url: str) -> Iterator[None]:
-    """Convert errors of Optuna into `LaunchError`."""
+    """Convert Optuna's and the database's errors inside the context into `LaunchError`."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     shown = without_password(url)
     try:
@@ -136,10 +139,11 @@ def _studies(url: str) -> Iterator[None]:
 
 @contextmanager
 def alone(url: str, name: str) -> Iterator[None]:
-    """Make other searches of the study wait while the context is entered. Raises `LaunchError`.
+    """Hold an exclusive lock of the study while the context is entered: other `lockstep search`
+    processes wait for it. Raises `LaunchError`.
 
-    SQLite's transactions, or a lock on the trial's row, would not be enough: the trial's owner is
-    in another row, so two searches could take the same trial.
+    SQLite's transactions, or a lock on the trial's row, would not be enough: the owner of a trial
+    is stored in another row than the trial, so two searches could take the same trial.
     """
     address = parsed(url)
     backend = "mysql" if address.get_backend_name() == "mariadb" else address.get_backend_name()

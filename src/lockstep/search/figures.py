@@ -1,5 +1,5 @@
-"""Figures of a search: the best value so far, the metric of each trial by step, and parallel
-coordinates with their axes. Pure."""
+"""Figures on the page of a hyper-parameter search: the best value so far over time, the metric of
+each trial by step, and parallel coordinates of parameters and metric. Pure."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ from lockstep.recipe.parameters import Parameter, Value
 from lockstep.search.results import SearchResults, State, TrialResult
 
 _SHADES = len(RAMP) - 2
-"""Number of colours of lines, from worse to better. Lines do not have the two palest colours."""
+"""Number of colours of trials' lines, from worse to better: all of the colour ramp except the two
+palest."""
 _FAINT_FROM = 60
-"""If there are at least this many lines, each is drawn paler."""
+"""Number of lines from which each is drawn paler."""
 _POINTS = 60_000
-"""Approximate number of points of all curves. If there are many curves, each has fewer points."""
+"""Approximate total number of points of all curves in a figure. The more curves, the fewer points
+each has."""
 _MOST_COLUMNS, _LEAST_COLUMNS = 400, 20
 _NARROWEST_REM = 7.5
-"""Smallest distance between two parallel axes."""
+"""Smallest distance between two axes of the parallel coordinates, in the CSS unit rem."""
 _LONGEST_NAME = 24
 _STATE_COLOURS: dict[State, str] = {"pruned": "faint", "failed": "bad", "running": "live"}
 _LARGEST = 1e290
@@ -46,19 +48,20 @@ _MOST_TICKS, _MOST_CHOICES = 6, 12
 _LONGEST_LABEL = 16
 _WITH_VALUE: tuple[State, ...] = ("complete", "pruned")
 _ENOUGH = 10
-"""If there are at least this many values, the worst may lie outside the axis."""
+"""Number of metric values from which the worst may lie outside of the axis."""
 _USUAL = 0.9
-"""Share of the values that are always on the axis."""
+"""Fraction of the metric values that always lie within the axis."""
 _FEWEST = 3
-"""If there are at least this many complete trials, only their values decide the axis's range."""
+"""Number of complete trials from which only their values, not those of pruned trials, determine the
+axis's range."""
 _FAR = 5.0
-"""The axis ends before the worst value if that is this many times as far from the best value as
-typical values are."""
+"""The axis ends before the worst value if this is at least so many times as far from the best value
+as the worst of the typical values."""
 
 
 def best_so_far(results: SearchResults) -> Html | None:
-    """Return the best value so far over time, with a mark for each trial that has ended. None if no
-    trial has ended."""
+    """Return the figure of the best metric value so far over time, with a mark for each trial that
+    has ended. None if no trial has ended."""
     ended = [(trial, trial.ended) for trial in in_front(results) if is_number(trial.ended)]
     if not ended:
         return None
@@ -103,7 +106,7 @@ def best_so_far(results: SearchResults) -> Html | None:
 
 
 def trial_curves(results: SearchResults) -> Html | None:
-    """Return the metric of each trial by step. None if no trial was evaluated."""
+    """Return the figure with the metric of each trial by step. None if no trial was evaluated."""
     trials = [trial for trial in in_front(results) if trial.values]
     if not trials:
         return None
@@ -134,8 +137,8 @@ def trial_curves(results: SearchResults) -> Html | None:
 
 
 def parallel_coordinates(results: SearchResults) -> Html | None:
-    """Return an axis for each parameter and one for the metric, and a line for each trial. None if
-    there is no parameter, or no trial has ended."""
+    """Return the figure of parallel coordinates: an axis for each hyper-parameter and one for the
+    metric, and a line for each trial. None if there is no parameter, or no trial has ended."""
     axes = parameter_axes(results)
     trials = [
         trial for trial in in_front(results) if trial.state in ("complete", "pruned", "failed")
@@ -198,8 +201,8 @@ def _trial_figure(
 
 
 def shades(results: SearchResults) -> dict[int, int]:
-    """Return the colour of each complete trial by its number: its rank, scaled to the number of
-    colours."""
+    """Return the colour of each complete trial, as an index into the colours from worse to better,
+    by the trial's number. It follows from the trial's rank by the metric."""
     ranked = results.ranked
     return {
         trial.number: _SHADES - 1 - place * _SHADES // len(ranked)
@@ -208,7 +211,8 @@ def shades(results: SearchResults) -> dict[int, int]:
 
 
 def polyline(points: Sequence[Point | None]) -> str:
-    """Return the `d` attribute of a path. None is a gap. A point between two gaps is a dot."""
+    """Return the `d` attribute of an SVG path through the points. None is a gap. A point between
+    two gaps becomes a dot."""
     runs = [
         [point for point in run if point is not None]
         for is_there, run in groupby(points, lambda each: each is not None)
@@ -222,8 +226,9 @@ def polyline(points: Sequence[Point | None]) -> str:
 def trial_path(
     trial: TrialResult, kind: str, d: str, shade: Mapping[int, int], best: TrialResult | None
 ) -> Html:
-    """Return the SVG path of a trial. `kind`: a CSS class, beside the class of its state. Empty if
-    `d` is empty."""
+    """Return the SVG path of a trial's line, empty if `d` is empty. `kind`: a CSS class, beside the
+    class of the trial's state. `shade`: each complete trial's colour (`shades`). `best`: the best
+    trial, which is highlighted."""
     if not d:
         return Html()
     place = shade.get(trial.number)
@@ -238,7 +243,7 @@ def trial_path(
 
 
 def in_front(results: SearchResults) -> list[TrialResult]:
-    """Return the trials in drawing order: the best one last."""
+    """Return the trials in drawing order: the best one last, so that it is in front."""
     ranked = results.ranked
     numbers = {trial.number for trial in ranked}
     order: dict[State, int] = {"pruned": 0, "failed": 1, "running": 2, "waiting": 3, "complete": 4}
@@ -247,8 +252,8 @@ def in_front(results: SearchResults) -> list[TrialResult]:
 
 
 def _line_legend(results: SearchResults, *states: State) -> list[Html]:
-    """Return the legend for the colours of lines: for values, and for each of `states` that
-    occurs."""
+    """Return the legend for the colours of trials' lines: from worse to better, and for each of
+    `states` that occurs."""
     entries = []
     if len(results.ranked) > 1:
         ramp = element("span", "worse", element("b", kind="ramp"), "better", kind="key")
@@ -271,8 +276,8 @@ def trial_tip(trial: TrialResult, metric: str, names: Sequence[str]) -> str:
 
 
 def _scale_notes(scale: Scale, values: Sequence[float]) -> list[Html]:
-    """Return notes on an axis: whether it is logarithmic, and the number of values outside of
-    it."""
+    """Return the notes below a figure on its axis: whether it is logarithmic, and the number of
+    values outside of it."""
     outside = beyond(scale, values)
     notes = ["logarithmic"] if scale.logarithmic else []
     return [
@@ -282,7 +287,8 @@ def _scale_notes(scale: Scale, values: Sequence[float]) -> list[Html]:
 
 
 def _end_height(trial: TrialResult, scale: Scale) -> float | None:
-    """Return the height of a trial's final value; None if it has none."""
+    """Return the vertical position at which a trial's final metric value is drawn; None if it has
+    none."""
     has_value = trial.state != "failed" and is_number(trial.value)
     return place_on(scale, trial.value) if has_value and is_number(trial.value) else None
 
@@ -311,7 +317,8 @@ def _mark_legend(results: SearchResults) -> list[Html]:
 
 
 def _downsampled(trial: TrialResult, last: int, columns: int) -> list[tuple[float, float | None]]:
-    """Return step and value of each point. None: no value in that range is finite."""
+    """Return (step, metric value) for the points of a trial's curve, at most about `columns`. A
+    value is None, a gap in the curve, if no value in that range of steps is finite."""
     steps = sorted(trial.values)
     values = (float(trial.values[step]) for step in steps)
     series = Series(
@@ -325,7 +332,8 @@ def _downsampled(trial: TrialResult, last: int, columns: int) -> list[tuple[floa
 
 
 def _place_nearby(step: float, value: float, x_scale: Scale, y_scale: Scale) -> Point:
-    """Return a position. It may be slightly outside of the axis, where it is hidden."""
+    """Return the point at which a value after a step is drawn. It may be slightly outside of the
+    axis, where it is hidden."""
     low, high = y_scale.low, y_scale.high
     least = low if y_scale.logarithmic else low - (high - low)
     return x_scale.position(step), y_scale.position(min(max(value, least), high + (high - low)))
@@ -334,7 +342,8 @@ def _place_nearby(step: float, value: float, x_scale: Scale, y_scale: Scale) -> 
 def _axis_places(
     trial: TrialResult, axes: Sequence[ParameterAxis], scale: Scale
 ) -> list[Point | None]:
-    """Return the trial's positions on all axes. None: it lacks the parameter, or the value."""
+    """Return the points of a trial's line on the parameters' axes and on the metric's axis. None
+    where the trial lacks the parameter or the metric."""
     given = trial.parameters
     heights = [axis.position(given[axis.name]) if axis.name in given else None for axis in axes]
     heights.append(_end_height(trial, scale))
@@ -347,7 +356,7 @@ def _axis_places(
 def _axis_head(
     place: float, name: str, ticks: Sequence[tuple[float, str]], remark: str
 ) -> list[Html]:
-    """Return the name, remark and ticks of an axis, drawn over the picture."""
+    """Return the name, remark and ticks of an axis of the parallel coordinates."""
     left = f"left:{100 * place:.2f}%"
     short = Html(re.sub(r"([/._-])", r"\1<wbr>", joined(shorten(name, _LONGEST_NAME))))
     small = element("small", remark) if remark else None
@@ -365,7 +374,7 @@ class ParameterAxis:
     ticks: tuple[tuple[float, str], ...]
     """Position (from 0 to 1) and label of each tick."""
     scale: Scale | None = None
-    """Scale of the axis. None: its values are choices."""
+    """Scale of the axis for numbers. None: the parameter's values are choices."""
     choices: tuple[Value, ...] = ()
 
     @property
@@ -387,8 +396,8 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def metric_scale(values: Sequence[float], sign: float) -> Scale:
-    """Return the axis of the metric. If a few values are far worse than the others, they lie
-    outside of it. `sign`: -1 if a larger value is better."""
+    """Return the scale of the metric's axis for these values. If a few values are far worse than
+    the others, they lie outside of it. `sign`: -1 if a larger value is better."""
     ordered = sorted(values, key=lambda value: sign * value)
     if len(ordered) >= _ENOUGH:
         best, usual = ordered[0], ordered[int(_USUAL * (len(ordered) - 1))]
@@ -399,8 +408,8 @@ def metric_scale(values: Sequence[float], sign: float) -> Scale:
 
 
 def end_scale(results: SearchResults) -> tuple[Scale, list[float]]:
-    """Return the axis for the final values of trials, and these values. Values of pruned trials may
-    lie outside of it."""
+    """Return the scale of the axis for the final metric values of trials, and these values. Values
+    of pruned trials may lie outside of it."""
     values = {
         state: [
             each.value for each in results.trials if each.state == state and is_number(each.value)
@@ -414,7 +423,8 @@ def end_scale(results: SearchResults) -> tuple[Scale, list[float]]:
 
 
 def place_on(scale: Scale, value: float) -> float:
-    """Return a value's position, from 0 to 1. A value outside of the axis is at its end."""
+    """Return a value's position on the axis, from 0 to 1. A value outside of the axis is put at its
+    end."""
     return min(1.0, max(0.0, scale.position(min(scale.high, max(scale.low, value)))))
 
 
@@ -423,7 +433,7 @@ def beyond(scale: Scale, values: Sequence[float]) -> int:
 
 
 def parameter_axes(results: SearchResults) -> list[ParameterAxis]:
-    """Return an axis for each parameter that differs, or could differ, between trials."""
+    """Return an axis for each hyper-parameter that differs, or could differ, between trials."""
     declared = {parameter.name: parameter for parameter in results.parameters}
     axes = []
     for name in results.varied:

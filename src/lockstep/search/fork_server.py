@@ -1,5 +1,5 @@
-"""A process that has imported torch and lockstep, and forks launchers of a script, which fork its
-workers.
+"""A server process that imports torch and lockstep once, and forks a launcher for each trial of a
+search. The launcher forks the workers, which run the user's script.
 
 A training of a small model thus starts in a fraction of a second, because torch is not imported
 each time. Each process ends with the process that started it. Linux only.
@@ -70,7 +70,7 @@ class LaunchRequest:
 class LaunchEnding:
     status: int
     report: str
-    """The launcher's report. Empty if nothing failed."""
+    """The launcher's report on the failure, as text. Empty if nothing failed."""
     kind: str = ""
     """The class of the exception that failed first, as `module:qualified name`. Empty if there was
     none."""
@@ -104,8 +104,8 @@ class LaunchEnding:
 
 
 class ForkServer:
-    """The command's side of the server. It is started at once, and ready when it has imported
-    torch."""
+    """Starts the fork server, and sends it requests, from the process of `lockstep search`. The
+    server is ready when it has imported torch."""
 
     def __init__(self) -> None:
         """Start the server. Raises `LaunchError` if processes cannot be forked in this way."""
@@ -134,18 +134,19 @@ class ForkServer:
         return self._gpus
 
     def start(self, request: LaunchRequest) -> Channel:
-        """Start a launch. Returns the channel to its rank 0."""
+        """Let the server fork a launcher, which runs the script. Returns the channel to the
+        launch's rank 0."""
         ours, theirs = _open_channel()
         with theirs:
             self.channel.send("start", descriptors=[theirs.fileno()], request=asdict(request))
         return ours
 
     def signal(self, number: int, launch: int | None = None) -> None:
-        """Send a signal to a launch; `launch=None`: to all launches."""
+        """Send a signal to the launch with the number `launch`; None: to all launches."""
         self.channel.send("signal", signal=number, number=launch)
 
     def close(self) -> None:
-        """End the server and everything that it has started."""
+        """End the server process and all launches that it has started."""
         self.channel.close()
         if self._gpus is None:  # the server is still importing torch, and has started nothing
             self._process.kill()
@@ -162,7 +163,8 @@ def _open_channel() -> tuple[Channel, socket.socket]:
 
 
 def main() -> None:
-    """Import the modules that training needs, and serve the command that started this process."""
+    """Run as the server process: import the modules that training needs, and serve the command that
+    started this process."""
     parent, descriptor = map(int, sys.argv[1:])
     die_with_parent(parent)
     adopt_orphans()
@@ -181,8 +183,8 @@ def main() -> None:
 
 
 def _serve(channel: Channel) -> None:
-    """Start a launcher for each message `start`, report its end, and pass each `signal` on to one
-    launcher or to all."""
+    """Serve the channel until it is closed: fork a launcher for each message `start`, report its
+    end, and pass each message `signal` on to one launcher or to all."""
     selector = selectors.DefaultSelector()
     selector.register(channel, selectors.EVENT_READ)
     launchers: dict[int, int] = {}
@@ -202,7 +204,8 @@ def _serve(channel: Channel) -> None:
                 selector.unregister(channel)
                 _end(launchers, selector)
                 kill_all(lambda: descendants([os.getpid()]), KILL_SECONDS)
-                remove_left_folders(Path(tempfile.gettempdir()))  # those of killed launchers
+                # temporary folders of launchers that were killed
+                remove_left_folders(Path(tempfile.gettempdir()))
                 os._exit(0)
             if message["kind"] == "signal":
                 for number, pid in launchers.items():
@@ -216,9 +219,9 @@ def _serve(channel: Channel) -> None:
 
 
 def _end(launchers: dict[int, int], selector: selectors.BaseSelector) -> None:
-    """Wait for launchers whose workers have ended, because they still remove their temporary
-    folders; then end the others. `selector`: contains the pidfd of each launcher, and nothing
-    else."""
+    """Wait until the launchers have ended, because they may still be removing their temporary
+    folders. Sends SIGTERM to those that take longer. `launchers`: number of a launch -> process id
+    of its launcher. `selector`: contains the pidfd of each launcher, and nothing else."""
     for seconds in END_SECONDS:
         deadline = time.monotonic() + seconds
         while selector.get_map() and (rest := deadline - time.monotonic()) > 0:
@@ -293,8 +296,8 @@ class ForkedWorker:
                     os._exit(1)
 
     def poll(self) -> int | None:
-        """None while the process runs; then its exit status, or the negated number of the signal
-        that killed it."""
+        """Return None while the process runs; then its exit status, or the negated number of the
+        signal that killed it."""
         if self._returncode is None:
             with suppress(ChildProcessError):
                 pid, status = os.waitpid(self.pid, os.WNOHANG)

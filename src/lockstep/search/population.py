@@ -18,11 +18,12 @@ from lockstep.recipe.parameters import Parameter, Value
 from lockstep.search.results import SearchResults
 
 PART = 4
-"""One in this many members is replaced, and one in this many is copied."""
+"""One in this many members, the worst, is replaced after each generation, by copies of as many of
+the best."""
 FACTORS = (0.8, 1.2)
-"""Factors of a changed number."""
+"""Factors, of which one is drawn, by which a number is multiplied to change it."""
 RESAMPLED = 0.25
-"""Probability that a new choice is drawn."""
+"""Probability that a parameter with choices is drawn anew when values are changed."""
 CHANGEABLE = frozenset(
     {
         "parameters",
@@ -36,7 +37,8 @@ CHANGEABLE = frozenset(
         "clip_norm",
     }
 )
-"""Fields of the recipe whose parameters may change during training."""
+"""Fields of the recipe whose hyper-parameters population-based training may change in the middle of
+a training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,12 +46,14 @@ class Population:
     members: int
     generations: int
     segment: int
-    """Number of steps of a generation; the last generation ends with the training."""
+    """Number of training steps of each trial in a generation; the last generation ends with the
+    training."""
 
     @classmethod
     def of(cls, *, trials: int, members: int, steps: int | None, every: int | None) -> Population:
-        """Return the generations. `steps`: number of steps of the training. `every`: steps between
-        evaluations. Raises `LaunchError` if these do not fit together."""
+        """Divide `trials` trials into generations of `members`. `steps`: number of steps of the
+        training. `every`: steps between evaluations. Raises `LaunchError` if these do not fit
+        together."""
         if steps is None or every is None:
             raise LaunchError(
                 "--sampler pbt on a recipe without a known number of steps, of the training or"
@@ -76,12 +80,14 @@ class Population:
         return number // self.members
 
     def until(self, number: int) -> int | None:
-        """Return the step after which a trial ends; None: at the end of the training."""
+        """Return the training step after which trial `number` ends; None: it ends with the
+        training."""
         generation = self.generation(number)
         return None if generation == self.generations - 1 else self.segment * (generation + 1)
 
     def ready(self, results: SearchResults) -> int:
-        """Return the number of trials that may have begun, because their parents have ended."""
+        """Return the number of trials that may have begun: those of all completed generations, and
+        of the one after them."""
         ended = {
             trial.number for trial in results.trials if trial.state not in ("waiting", "running")
         }
@@ -93,8 +99,8 @@ class Population:
         return (done + 1) * self.members
 
     def parent(self, number: int, results: SearchResults, seed: int) -> int | None:
-        """Return the trial from whose checkpoint a trial continues; None in the first generation.
-        Raises `LaunchError` if the previous generation has failed."""
+        """Return the number of the trial from whose checkpoint trial `number` continues; None in
+        the first generation. Raises `LaunchError` if the previous generation has failed."""
         generation = self.generation(number)
         if generation == 0:
             return None
@@ -130,8 +136,8 @@ class Population:
         parameters: Sequence[Parameter],
         seed: int,
     ) -> dict[str, Value]:
-        """Return a trial's values. `given`: its parent's values, which are changed if the parent is
-        another member."""
+        """Return the hyper-parameters of trial `number`. `given`: those of its parent, the trial
+        from which it continues; they are changed if the parent is another member."""
         if parent == number - self.members:
             return {each.name: given[each.name] for each in parameters}
         chance = self._random(number, seed, "values")

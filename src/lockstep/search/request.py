@@ -22,7 +22,7 @@ PrunerName = Literal["asha", "median", "none"]
 SEARCH = "search.json"
 """File in the folder of a search, with storage, name, and an identifier of the folder."""
 PRUNED = "pruned: "
-"""Beginning of the reason for which a pruned trial stops."""
+"""Beginning of the text that a run directory has as the reason why a pruned trial stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class SearchRequest:
     launch: LaunchOptions
     """The launch options of each trial. Its `set` contains the parameters that are not searched."""
     sweep: Sequence[tuple[str, Sequence[str]]] = ()
-    """For `lockstep sweep`: names, and values as text."""
+    """For `lockstep sweep`: the hyper-parameters, each with its values as text."""
     population: int = 8
     """Number of members of a population, for population-based training."""
 
@@ -63,7 +63,8 @@ class SearchRequest:
         return list(itertools.product(*texts)) if texts else []
 
     def identity(self) -> Mapping[str, Any]:
-        """The fields that must be the same when the search is continued, or shared, as JSON."""
+        """The fields that must be the same when the search is continued, or when several searches
+        share its trials, as JSON."""
         return {
             "script": self.line.words,
             "metric": self.metric,
@@ -80,14 +81,14 @@ class SearchRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialRequest(ScriptRequest):
-    """The request to the processes of a trial; or a request for the script's parameters instead of
-    training."""
+    """The request of a search to the processes of a trial: to report evaluations, or to report the
+    parameters that the script declares instead of training."""
 
     answered_by: ClassVar[str] = "lockstep.search.trial_hook"
     metric: str
     can_be_pruned: bool
     until: int | None = None
-    """The step of the evaluation at which the trial ends. None: at the end of the training."""
+    """The training step after whose evaluation the trial ends. None: at the end of the training."""
     channel: int = -1
     """The descriptor over which rank 0 reports. The fork server sets it."""
 
@@ -105,8 +106,8 @@ def check_storage(url: str | None) -> None:
 
 
 def direction_of(metric: str, mode: str | None) -> Direction:
-    """Return the direction for `--mode`. Raises `LaunchError` if neither `mode` nor the metric's
-    name determines it."""
+    """Return whether the metric is minimized or maximized, from `--mode` or the metric's name.
+    Raises `LaunchError` if neither `mode` nor the metric's name determines it."""
     if mode is not None:
         return "minimize" if mode == "min" else "maximize"
     if metric.rpartition("/")[2] == "loss" or "loss/" in metric:

@@ -21,31 +21,34 @@ class TrialResult:
     state: State
     parameters: Mapping[str, Value]
     value: float | None = None
-    """Value of the metric at the end; for a pruned trial, at its last evaluation."""
+    """Value of the metric at the end of the training; for a pruned trial, at its last
+    evaluation."""
     values: Mapping[int, float] = field(default_factory=dict)
-    """Step of the evaluation -> metric."""
+    """Training step of an evaluation -> value of the metric."""
     started: float | None = None
     """Time of the start, in seconds since 1970."""
     ended: float | None = None
     reason: str | None = None
-    """The reason why it failed or was pruned."""
+    """The reason why the trial failed or was pruned."""
     run_dir: str = ""
     parent: int | None = None
-    """The trial from whose checkpoint it continued."""
+    """Number of the trial from whose checkpoint this one continued, in population-based
+    training."""
 
     ran: float | None = None
-    """Seconds for which its processes ran; None: unknown."""
+    """Seconds for which the trial's processes ran; None: unknown."""
 
     @property
     def seconds(self) -> float | None:
-        """Duration in seconds, without interruptions if known; None: the trial has not ended."""
+        """Duration of the trial in seconds, without interruptions if these are known; None: it has
+        not ended."""
         if self.started is None or self.ended is None:
             return None
         return self.ended - self.started if self.ran is None else self.ran
 
     @property
     def steps(self) -> int:
-        """Number of steps at its last evaluation."""
+        """Number of training steps at the trial's last evaluation."""
         return max(self.values, default=0)
 
 
@@ -82,7 +85,7 @@ class SearchResults:
 
     @property
     def varied(self) -> list[str]:
-        """Parameters that are searched, or that differ between trials."""
+        """Names of the parameters that are searched, or whose values differ between trials."""
         names = dict.fromkeys(
             [*self.searched, *(name for trial in self.trials for name in trial.parameters)]
         )
@@ -96,14 +99,15 @@ class SearchResults:
 
     @property
     def searched(self) -> list[str]:
-        """Parameters that differ, or could differ, between trials."""
+        """Names of the parameters with bounds or choices, which the search varies."""
         return [parameter.name for parameter in self.parameters if parameter.is_searched]
 
     def count(self, *states: State) -> int:
         return sum(trial.state in states for trial in self.trials)
 
     def best_over_time(self) -> list[tuple[float, float, int]]:
-        """Return each improvement of the best value: end, value and number of the trial."""
+        """Return the trials that improved on all earlier ones, each as (time of its end, value of
+        the metric, number of the trial)."""
         improvements: list[tuple[float, float, int]] = []
         done = [
             (trial.ended, trial.number, trial.value)

@@ -1,4 +1,5 @@
-"""The trials of a search in Optuna's storage: claiming the next one, its owner, and its end.
+"""The trials of a hyper-parameter search in Optuna's storage: taking the next one, marking which
+search runs it, and recording its end.
 
 [Note: whose a trial is] A search locks a file in its folder for each trial that it runs; the system
 releases the lock, however the search ends. A trial that is marked as running in the storage, but
@@ -53,7 +54,8 @@ _OPTUNA_STATES = {state: theirs for theirs, state in _STATES.items()}
 class ClaimedTrial:
     trial: Trial
     is_resumed: bool
-    """True if an earlier search has begun the trial."""
+    """True if an interrupted search has begun the trial, so that it resumes from its
+    checkpoints."""
 
     @property
     def number(self) -> int:
@@ -141,8 +143,8 @@ class TrialStorage:
 
     @property
     def parameters(self) -> list[Parameter] | None:
-        """The script's parameters; None before a trial has reported them. Raises `RecipeError` if
-        they belong to another search."""
+        """The hyper-parameters that the script declares; None before a trial has reported them.
+        Raises `RecipeError` if the storage has those of another search."""
         stored = self.study.user_attrs.get("parameters") if self._parameters is None else None
         if stored is not None:
             self._check_search()  # another search that began at the same time may have stored them
@@ -150,16 +152,16 @@ class TrialStorage:
         return self._parameters
 
     def note_parameters(self, described: Sequence[Mapping[str, Any]]) -> None:
-        """Store the script's parameters, unless another search has stored them. Raises
-        `RecipeError` if the stored search is a different one."""
+        """Store the hyper-parameters that the script declares, unless a search has stored them
+        already. Raises `RecipeError` if the stored ones belong to a different search."""
         with alone(self.url, self._request.name):
             self._check_search()
             if "parameters" not in self.study.user_attrs:
                 self.study.set_user_attr("parameters", list(described))
 
     def check_programs(self, programs: Mapping[str, str]) -> None:
-        """Raise `RecipeError` if the script has changed since the first trial with a value; before
-        that it may be corrected."""
+        """Raise `RecipeError` if the script has changed since the first trial with a metric value;
+        before that the user may correct it. `programs`: digests of the script's source."""
         with alone(self.url, self._request.name):
             before, trials = self.study.user_attrs.get("programs"), self._trials()
             has_values = any(each.intermediate_values or each.value is not None for each in trials)
@@ -181,13 +183,13 @@ class TrialStorage:
             self._wanted = wanted
 
     def note_seconds(self, claimed: ClaimedTrial, seconds: float) -> None:
-        """Add to the recorded seconds of a trial's processes."""
+        """Add to the recorded number of seconds for which a trial's processes have run."""
         before = claimed.trial.user_attrs.get("seconds", 0.0)
         claimed.trial.set_user_attr("seconds", before + seconds)
 
     def claim(self, wanted: int) -> ClaimedTrial | None:
-        """Return one of the first `wanted` trials to run: an interrupted trial, else a new one;
-        None if none is left."""
+        """Take a trial to run, of the first `wanted`: an interrupted one, else a new one. None if
+        none is left."""
         with alone(self.url, self._request.name):
             trials, storage = self._trials(), self.study._storage
             for trial in trials:
@@ -214,8 +216,8 @@ class TrialStorage:
         return {"folder": self._identity, "run_dir": str(self.run_dir(number).absolute())}
 
     def _is_interrupted(self, trial: FrozenTrial) -> bool:
-        """Try to lock a trial of this folder that is marked as running. Returns True if no other
-        search runs the trial, which then belongs to this search."""
+        """Try to lock a trial of this folder that is marked as running in the storage. Returns True
+        if no other search runs it; this search then holds its lock, and can resume it."""
         if trial.user_attrs.get("folder") != self._identity or not self._lock(trial.number):
             return False
         if self.study._storage.get_trial(trial._trial_id).state == TrialState.RUNNING:
@@ -224,12 +226,13 @@ class TrialStorage:
         return False
 
     def _begin(self, number: int, trial_id: int) -> bool:
-        """Take a waiting trial. Returns False if another search was faster."""
+        """Take a trial that waits in the storage. Returns False if another search was faster."""
         storage = self.study._storage
         if not self._lock(number):
             return False
         with suppress(optuna.exceptions.UpdateFinishedTrialError):
-            # stored first, because a search that is killed in between is resumed
+            # stored before the trial counts as begun, because a search that is killed in between is
+            # resumed
             for key, value in self._attributes(number).items():
                 if storage.get_trial(trial_id).user_attrs.get(key) != value:
                     storage.set_trial_user_attr(trial_id, key, value)
@@ -242,7 +245,8 @@ class TrialStorage:
         return self.folder / f"trial-{number:04d}"
 
     def report(self, claimed: ClaimedTrial, step: int, value: float) -> bool:
-        """Record the metric after a step. Returns True if the trial should be pruned."""
+        """Record the metric of an evaluation after a training step. Returns True if the trial
+        should be pruned."""
         self._note_value(claimed, step, value)
         return bool(claimed.trial.should_prune())  # some pruners return numpy's bool
 
@@ -251,7 +255,8 @@ class TrialStorage:
             claimed.trial.report(value, step)
 
     def end(self, claimed: ClaimedTrial, outcome: TrialOutcome) -> None:
-        """Record the end of a trial, and release it. An interrupted trial stays, to be resumed."""
+        """Record the end of a trial, and release its lock. An interrupted trial stays marked as
+        running, to be resumed."""
         if outcome.state != "running":
             if outcome.reason is not None:
                 claimed.trial.set_user_attr("reason", outcome.reason[:2000])
@@ -296,12 +301,13 @@ class TrialStorage:
         return True
 
     def release(self, number: int) -> None:
-        """Release the trial, so that another search can run it."""
+        """Release the lock of the trial, so that another search can run it."""
         os.close(self._locks.pop(number))
 
 
 def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) -> None:
-    """Raise `RecipeError` unless the script has the parameters of the search that is continued."""
+    """Raise `RecipeError` unless the script now declares the same parameters as when the search
+    began (`searched`)."""
     before = {each.name: each.describe() for each in searched}
     after = {each.name: each.describe() for each in now}
     changes = [f"{name} is new" for name in after if name not in before]
@@ -321,8 +327,8 @@ def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) ->
 
 
 def results_of(study: optuna.Study) -> SearchResults:
-    """Return the trials of a study: up to the requested number, and any beyond it that have
-    begun."""
+    """Return the results of an Optuna study: its trials up to the requested number, and any beyond
+    it that have begun."""
     attributes = study.user_attrs
     identity, wanted = attributes["search"], attributes.get("wanted", 0)
     trials = [
@@ -363,7 +369,7 @@ def _result(trial: FrozenTrial) -> TrialResult:
 
 def importance_of(study: optuna.Study) -> dict[str, float]:
     """Return the share of the metric's variation that each parameter explains, by PED-ANOVA
-    (Watanabe et al. 2023). Empty if there are too few trials."""
+    (Watanabe et al. 2023). Empty if there are Optuna warns of too few trials."""
     if len(study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])) < 2:
         return {}
     # imports scikit-learn, if it is installed

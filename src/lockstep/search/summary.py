@@ -1,4 +1,4 @@
-"""Results of a search as plain text, for a terminal. Pure."""
+"""Results of a hyper-parameter search as plain text, for a terminal. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
 def summary_lines(results: SearchResults) -> list[str]:
-    """Return lines with the best trial, a table of the best few, and the failures."""
+    """Return lines with the best trial, a table of the best few trials, and the reasons of failed
+    ones."""
     counts = ", ".join(
         f"{results.count(state)} {state}" for state in STATES if results.count(state)
     )
@@ -47,7 +48,8 @@ def summary_lines(results: SearchResults) -> list[str]:
 
 
 def progress_line(results: SearchResults, seconds_left: float | None) -> str:
-    """Return one line about a search in progress. `seconds_left`: None if it is not known, or 0."""
+    """Return one line on the progress of a search. `seconds_left`: estimated seconds until its end;
+    None if that is unknown or 0."""
     parts = [
         f"{results.count('running')} running",
         f"{results.count('pruned')} pruned",
@@ -101,8 +103,8 @@ def train_command(results: SearchResults, trial: TrialResult) -> str:
 
 
 def failures(results: SearchResults) -> list[tuple[str, list[int]]]:
-    """Return the reasons for failures, most frequent first, each with the numbers of its trials.
-    Reasons that differ only in numbers count as one."""
+    """Return the reasons why trials failed, most frequent first, each with the numbers of the
+    trials. Reasons that differ only in numbers count as one."""
     by_reason: dict[str, tuple[str, list[int]]] = {}
     for trial in results.trials:
         if trial.state == "failed":

@@ -1,5 +1,5 @@
-"""The part of a search in the processes of a trial: a hook that reports each evaluation, and stops
-a pruned trial.
+"""Runs in the processes of a trial of a hyper-parameter search: a hook that reports each evaluation
+to the search, and stops a pruned trial.
 
 [Note: messages of a trial] Rank 0 sends these messages, and the search answers:
 
@@ -34,8 +34,8 @@ _trainings = 0
 
 
 def install(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
-    """Return the hook of a trial. Called when the run is opened, see
-    `lockstep.opening.read_probe`."""
+    """Return no overrides, and the hook of a trial, which reports to the search. Called when the
+    run is opened, see `lockstep.opening.read_probe`."""
     global _trainings
     _trainings += 1
     request = _request(environ)
@@ -51,8 +51,9 @@ def train(recipe: Recipe) -> NoReturn:
 
 
 def _interval(recipe: Recipe, metric: str) -> int | None:
-    """Return the number of steps between two evaluations with the metric (`""`: any metric). None
-    if it is evaluated only at the end, or each epoch when epochs differ in steps."""
+    """Return the number of training steps between two evaluations that measure the metric (`""`:
+    any metric). None if it is measured only at the end of the training, or each epoch when epochs
+    differ in their number of steps."""
     found = [
         interval_of(recipe, each)
         for prefix, each in recipe.evaluations.items()
