@@ -11,8 +11,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 WORTHWHILE = 1.05
-"""The assignment changes only if this makes a step faster by this factor, because measured times
-are noisy."""
+"""The assignment of microbatches to ranks changes only if that makes a step faster by this factor,
+because measured times are noisy."""
 
 
 def batch_span(

@@ -52,7 +52,8 @@ class HouseHooks:
             opened.request,
             opened.context.overrides.bare,
         )
-        # a probe sees the state before hooks of the user change it
+        # hooks of commands such as `lockstep verify` see the state before hooks of the user change
+        # it
         user_hooks = [*opened.hooks, *hooks]
         setting = check_out_of_memory(
             environment.out_of_memory or "retry", "LOCKSTEP_OUT_OF_MEMORY"

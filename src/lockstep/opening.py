@@ -205,8 +205,8 @@ class RunRequest:
         )
 
     def compared(self, launched: str | None) -> dict[str, Any]:
-        """Return as JSON the values of this request that the script must pass identically on all
-        ranks. `launched`: True if the launcher gives the plan, so that the script's plan does not
+        """Return, as JSON, the values of this request that must be the same on all ranks.
+        `launched`: True if the launcher gives the plan, so that the script's plan does not
         count."""
         learned = {
             "seed": self.seed,
@@ -242,9 +242,10 @@ class Opened:
     request: RunRequest
     """The request with the launcher's settings."""
     given_plan: Plan
-    """The requested plan, without the fallbacks of earlier failures."""
+    """The requested plan, before the changes that save memory after earlier out-of-memory
+    failures."""
     taken_fallbacks: TakenFallbacks
-    """Fallbacks taken after earlier failures of the run."""
+    """Changes of the plan that were made after earlier out-of-memory failures of the run."""
 
 
 def open_run(
@@ -431,8 +432,9 @@ def _record_start(opened: Opened, request: RunRequest, devices: Sequence[Remark 
 
 
 def read_probe(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
-    """The overrides and hooks that a command of lockstep, such as `lockstep verify`, has requested
-    from this process. Both are empty if there is no request."""
+    """Return the settings to override and the hooks to add that a command such as `lockstep verify`
+    has requested from the script's process, in its environment. Both are empty if there is no
+    request."""
     name = answered_by(environ, "install")
     if name is None:
         return Overrides(), ()

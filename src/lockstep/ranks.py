@@ -1,5 +1,5 @@
-"""`rank`, which works also before and after training, and `once`, for downloads once per
-machine."""
+"""`rank`: the rank of this process, also before and after training; and `once`: calls a function,
+such as a download, first on one process of each machine."""
 
 from __future__ import annotations
 

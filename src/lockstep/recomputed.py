@@ -157,8 +157,8 @@ def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]
 
 
 def _pairs(values: Sequence[object], right: object | None) -> list[tuple[int, int]]:
-    """Return the pairs of indices whose `values` differ. `right`: the value that the second of a
-    pair must have; None: any."""
+    """Return the pairs of indices into `values` at which the values differ. `right`: the value that
+    the second index of a pair must have; None: any."""
     roles = range(len(values))
     return [
         (one, other)

@@ -45,7 +45,8 @@ from lockstep.training.step import Step
 from lockstep.training.training import Training
 
 TELLING_SECONDS = 1.0
-"""Seconds to wait, after another rank has ended, for the error that ended it."""
+"""Seconds for which this rank waits, after another rank has ended, for the report of the error that
+ended it."""
 
 
 class Session:

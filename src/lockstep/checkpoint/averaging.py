@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COUNTER = "num_batches_tracked"
-"""Name of BatchNorm's count of batches, which is not averaged."""
+"""Name of BatchNorm's buffer that counts batches, which is not averaged."""
 _STATISTICS = ("running_mean", "running_var")
 _PIECE = 1 << 20
 
@@ -32,7 +32,7 @@ class AverageMember:
     """The model's name in errors."""
     model: StateDictReader
     weight: float = 1.0
-    """Weight of the model, relative to the weights of the other models."""
+    """Weight of the model in the mean, relative to the weights of the other models."""
 
 
 class WeightAverage:
@@ -90,7 +90,7 @@ class WeightAverage:
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
-    """Return the weights divided by their sum. Raises `CheckpointError`."""
+    """Return the weights of the models divided by their sum. Raises `CheckpointError`."""
     for weight in weights:
         if not 0 <= weight < math.inf:
             raise CheckpointError(
@@ -165,7 +165,7 @@ def _pieces(tensor: Tensor) -> list[slice]:
 
 
 def _tensor(member: AverageMember, name: str) -> Tensor:
-    """Read a tensor as one-dimensional. Raises `CheckpointError` for NaN."""
+    """Read a tensor of a model, and return it flattened. Raises `CheckpointError` for NaN."""
     import torch
 
     data, dtype = member.model.read(name), torch_dtype(member.model.specs[name][0])

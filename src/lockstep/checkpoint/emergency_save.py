@@ -1,8 +1,8 @@
 """Emergency save: writes a checkpoint without collectives, after an error or the loss of a process.
 
-Ranks with the same shards hold the same *part* of the state. The first rank that claims a part
-writes it; the rank that finds all parts written commits the checkpoint. So one surviving rank per
-part is enough, and no rank waits for another.
+Ranks with the same shards of the model and optimizer hold the same *part* of the state. The first
+rank that claims a part in the storage writes it; the rank that finds all parts written commits the
+checkpoint. So one surviving rank per part is enough, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def emergency_save(
     metadata: JsonObject,
     is_unchanged: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Write this rank's part (number `part` of `parts`); commit the checkpoint if all others are
-    written. Every surviving rank calls it.
+    """Write the part of the state that this rank holds (number `part` of `parts`), and commit the
+    checkpoint if all other parts are written. Every surviving rank calls it.
 
-    Returns False if another rank has written this part. Raises `OSError` after removing its own
-    files, and `StateChangedError` if `is_unchanged()` is false after the copy.
+    Returns False if another rank with the same shards has written this part. Raises `OSError` after
+    removing its own files, and `StateChangedError` if `is_unchanged()` is false after the copy.
     """
     try:
         with discarding_after_failure(folder, name) as written:
@@ -78,8 +78,8 @@ def emergency_save(
             notes = [
                 _read(folder.read_uncommitted(name, note(_file(each)))) for each in range(parts)
             ]
-            # two ranks that finish at the same time both see all notes, so one must claim the
-            # commit
+            # two ranks that finish at the same time both find all parts written, so one must claim
+            # the commit
             if None not in notes and folder.claim(name, _COMMIT):
                 written += [MANIFEST, f"{_COMMIT}.claim", *chain(*map(_files, range(parts)))]
                 _commit(folder, name, notes, metadata)

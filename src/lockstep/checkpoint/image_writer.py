@@ -1,9 +1,10 @@
-"""Writes images of the state to memory: every few steps each rank copies its part of the state, and
-the copy outlives the rank.
+"""In-memory checkpoints ("images"): every few steps each rank copies its shards of the state to
+host memory, which outlives the rank's process.
 
-The launcher holds each rank's memory through `/proc/<process>/fd/<descriptor>`. After a loss, all
-ranks of the next start load the images of all old ranks, under any plan. The two slots take twice
-the bytes of this rank's part. A tensor that several ranks hold is in only one part.
+The launcher keeps each rank's memory open through `/proc/<process>/fd/<descriptor>`. After a
+process is lost, the ranks of the next start load the images of all old ranks, under any plan. The
+two slots take twice the bytes of this rank's part. A tensor that several ranks hold is in only one
+part.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from lockstep.comm.world import World
 
 
 class ImageWriter:
-    """Writes this rank's images: copies of its part of the state, in memory. Every rank makes one
-    `ImageWriter`, and calls `prepare` and `write` at the same points."""
+    """Writes this rank's images: copies of its shards of the training state in host memory. Every
+    rank makes one `ImageWriter`, and calls `prepare` and `write` at the same points."""
 
     def __init__(self, world: World, attempt: str, metadata: JsonObject) -> None:
         """`attempt`: see `CheckpointName`; each start that repeats steps needs a new one.
@@ -54,13 +55,14 @@ class ImageWriter:
 
     @property
     def descriptors(self) -> list[int]:
-        """Descriptors of this rank's memory, and of the memory that it keeps for other hosts."""
+        """File descriptors of this rank's image memory, and of the memory in which it keeps images
+        of ranks on another host."""
         return [self._memory.descriptor, *self._buddies.descriptors]
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Assign shards to the ranks that copy them, and allocate memory, unless the layout is
-        unchanged. All ranks call it, or none (then the first `write` does this). If one rank lacks
-        memory, all raise `CheckpointError`."""
+        unchanged. All ranks call it, or none (then the first `write` does this). If one rank cannot
+        allocate memory, all raise `CheckpointError`."""
         self._agree(tensors, ())
 
     def write(
@@ -74,8 +76,8 @@ class ImageWriter:
         calls it.
 
         `tensors`: tensors of this rank. `values`: JSON; the reader merges the values of all ranks.
-        After an error, the newest image that all ranks have is still complete. Returns the maximum
-        of each of `figures` over the ranks, which needs no extra exchange.
+        After an error, the newest image that all ranks have is still complete. `figures`: numbers
+        of which the maximum over the ranks is returned, without an additional collective.
         """
         common, largest = self._agree(tensors, figures)
         slot = self._memory.oldest_but(common)
@@ -187,7 +189,7 @@ class Buddies:
 
     @property
     def descriptors(self) -> list[int]:
-        """Descriptors of the memory that this rank keeps for other ranks."""
+        """File descriptors of the memory in which this rank keeps the images of other ranks."""
         return [memory.descriptor for memory in self._kept.values()]
 
     @property

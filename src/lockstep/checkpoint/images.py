@@ -40,7 +40,7 @@ SLOT_BYTES = 1 << 40
 """Distance between the two slots, larger than any rank's part. Unwritten pages take no memory."""
 FILE_START = mmap.ALLOCATIONGRANULARITY
 NONE = -1
-"""The step of an incomplete slot."""
+"""Value that stands for the step of a slot whose image is incomplete."""
 _MAGIC = b"lockstp1"
 _HEADER = struct.Struct("<8s8sQIIQQ")
 _SUM = struct.Struct("<I")
@@ -49,8 +49,8 @@ HEADER_BYTES = _HEADER.size + _SUM.size
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The identity of an image in memory (step, attempt, rank), and the position of its JSON
-    text."""
+    """The header of one rank's in-memory checkpoint ("image"): its step, attempt and rank, and the
+    position of its JSON text."""
 
     name: CheckpointName
     rank: int
@@ -80,7 +80,7 @@ class Slot:
         self._descriptor = descriptor
         self._start = number * SLOT_BYTES
         self.step = NONE
-        """Step of the complete image; `NONE` if it is not complete."""
+        """Training step of the image in this slot; `NONE` if it is not complete."""
         self.file = torch.empty(0, dtype=torch.uint8)
         """Mapped bytes of the file."""
 
@@ -107,7 +107,7 @@ class Slot:
             self._put(file_header, FILE_START)
 
     def complete(self, text: bytes, header: Header) -> None:
-        """Write the text, then the header."""
+        """Write the image's JSON text and then its header, which makes the image complete."""
         self._put(text, self.text_start)
         self._put(header.packed(), 0)
         self.step = header.name.step
@@ -130,7 +130,8 @@ class ImageMemory:
         return max(slot.step for slot in self.slots)
 
     def oldest_but(self, step: int) -> Slot:
-        """Return the slot with the older image, but never the slot with the image of `step`."""
+        """Return the slot to overwrite next: the one with the older image, but never the one with
+        the image of `step`."""
         free = (slot for slot in self.slots if slot.step != step or step == NONE)
         return min(free, key=lambda slot: slot.step)
 
@@ -147,7 +148,8 @@ class ImageMemory:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The mapped memory of one rank's complete image."""
+    """One rank's part of an in-memory checkpoint ("image"): its mapped memory, which is
+    complete."""
 
     header: Header
     memory: mmap.mmap
@@ -183,7 +185,8 @@ class Images:
     rank."""
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
-        """Every rank makes one from the parts that it sees, after all writers have stopped."""
+        """Every rank makes one, from the parts of images in memory that it can read, after all
+        ranks that wrote them have ended."""
         self._world = world
         self._mine: dict[tuple[CheckpointName, int], dict[int, Part]] = {}
         for part in parts:
@@ -222,7 +225,8 @@ class Images:
 
 
 class ImageReader:
-    """Reads the whole state of one step for one rank."""
+    """Reads the training state of one step from an in-memory checkpoint ("image"), into the tensors
+    of this rank."""
 
     def __init__(
         self,
@@ -231,8 +235,9 @@ class ImageReader:
         seers: Sequence[Sequence[int]],
         world: World,
     ) -> None:
-        """`mine`: the parts that this rank sees, by the rank that wrote them. `seers`: for each
-        rank that wrote a part, the ranks that see it."""
+        """`mine`: the parts of the image that this rank can read (those on its machine), by the
+        rank that wrote them. `seers`: for each rank that wrote a part, the ranks that can read
+        it."""
         sources = {rank: by[0] for rank, by in enumerate(seers) if len(by) != world.size}
         texts = {rank: json.loads(part.text) for rank, part in mine.items()}
         if sources:
@@ -248,10 +253,10 @@ class ImageReader:
             metadata=in_order[0]["metadata"],
         )
         self._saved: dict[TensorShard, int | None] = {}
-        """Shard -> the rank that sends it to the ranks that do not see it; None if all ranks see
-        it."""
+        """Shard -> the rank that sends it to the ranks that cannot read it; None if all ranks
+        can."""
         self._seen: dict[TensorShard, Tensor] = {}
-        """Memory of the shards that this rank sees."""
+        """Shard -> its memory, for the shards that this rank can read."""
         for rank, text in enumerate(in_order):
             file = mine[rank].file if rank in mine else None
             for *described, start in text["shards"]:
@@ -269,7 +274,8 @@ class ImageReader:
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
         """Copy the saved values into the tensors of `state`, which must all be saved with the same
-        shapes. Every rank calls it. Parts that some rank does not see are sent, shard by shard."""
+        shapes. Every rank calls it. Parts that some rank cannot read are sent to it, shard by
+        shard."""
         copies = copies_by_shard(state, list(self._saved))
         for shard, targets in copies.items():
             if shard in self._seen:
@@ -297,13 +303,14 @@ class ImageReader:
 def open_images(paths: Sequence[str], world: World) -> Images:
     """Map the images in the memory that `paths` name, such as /proc/4711/fd/12. Raises `OSError`.
 
-    Every rank calls it. An image is included if the ranks of `world` together see all its parts,
-    written in one start of the run.
+    Every rank calls it. An image is included if the ranks of `world` together can read the parts of
+    all ranks that wrote it, in the same start of the run.
     """
     return Images([part for path in paths for part in parts_in(path)], world)
 
 
 def _take(state: Mapping[str, Tensor], copies: Sequence[ShardCopy], values: Tensor) -> None:
-    """Copy the values of one shard to this rank's tensors."""
+    """Copy elements of one saved shard (`values`) to this rank's tensors in `state`, as `copies`
+    lists."""
     for copy in copies:
         fill(to_local(state[copy.shard.name]).detach()[copy.target], values[copy.source])

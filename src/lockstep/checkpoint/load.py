@@ -38,8 +38,8 @@ their tensor."""
 
 
 class _Span:
-    """The smallest range of a saved shard's bytes that contains everything that this rank needs of
-    the shard."""
+    """The smallest range of bytes of a saved shard that contains all elements that this rank loads
+    from it."""
 
     def __init__(
         self, shard: TensorShard, at: int, wanted: Sequence[ShardCopy], state: Mapping[str, Tensor]
@@ -64,8 +64,8 @@ class _Span:
         return first, 1 + sum((side.stop - 1) * stride for side, stride in sides)
 
     def _in_place(self, elements: int) -> Tensor | None:
-        """Return the target's memory as bytes if the span can be read directly into it; else
-        None."""
+        """Return the memory of the tensor to load, as bytes, if the span can be read directly into
+        it; else None."""
         part = self._target[self._wanted[0].target]
         fits = (
             len(self._wanted) == 1
@@ -81,13 +81,14 @@ class _Span:
 
     @property
     def data(self) -> Tensor:
-        """The memory to read into: the target's, or a buffer."""
+        """The memory to read into: that of the tensor to load, or a buffer."""
         if self._data is None:
             self._data = torch.empty(self.stop - self.start, dtype=torch.uint8)
         return self._data
 
     def finish(self) -> None:
-        """Copy the bytes to the target. Called once all bytes are read."""
+        """Copy the bytes from the buffer, if there is one, to the tensors to load. Called once all
+        bytes are read."""
         if self.own is None:
             values = self.data.view(self._dtype)
             for copy in self._wanted:
@@ -104,12 +105,12 @@ class _Block:
     hashes: BlockHashes
     number: int
     spans: list[_Span]
-    """The spans in the order of the file."""
+    """The ranges to read that overlap this block, in the order of the file."""
 
 
 class CheckpointReader:
     def __init__(self, folder: Storage, name: CheckpointName) -> None:
-        """Open the file to read. Raises `UnreadableError`."""
+        """Open the checkpoint for reading. Raises `UnreadableError`."""
         self._folder = folder
         self._name = name
         self.manifest = read_manifest(folder, name)
@@ -196,7 +197,7 @@ class CheckpointReader:
         start, stop = block.hashes.span(block.number)
         try:
             spare = self._spare.pop()
-        except IndexError:  # a check before would race with another thread
+        except IndexError:  # checking first that a buffer is left would race with another thread
             spare = bytearray(BLOCK_BYTES)
         other = memoryview(spare)[: stop - start]
         bytes_ = torch.frombuffer(spare, dtype=torch.uint8)
@@ -239,7 +240,7 @@ def fill(target: Tensor, source: Tensor) -> None:
 
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:
-    """Combine ascending numbers into ranges [start, stop)."""
+    """Combine ascending integers into ranges [start, stop) of consecutive ones."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and ranges[-1][1] == number:

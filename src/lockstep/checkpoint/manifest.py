@@ -118,8 +118,8 @@ class FileEntry:
 
     @classmethod
     def from_json(cls, entry: JsonObject) -> FileEntry:
-        """Parse an entry. Raises `ValueError` for shards that overlap or lie outside of the
-        file."""
+        """Parse the manifest's entry of a file. Raises `ValueError` for shards that overlap or lie
+        outside of the file."""
         shards = {
             TensorShard.from_json(shard): whole_number(start) for *shard, start in entry["shards"]
         }
@@ -247,8 +247,8 @@ def read_block(
 
 
 def check(folder: Storage, name: CheckpointName) -> list[str]:
-    """Read every byte, and return a description of each damage. Raises `UnknownFormatError`,
-    `UnreachableError`."""
+    """Verify every byte of a checkpoint, and return a description of each damage; an empty list if
+    it is intact. Raises `UnknownFormatError`, `UnreachableError`."""
     try:
         manifest = read_manifest(folder, name)
     except DamagedError as error:

@@ -176,7 +176,7 @@ class ObjectStorage:
         except OSError:
             if self.size(name, file) > start:
                 raise
-            return  # stores refuse to read beyond the end
+            return  # object stores refuse to read beyond the end of a file
         at = 0
         for part in parts:
             got = data[at : at + len(part)]
@@ -198,7 +198,8 @@ class ObjectStorage:
         return sorted(filter(None, map(CheckpointName.parse, lasts)))
 
     def _is_complete(self, name: CheckpointName) -> bool:
-        """True if there is a manifest. The driver's `exists` hides failures."""
+        """True if the checkpoint is committed: it has a manifest. (The driver's `exists` would hide
+        failures.)"""
         try:
             self.size(name, MANIFEST)
         except FileNotFoundError:
@@ -209,7 +210,8 @@ class ObjectStorage:
         return f"{self.url}/{name}/{file}".rstrip("/")
 
     def _ask(self, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Call the driver in a thread, because some drivers wait for ever. Raises `OSError`."""
+        """Call a function of the fsspec driver in a thread with a timeout, because some drivers
+        wait for ever. Raises `OSError`."""
         answer: Future[Any] = Future()
 
         def work() -> None:

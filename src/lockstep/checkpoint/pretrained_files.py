@@ -40,12 +40,13 @@ class TensorFiles:
     specs: Mapping[str, tuple[str, tuple[int, ...]]]
     """Name -> dtype (torch's name for it, if any) and shape."""
     read: Callable[[str, Box], Tensor]
-    """Reads a part of a tensor to the CPU. Raises `RecipeError`."""
+    """Reads a box of a tensor, given as slices, to the CPU. Raises `RecipeError`."""
     close: Callable[[], None]
 
 
 def open_tensors(path: str) -> TensorFiles:
-    """Open a file of tensors, a checkpoint, or a Hugging Face folder. Raises `RecipeError`."""
+    """Open pretrained weights for reading: a safetensors or torch.save file, a checkpoint, or a
+    Hugging Face folder. Raises `RecipeError`."""
     parent, _, last = path.rstrip("/").rpartition("/")
     if (name := CheckpointName.parse(last)) is not None:
         return _checkpoint(parent or ".", name)
@@ -151,7 +152,7 @@ def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
                     f"weights {str(path)!r} cannot be read as safetensors ({_first_line(error)});"
                     " fetch it again"
                 ) from error
-        stack.callback(slices.clear)  # must precede the closing of files
+        stack.callback(slices.clear)  # the slices must be dropped before the files are closed
         close = stack.pop_all().close
 
     def read(name: str, box: Box) -> Tensor:

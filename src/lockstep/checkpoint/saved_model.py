@@ -30,7 +30,7 @@ MODEL = "model.safetensors"
 _MOST_HEADER_BYTES = 100_000_000
 _OURS = {theirs: ours for ours, theirs in DTYPES.items()}
 _BLOCKS = 8
-"""Number of blocks kept in memory: a block may contain many small tensors."""
+"""Number of blocks of the files that are cached: a block may contain many small tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ class StoredCheckpoint:
 
     @property
     def other_state(self) -> list[str]:
-        """Names of the saved state besides the models. Raises `DamagedError`."""
+        """Names of the saved state that belongs to hooks and `session.include`. Raises
+        `DamagedError`."""
         with self._parsing():
             return sorted(self.manifest.values["state"].keys())
 

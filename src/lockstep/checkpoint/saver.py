@@ -1,8 +1,8 @@
-"""Asynchronous saves: training waits only for a copy into shared memory; a writer process hashes,
-writes and commits.
+"""Asynchronous checkpoints: training waits only for a copy of the state into shared memory; a
+writer process hashes it, writes it to the storage, and commits the checkpoint.
 
-If the device can register that memory, copies are queued between the kernels of two steps, and the
-host does not wait for them.
+If that memory can be pinned for the device (cudaHostRegister), copies are queued between the
+kernels of two steps, and the host does not wait for them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
 GROUP_BYTES = 16 << 20
-"""Largest number of bytes of small shards that are copied at once, which take this much memory on
-the device."""
+"""Largest number of bytes of small shards that are concatenated on the device, which takes this
+much memory there, and then copied to the host at once."""
 END_SECONDS = 5.0
 """Seconds that the writer process has to end before it is killed."""
 
@@ -58,8 +58,8 @@ class SaveResult:
 
 
 class Saver:
-    """Saves a run, one save at a time. Every rank makes one, and calls `prepare` and `save` at the
-    same points."""
+    """Saves checkpoints of a run, one at a time. Every rank makes one `Saver`, and calls `prepare`
+    and `save` at the same points of the training."""
 
     def __init__(self, world: World, folder: Path | str, attempt: str) -> None:
         """`folder`: see `open_storage`. `attempt`: see `CheckpointName`. Raises
@@ -75,7 +75,8 @@ class Saver:
         """Device -> an event after the last kernel before training stopped for the save."""
         self._under_way: int | None = None
         self._waiting: dict[str, Any] | None = None
-        """The job for the writer, to be sent once the copies are complete."""
+        """The message to the writer process that starts the write, to be sent once the copies are
+        complete."""
 
     def prepare(self, state: Mapping[str, Tensor]) -> str:
         """Assign shards to the ranks that write them, allocate memory and start the writer, unless
@@ -101,7 +102,7 @@ class Saver:
         return f"{rows[0, 1]:08x}"
 
     def begin(self) -> None:
-        """Record that training stops for a save."""
+        """Record an event on each device that marks where training stops for a save."""
         if accelerator.can_register_memory(self._world.device):
             streams = self._memory.streams if self._memory is not None else ()
             self._began = {
@@ -148,7 +149,8 @@ class Saver:
 
     @property
     def not_registered(self) -> str | None:
-        """The reason why the host waits for slow copies; None if it does not wait."""
+        """The reason why memory could not be pinned, so that the host waits for slow copies; None
+        if it does not wait."""
         return None if self._memory is None else self._memory.not_registered
 
     @property
@@ -157,7 +159,8 @@ class Saver:
         return self._under_way is not None
 
     def abandon(self) -> None:
-        """Abort the save: another rank's part will never be written."""
+        """Abort the save in progress, because another rank has failed and will never write its
+        file."""
         self._close_writer()
         self._under_way = self._waiting = None
 
@@ -203,7 +206,7 @@ class Saver:
 
 
 class MappedShards:
-    """Memory for a file's shards, into which a state is copied."""
+    """The memory of a checkpoint file's shards, into which this rank's tensors are copied."""
 
     def __init__(self, layout: FileLayout, file: Tensor) -> None:
         self._file, self._layout = file, layout
@@ -235,7 +238,7 @@ class MappedShards:
 
 
 def _neighbours(layout: FileLayout) -> list[list[TensorShard]]:
-    """Return the shards in the order of the file, in groups. Each group is copied at once: small
+    """Return the shards of a file in its order, in groups. Each group is copied at once: small
     shards up to `GROUP_BYTES` together, each large one alone."""
     groups: list[list[TensorShard]] = []
     room = -1
@@ -253,7 +256,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 _left: list[tuple[SharedFile, Tensor]] = []
-"""Memory that is closed otherwise, but kept because a hanging device may still copy into it."""
+"""Memory that is never freed, because a hanging device may still copy into it."""
 
 
 class _FileContent:
@@ -278,7 +281,7 @@ class _FileContent:
         self.not_registered: str | None = None
         self._registered: Tensor | None = None
         self.streams: list[torch.device] = []
-        """Devices whose copies are queued."""
+        """Devices with streams, on which copies to this memory are queued."""
         if accelerator.can_register_memory(device):
             self.not_registered = accelerator.register_memory(everything, device)
             if self.not_registered is None:
@@ -315,7 +318,7 @@ class _FileContent:
             _left.append((self.file, registered))
 
     def _is_unregistered(self, memory: Tensor) -> bool:
-        """Undo the memory's registration. Returns False if a device may still copy."""
+        """Unpin the memory for all devices. Returns False if a device may still copy into it."""
         with suppress(RuntimeError):  # a device has failed
             return self.is_copied(END_SECONDS) and accelerator.unregister_memory(
                 memory, self._device, END_SECONDS
@@ -339,7 +342,8 @@ class _Writer:
         self.send(content.layout)
 
     def _read(self) -> None:
-        """Receive answers; at the end of the writer process, add an empty one."""
+        """Receive the writer's answers in a thread; at the end of the writer process, add an empty
+        one."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._answers.put(line)
@@ -379,7 +383,8 @@ class _Writer:
 
 
 def assign_to_this_rank(shards: Mapping[str, TensorShard], world: World) -> list[TensorShard]:
-    """Return the shards that this rank writes. Every rank calls it with its own shards."""
+    """Return the shards that this rank writes to its file, so that each shard of the state is
+    written by one rank. Every rank calls it with the shards that it holds, by tensor name."""
     everyone = world.gather_values([shard.to_json() for shard in shards.values()])
     return assign_writes(
         [[TensorShard.from_json(shard) for shard in theirs] for theirs in everyone]

@@ -197,7 +197,8 @@ def sparse_steps(steps: Sequence[int]) -> set[int]:
 
 
 def _retire(job: dict[str, Any]) -> str | None:
-    """Delete old checkpoints. Returns None, or the reason why it failed."""
+    """Delete the checkpoints that the run's `Saving` does not keep. Returns None, or the reason why
+    that failed."""
     if "keep" not in job:
         return None
     folder, keep = open_storage(job["folder"]), job["keep"]
