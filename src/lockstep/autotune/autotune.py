@@ -47,8 +47,8 @@ from lockstep.training.set_up import use_threads
 
 RECIPE_SETTINGS = ("precision", "microbatch")
 TIMED_SETTINGS = ("threads", "precision", "microbatch")
-"""The settings in the order of timing. Each setting is timed with the values that were chosen for
-earlier settings."""
+"""The settings that may be `auto`, in the order in which they are timed. Each setting is timed with
+the values that were chosen for earlier settings."""
 
 
 def autotune(recipe: Recipe, opened: Opened) -> tuple[Recipe, Context]:
@@ -119,7 +119,7 @@ class _Autotuner:
     """Setting -> its possible values in order of preference, for settings that are chosen from a
     list."""
     fixed: dict[str, Any] = field(default_factory=dict)
-    """The values of the settings that have only one candidate."""
+    """Setting -> its value, for settings that have only one candidate and are not timed."""
 
     @cached_property
     def model(self) -> nn.Module:
@@ -259,8 +259,8 @@ class _Autotuner:
         return None if fields is None else Measurement(*fields), path
 
     def _fits(self, chosen: Mapping[str, Any]) -> bool:
-        """True if `chosen`, an earlier measurement's settings, has an allowed value for each
-        setting to choose, and nothing else."""
+        """True if `chosen`, the settings that an earlier run has measured, has an allowed value for
+        each setting that is to be chosen now, and no other settings."""
         return chosen.keys() == set(self.names) and all(
             (
                 value in self.candidates[name]

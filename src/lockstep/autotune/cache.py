@@ -17,7 +17,8 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The chosen settings, and the seconds of each setting's candidates (`figures`)."""
+    """The result of autotuning: the chosen settings, the measured seconds of each setting's
+    candidates (`figures`), and the seconds that measuring took."""
 
     chosen: dict[str, Any]
     figures: dict[str, Any] = field(default_factory=dict)

@@ -12,7 +12,8 @@ REFERENCE_MICROBATCH = 8
 """Number of samples in the microbatch with which other settings are timed, before a microbatch is
 chosen."""
 MIN_SPEEDUP = {"precision": 1.1, "threads": 1.03, "microbatch": 1.03}
-"""The smallest speedup for which a candidate is chosen instead of a preferred one."""
+"""Setting -> the smallest speedup for which a candidate is chosen instead of one that comes before
+it in the order of preference."""
 MAX_INLINE_FETCH = 0.05
 """The largest ratio of fetch time to compute time at which the training process itself fetches the
 data."""
@@ -64,8 +65,8 @@ def loader_workers(fetch_seconds: float, compute_seconds: float, most: int) -> i
 
 
 def prefetch_depth(slowest_seconds: float, compute_seconds: float, workers: int) -> int:
-    """Return the number of microbatches that each loader worker must prefetch so that computing
-    them takes as long as the slowest fetch."""
+    """Return the number of microbatches that each loader worker must prefetch, so that computing
+    all prefetched ones takes as long as the slowest fetch."""
     if not workers or compute_seconds <= 0:
         return DEFAULT_PREFETCH
     return min(

@@ -125,8 +125,8 @@ class MicrobatchTiming:
         return self._known[case]
 
     def fetch_seconds(self, microbatch: int | None) -> tuple[float, float]:
-        """Return the mean and the longest time to fetch a microbatch in this process, on the
-        slowest rank."""
+        """Return the mean and the longest seconds to load a microbatch in the training process, on
+        the slowest rank."""
         fetched, took, began = (
             islice(self.fetched(microbatch), 1 + TIMED_FETCHES),
             list[float](),

@@ -22,7 +22,7 @@ from lockstep.base.files import MOST_BYTES, lines_below, write_atomically
 from lockstep.logging.run_files import CHECKSUM
 
 RESERVED_NAMES = frozenset({"step", "time", "not_finite", CHECKSUM})
-"""Keys of a line that are not metrics; no metric may have one of these names."""
+"""Keys of a line of metrics.jsonl that are not metrics; no metric may have one of these names."""
 
 _FLUSH_SECONDS = 1.0
 
@@ -166,7 +166,7 @@ def as_number(name: str, value: Any) -> float:
 
 
 _SESSION_START = 1
-"""The constant START of SessionLog's `status`."""
+"""The value START of the field `status` in TensorBoard's `SessionLog`."""
 
 
 class TensorBoardFile:
@@ -217,7 +217,7 @@ def _double_field(field: int, value: float) -> bytes:
 
 
 def _float_field(field: int, value: float) -> bytes:
-    # overflows to infinity
+    # a value that is too large for float32 becomes infinity
     return bytes([field << 3 | 5]) + struct.pack("<f", ctypes.c_float(value).value)
 
 

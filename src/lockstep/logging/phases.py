@@ -42,7 +42,7 @@ class StreamTimes:
         self._totals: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, name: str) -> None:
-        """Begin a phase of the work queued from now on."""
+        """Begin a phase, to which the GPU work that is queued from now on belongs."""
         event = self._spare.pop() if self._spare else self._create_event()
         event.record()
         self._events.append((name, event))
@@ -81,8 +81,9 @@ class Phases:
         self._by_phase = {self.name: self._current}
 
     def enter(self, name: str, *, interrupts: bool = False, on_stream: bool = True) -> str:
-        """Enter another phase. Returns the previous one. `interrupts`: the previous phase continues
-        later. `on_stream`: False if the phase applies to the host only."""
+        """Begin another phase of this rank's work. Returns the name of the previous one.
+        `interrupts`: the previous phase continues later. `on_stream`: False if the phase applies to
+        the host only."""
         now, before, current, waited = self._clock(), self.name, self._current, waits.seconds
         took = now - self.since
         current.total += took

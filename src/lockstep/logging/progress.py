@@ -21,7 +21,8 @@ _Latest = tuple[float | None, float | None, float | None, Mapping[str, float]]
 _LIVE_SECONDS = 0.1
 """Seconds between two refreshes of the live line."""
 _LINE_SECONDS, _LONGEST_LINE_SECONDS, _LINE_SHARE = 2.0, 60.0, 0.02
-"""Seconds between lines without a terminal: shortest, longest, share of the elapsed time."""
+"""Time between two progress lines without a terminal: shortest and longest seconds, and the
+fraction of the elapsed time that is used in between."""
 _WARM_UP_STEPS = 5
 """Number of steps in the first interval from which the remaining time is estimated."""
 _MIN_BAR_COLUMNS, _MAX_BAR_COLUMNS = 8, 40
@@ -170,7 +171,7 @@ class _TimeEstimate:
 
 
 _LOSS, _LR, _RATE, _TIME, _EXTRA = range(5)
-"""Numbers of a line, in display order."""
+"""The numbers on the progress line, in display order."""
 _IMPORTANCE = {
     _LOSS: 0,
     _TIME: 0,
@@ -178,8 +179,8 @@ _IMPORTANCE = {
     _LR: _MIN_BAR_COLUMNS + 1,
     _EXTRA: 2 * _MIN_BAR_COLUMNS + 1,
 }
-"""Number of the line -> the columns that must be left for the bar to show the number. In order of
-importance."""
+"""Name of a number on the progress line -> the columns that must remain for the bar if the number
+is shown. In order of importance."""
 
 
 def _numbers(

@@ -43,16 +43,18 @@ ROW_NAMES = RESERVED_NAMES | {
 """Keys that lockstep itself writes in each line of metrics.jsonl, so that no metric of the user may
 have them."""
 _runs_in_launched = 0
-"""Number of this process's runs in the launcher's directory and its numbered successors."""
+"""Number of training runs of this process so far that used the launcher's run directory or one of
+its numbered successors."""
 _opened: list[Path] = []
-"""Run directories that this process has written."""
+"""Run directories in which this process has recorded runs."""
 _goes_through_again = False
 """True once this process has opened an ended run that the script repeats on the way to a later
 run."""
 
 
 class Recorder:
-    """Run directory, logs and progress display. Every rank makes one, at the same time."""
+    """Records a training run: its run directory, logs and progress display. Every rank makes one,
+    at the same time."""
 
     def __init__(
         self,
@@ -188,7 +190,8 @@ class Recorder:
             self._loggers.start(self._run_json)
 
     def _compare_device(self, now: Mapping[str, str], *, is_bitwise: bool) -> None:
-        """Record a change to another kind of device, because bits then differ."""
+        """Record in an event that a resumed run continues on another type of device, because its
+        results then differ bitwise."""
         assert self._directory is not None
         before = (self._directory.recorded().get("environment") or {}).get("device") or {}
         changed = {
@@ -341,15 +344,16 @@ class Throughput:
         self.total_samples = 0
 
     def count(self, samples: int, weights: Mapping[str, float] | None) -> None:
-        """Add a step. `weights`: loss term -> its weight in the step."""
+        """Add a step's samples. `weights`: loss term -> its denominator (such as the number of
+        tokens) in the step."""
         self._samples += samples
         self.total_samples += samples
         if weights is not None and len(weights) == 1:
             self._weight += sum(weights.values())
 
     def restart(self) -> dict[str, float]:
-        """Return the rates since the last call: samples per second, and if there is a single
-        weighted term, its weight per second."""
+        """Return the rates since the last call: samples per second and, if the loss has a single
+        term with a denominator, this denominator (such as tokens) per second."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         rates = {"samples_per_second": self._samples / seconds}

@@ -45,7 +45,7 @@ _PREFIXES = ("events.out.tfevents.", "hang-")
 _LOCK = "lock"
 """Name of a file that contains the path of the script's next run directory."""
 Holder = dict[str, Any]
-"""JSON: the process that holds the lock, and since when."""
+"""Contents of the file `lock`, as JSON: the process that holds the lock, and since when."""
 _SAVED_DTYPES = frozenset(
     getattr(torch, name)
     for name in (
@@ -67,9 +67,9 @@ class RunDirectory(Closing):
         self._lock = lock
         self._extends = extends
         self.is_resumed = is_resumed
-        """True if the directory already contained the run."""
+        """True if the directory already contained this run, which is resumed."""
         self.has_ended = is_resumed and not extends and (path / RESULT).exists()
-        """True if that run has ended, and is repeated from its last checkpoint."""
+        """True if the resumed run has ended before, and is repeated from its last checkpoint."""
 
     @classmethod
     def create(
@@ -140,7 +140,8 @@ class RunDirectory(Closing):
             ) from error
 
     def keep_result(self) -> None:
-        """Rename the result of an extended run. Called once the run can continue."""
+        """Rename the result.json of an ended run that is extended to more steps. Called once the
+        run can continue."""
         if not self._extends:
             return
         self._extends = False
@@ -221,7 +222,7 @@ def _check_kinds(path: Path) -> None:
 def note_followed(path: Path, by: Path) -> None:
     """Record in the directory `path` of a run that has ended that its script has continued with
     another run, in the directory `by`."""
-    with suppress(OSError):  # it may be gone
+    with suppress(OSError):  # the directory may have been removed
         if (path / RESULT).exists():
             write_atomically(path / _FOLLOWED, f"{by}\n".encode(errors="surrogateescape"))
 

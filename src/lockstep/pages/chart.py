@@ -101,7 +101,8 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class DownsampledPoint:
-    """One value, or the mean, minimum and maximum of neighbouring values."""
+    """One point of a drawn curve: a single value, or the mean, minimum and maximum of neighbouring
+    values."""
 
     first: int
     last: int
@@ -181,9 +182,9 @@ def figure(
     scrolls: bool = False,
     **attributes: Any,
 ) -> Html:
-    """Return a figure. `caption`: text after the title. `inside`: a drawing, and labels over it.
-    `spoken`: a description for readers who cannot see the figure. `kind`: a further class for the
-    plot."""
+    """Return the HTML of a figure. `caption`: text after the title. `inside`: a drawing, and labels
+    over it. `spoken`: a description for readers who cannot see the figure. `kind`: a further class
+    for the plot."""
     kinds = f"plot {kind}".strip()
     plot = element("div", inside, kind=kinds, role="img", aria_label=spoken, **attributes)
     head = element("figcaption", element("span", title, kind="title"), caption)
@@ -192,7 +193,7 @@ def figure(
 
 
 def drawing(layers: Iterable[Content]) -> Html:
-    """Return an SVG that stretches over its plot."""
+    """Return an SVG element of these layers that stretches over the figure's area."""
     return element(
         "svg",
         layers,
@@ -222,7 +223,8 @@ def coordinates(point: Point) -> str:
 
 
 def axis_labels(x_scale: Scale, axis: str, y_scale: Scale | None) -> Html:
-    """Return the labels of the axes, over the picture. `axis`: name of the horizontal axis."""
+    """Return the labels of a chart's axes, which are drawn over the SVG. `axis`: name of the
+    horizontal axis."""
     labels = [element("i", axis, kind="axis")] if axis else []
     scales = [("x", "left", x_scale), *([("y", "bottom", y_scale)] if y_scale else [])]
     for kind, side, scale in scales:
@@ -355,8 +357,8 @@ def _legend(chart: Chart, y_scale: Scale) -> Html:
 
 
 def _latest(chart: Chart) -> Html | None:
-    """Return the latest value of the first curve (over time: the largest one). None for several
-    runs."""
+    """Return the latest value of the chart's first curve, shown next to the title (in a chart over
+    time: the largest value). None if the chart has several runs."""
     lines = [line for line in chart.lines if line.kind != "band"]
     if len({line.run for line in lines}) > 1 or not lines or not lines[0].series.values:
         return None

@@ -33,8 +33,8 @@ def render_heatmap(
     spoken: str,
     unit: Unit = "seconds",
 ) -> Html:
-    """Return a heat map with its colour scale. NaN: no value. `index`: index of its data
-    on the page."""
+    """Return the HTML of a heat map with its colour scale. `rows`: values by row and column, NaN
+    where there is none. `names`: the rows' names. `index`: index of its data on the page."""
     low, high = color_limits(rows)
     shades = [[shade(value, low, high) for value in row] for row in rows]
     light, dark = (

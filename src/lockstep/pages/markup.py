@@ -1,5 +1,4 @@
-"""Makes Builds HTML. Text enters a page only through `joined`, `element` and `table`, which escape
-it."""
+"""Makes HTML. Text enters a page only through `joined`, `element` and `table`, which escape it."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from lockstep.base.foreign_text import printable
 
 
 class Html(str):
-    """Text that is HTML already, and is not escaped."""
+    """Text that is HTML already: it is inserted into a page without being escaped."""
 
     __slots__ = ()
 
@@ -51,8 +50,8 @@ def joined(*contents: Content) -> Html:
 
 
 def element(name: str, *contents: Content, **attributes: Any) -> Html:
-    """Return an element. `kind`: its class. `_` in the name of an attribute stands for `-`.
-    Attributes that are None are left out."""
+    """Return an HTML element. `kind`: its CSS class. `_` in the name of an attribute stands for
+    `-`. Attributes that are None are left out."""
     given = "".join(
         f' {"class" if key == "kind" else key.replace("_", "-")}="{joined(str(value))}"'
         for key, value in attributes.items()
@@ -73,7 +72,8 @@ def remark(*contents: Content) -> Html:
 
 
 def graded(text: str, good: bool) -> Html:
-    """Return a verdict, coloured as right (`good`) or wrong."""
+    """Return a short text such as "passed" in the colour of a good result, or of a bad one unless
+    `good`."""
     return element("strong", text, kind="good" if good else "bad")
 
 
@@ -92,7 +92,7 @@ def table(
     box: str = "wide card",
     row_heads: bool = False,
 ) -> Html:
-    """Return a table in a box that scrolls; empty if it has no rows.
+    """Return an HTML table in a box that scrolls; empty if it has no rows.
 
     `columns`: empty for a table without a head. A cell may already be a `td`. `row_heads`: the
     first cell is the heading of its row.

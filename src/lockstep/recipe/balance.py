@@ -1,4 +1,4 @@
-"""The recipe's field that balances a mixture of experts."""
+"""`Balance`, the field of a recipe for load balancing of a mixture of experts."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ FIELDS = (
     "batch_sampler",
 )
 MOST_BYTES = 2**26
-"""If a tensor or array is larger, only its first and last bytes are read."""
+"""Size in bytes from which only the beginning and the end of a tensor or array are read."""
 _PARTS = 64
 
 Digests = Mapping[str, Mapping[str, str]]

@@ -16,7 +16,7 @@ from lockstep.base.field_docs import with_field_docs
 from lockstep.recipe.checks import check_callable, check_count
 
 MOST_CHARACTERS = 60
-"""Length of a value in an error."""
+"""Largest number of characters of a value that an error's text shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +215,8 @@ class Stream:
 
 
 def checked_mixture(streams: Any, weights: Any) -> dict[str, float]:
-    """Return the weights as floats. Raise `DataError` unless these are streams with the same number
-    of shards, and `RecipeError` unless each has a weight."""
+    """Return the weights of the streams of a mixture as floats. Raises `DataError` unless `streams`
+    are streams with the same number of shards, and `RecipeError` unless each has a weight."""
     if not isinstance(streams, Mapping) or not streams:
         raise RecipeError(
             f"Stream.mix({streams!r}); it mixes streams by name; give a dict of them, such as"

@@ -24,7 +24,8 @@ Value = bool | int | float | str | None
 T = TypeVar("T", bool, int, float, str, None)
 
 ASSIGNMENTS = "LOCKSTEP_SET"
-"""The variable with the values of `--set` or a search: a JSON list of texts `name=value`."""
+"""The environment variable with the hyper-parameters that `--set` or a search gives: a JSON list of
+texts `name=value`."""
 RUN_DIR = "LOCKSTEP_RUN_DIR"
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
@@ -273,7 +274,7 @@ class Declared:
         self.parameters: dict[str, Parameter] = {}
         self.values: dict[str, Value] = {}
         self.is_closed = False
-        """True once a recipe was made."""
+        """True once a recipe was made: no more parameters may be declared."""
 
     def add(self, parameter: Parameter, environ: Mapping[str, str]) -> Value:
         name, before = parameter.name, self.parameters.get(parameter.name)

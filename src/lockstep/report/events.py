@@ -88,7 +88,8 @@ def event_details(event: RunEvent) -> str:
 
 
 def event_timeline(runs: Sequence[RunHistory]) -> Html:
-    """Return the timeline, with a lane for each run. Each lane begins at the start of its run."""
+    """Return the figure of all events over time, with a lane for each run. Each lane begins at the
+    start of its run."""
     spans = [
         run.last_time - run.began
         for run in runs
@@ -143,8 +144,8 @@ def _group_nearby(events: Iterable[RunEvent], seconds: float) -> list[EventGroup
 
 
 def event_table(run: RunHistory) -> Html:
-    """Return the table of a run's events. Of many groups, only the first and the last `MAX_ROWS` /
-    2 are shown."""
+    """Return the table of a run's events, in which consecutive events of the same kind share a row.
+    Of more than `MAX_ROWS` rows, only the first and the last half of this number are shown."""
     groups = group_consecutive(run.events)
     left_out = len(groups) - MAX_ROWS
     half = MAX_ROWS // 2

@@ -1,4 +1,5 @@
-"""Loads of experts, arranged for heat maps, one for each layer. Pure."""
+"""Heat maps of the loads of a model's experts (the tokens that each gets) over the steps, one for
+each layer. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ LEAST_CELLS = 1_000
 def expert_heatmaps(
     loads: LoadHistory, *, index: int, last_step: int, title: str
 ) -> list[RenderedFigure]:
-    """Render a heat map of each layer. `index`: the index of the first one on the page."""
+    """Render a heat map of the loads of experts for each layer. `index`: number of the first of
+    these figures on the page."""
     most = max(LEAST_CELLS, CELLS // max(1, len(loads.layers)))
     return [
         _heatmap(loads, name, index + place, last_step, title, most)

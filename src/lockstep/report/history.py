@@ -16,7 +16,7 @@ from lockstep.pages.chart import Series
 RunState = Literal["ended", "running", "unfinished", "preempted", "failed"]
 
 PHASES = ("step", "data", "compute", "communication")
-"""Step time of a rank: the whole step, and its parts."""
+"""Names of the measured parts of a rank's step time, the first of which is the whole step."""
 
 MOST_SERIES = 1000
 """Largest number of metrics that are read; a page has a chart for each."""
@@ -221,8 +221,8 @@ class RunHistory:
 
 
 def metric_curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
-    """Join the rows of `metrics.jsonl`. If the step number decreases, the run was resumed: rows of
-    later steps are discarded."""
+    """Convert the rows of `metrics.jsonl` to curves. If the step number decreases, the run was
+    resumed: rows of later steps are discarded."""
     curves = Curves()
     for row in rows:
         step = row["step"]
@@ -255,7 +255,8 @@ def _clamp(number: float) -> float:
 
 
 def load_history(rows: Iterable[Mapping[str, Any]]) -> LoadHistory:
-    """Join the rows of `experts.jsonl`, in the same way as `metric_curves`."""
+    """Convert the rows of `experts.jsonl` to the loads by layer. If the step number decreases, the
+    run was resumed: rows of later steps are discarded."""
     history = LoadHistory()
     for row in rows:
         _add_row(history.steps, history.layers, row["step"], row["loads"])
@@ -263,7 +264,8 @@ def load_history(rows: Iterable[Mapping[str, Any]]) -> LoadHistory:
 
 
 def rank_times(rows: Iterable[Mapping[str, Any]]) -> RankTimes:
-    """Join the rows of `ranks.jsonl`, in the same way as `metric_curves`."""
+    """Convert the rows of `ranks.jsonl` to the step times by phase. If the step number decreases,
+    the run was resumed: rows of later steps are discarded."""
     times = RankTimes()
     for row in rows:
         values = {phase: row["ranks"].get(phase, ()) for phase in PHASES}

@@ -25,7 +25,7 @@ such an event."""
 MAX_LOSSES = 100
 _MOST_STEPS = 2**53
 _PARTS = {"wait": "line-1", "open": "line-0", "steps again": "line-4"}
-"""Parts of the time that a loss took, and their colours on the page."""
+"""Parts of the time that the loss of a worker process cost, and their colours on the page."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class WorkerLoss:
 
     @property
     def kind(self) -> str:
-        """CSS class of this loss on the page."""
+        """CSS class of this loss of a worker on the page."""
         return "in-place" if self.in_place else "restart"
 
     @property
@@ -80,7 +80,7 @@ class WorkerLoss:
 
 
 def losses_of(run: RunHistory) -> list[WorkerLoss]:
-    """Return the losses of workers after which the run continued, in order of time."""
+    """Return the losses of worker processes after which the run continued, in order of time."""
     begins = [index for index, event in enumerate(run.events) if event.kind == "run-started"]
     starts = [run.events[begin:end] for begin, end in pairwise([*begins, len(run.events)])]
     steps = ((event.time, event.step) for event in run.events if event.step)
@@ -96,7 +96,8 @@ def losses_of(run: RunHistory) -> list[WorkerLoss]:
 
 
 def loss_summary(run: RunHistory) -> str:
-    """Return the run's losses in one line; empty if there were none."""
+    """Return a line of text on the worker processes that the run has lost; empty if there were
+    none."""
     losses = losses_of(run)
     if not losses:
         return ""

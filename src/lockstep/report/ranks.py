@@ -42,7 +42,8 @@ class HeatmapGrid:
 
 
 def make_grid(times: RankTimes, last_step: int) -> HeatmapGrid:
-    """Arrange the times on an axis from step 0 to `last_step`, in at most `CELLS` cells."""
+    """Arrange the step times of ranks in a grid for heat maps, from step 0 to `last_step`, with at
+    most `CELLS` cells."""
     axes = Axes.of(times.steps, times.phases.values(), last_step)
     phases = [phase for phase in PHASES if any(times.phases[phase])]
     return HeatmapGrid(
@@ -168,7 +169,7 @@ def rank_heatmaps(times: RankTimes, *, index: int, last_step: int, title: str) -
 
 
 def mean_times(times: RankTimes) -> list[dict[str, float]]:
-    """Return each rank's mean seconds per step by phase."""
+    """Return, for each rank, phase -> mean seconds per step."""
     means: list[dict[str, float]] = []
     for phase in PHASES:
         for rank, values in enumerate(_by_rank(times.phases[phase])):

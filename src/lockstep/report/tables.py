@@ -34,7 +34,8 @@ SERIES = 400
 
 _DIGITS = 12
 _WORDS: dict[RunState, str] = {"unfinished": "interrupted", "preempted": "stopped, resumable"}
-"""State -> word, for states that are not shown by their own names."""
+"""State of a run -> the word for it on the page, for states that are not shown by their own
+names."""
 
 
 def state_word(run: RunHistory) -> Html:

@@ -26,9 +26,9 @@ from lockstep.scripts.request import REQUEST, ScriptRequest
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 5.0
-"""Seconds between asking a script to end and killing it with everything that it has started."""
+"""Seconds between SIGTERM to a script and killing it with all processes that it has started."""
 KILL_SECONDS = 10.0
-"""Longest wait for killed processes."""
+"""Longest time in seconds to wait for the end of killed processes."""
 TAIL_LINES = 30
 """Number of lines of a failed script's output that are kept."""
 OUTPUT = "output.txt"
@@ -100,7 +100,8 @@ def run_script(
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(POLL_SECONDS)
             ended = process.poll()
-            _pass_on(read, echo)  # drop what a launcher prints when it is ended
+            # drop what a launcher that the script has started prints when it is ended
+            _pass_on(read, echo)
         finally:
             _end_all(process, f"{REQUEST}={environ[REQUEST]}")
     status = ended if ended is not None else process.poll()
@@ -139,7 +140,7 @@ def _end_all(root: subprocess.Popen[bytes], marker: str) -> None:
 
 def _pass_on(read: BinaryIO, echo: BinaryIO | None) -> None:
     if (more := read.read()) and echo is not None:
-        with suppress(OSError):  # nobody reads the output any more
+        with suppress(OSError):  # the reader of the output has ended
             echo.write(more)
             echo.flush()
 

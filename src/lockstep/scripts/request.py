@@ -23,7 +23,8 @@ FILE = "request.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptRequest:
-    """A request; each command has a subclass of this class."""
+    """A request of a `lockstep` command to the processes that run the user's script; each command
+    has a subclass."""
 
     answered_by: ClassVar[str]
     """The module that answers the request."""
@@ -39,8 +40,8 @@ class ScriptRequest:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self | None:
-        """Read the request to this process. None if this process has none, or another command's.
-        Raises `LaunchError` for a damaged file."""
+        """Read the request to this process, from the file that the environment names. None if there
+        is none, or if it is another command's. Raises `LaunchError` for a damaged file."""
         found = _read(environ)
         if found is None or found.pop("answered_by") != cls.answered_by:
             return None
