@@ -181,8 +181,8 @@ def parts_in(path: str) -> list[Part]:
 
 
 class Images:
-    """The images of which every part (the memory of one rank that wrote it) is visible to some
-    rank."""
+    """The in-memory checkpoints ("images") that are complete: the part of each rank that wrote one
+    can be read by some rank."""
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
         """Every rank makes one, from the parts of images in memory that it can read, after all
@@ -219,7 +219,7 @@ class Images:
         return max(self._complete, default=None)
 
     def reader(self, name: CheckpointName) -> ImageReader:
-        """Return a reader of one image. Every rank calls it with the same name."""
+        """Return a reader of the image with this name. Every rank calls it with the same name."""
         seers = self._complete[name]
         return ImageReader(name, self._mine.get((name, len(seers)), {}), seers, self._world)
 

@@ -390,7 +390,8 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def device_kind(device: torch.device) -> dict[str, str]:
-    """Return the device's name, and the other properties on which its bits depend."""
+    """Return the device's name, and the other properties by which its results can differ
+    bitwise."""
     return {"name": device_name(device), **accelerator.traits(device)}
 
 

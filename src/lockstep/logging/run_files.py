@@ -31,7 +31,8 @@ RUN, RESULT, METRICS, RANKS, EXPERTS, EVENTS = (
     "events.jsonl",
 )
 CHECKSUM = "gradient_checksum"
-"""The only key of metrics.jsonl whose value is text: 16 hexadecimal digits."""
+"""The key of the gradient's checksum in metrics.jsonl, the only one whose value is text: 16
+hexadecimal digits."""
 _RUN_KINDS = {
     "recipe": dict, "plan": {"text": str}, "world_size": int, "checkpoints": str,
     "place_in_script": int,
@@ -87,7 +88,8 @@ def is_count(value: Any) -> bool:
 
 @contextmanager
 def readable(what: Path | str) -> Iterator[None]:
-    """Convert an `OSError` into a `RunDirectoryError`."""
+    """Convert an `OSError` inside the context into a `RunDirectoryError`, whose text names
+    the file, or else `what`."""
     try:
         yield
     except OSError as error:

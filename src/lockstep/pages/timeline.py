@@ -16,7 +16,7 @@ _APART = 0.06
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeMark:
     kind: str
-    """Class of the mark in page.css."""
+    """CSS class of the mark, which page.css defines."""
     at: float
     """Seconds since the start of the timeline."""
     tip: str

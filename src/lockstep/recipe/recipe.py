@@ -321,10 +321,10 @@ class Recipe:
     text: `["blocks.*.experts"]`. Their forward takes tokens (S, D), the chosen experts (S, k) and
     their weights (S, k). None: the modules whose parameters and forward have this form."""
     sequence: Sequence | None = None
-    """The sequences that the plan's `context` cuts, their documents and positions. None:
-    `ls.Sequence()`, for a model that draws no random numbers."""
+    """The sequences that context parallelism (the plan's `context`) divides among ranks, their
+    documents and positions. None: `ls.Sequence()`, for a model that draws no random numbers."""
     balance: Balance | None = None
-    """Balances a mixture of experts, and measures the loads of its experts. None: neither."""
+    """Balances the load of a mixture of experts, and measures it. None: neither."""
     head: str | None = None
     """Name of the `nn.Linear` that computes the logits, for `logits=chunked`. None: the head of a
     Hugging Face model."""
@@ -472,7 +472,8 @@ class Recipe:
 
     @property
     def evaluations(self) -> dict[str, Evaluation]:
-        """All evaluations by the prefix of their metrics: "valid/", or ""."""
+        """All evaluations, by the prefix of their metrics' names, such as "valid/"; "" for a single
+        one."""
         if isinstance(self.evaluation, Mapping):
             return {f"{name}/": evaluation for name, evaluation in self.evaluation.items()}
         return {} if self.evaluation is None else {"": self.evaluation}

@@ -1,4 +1,4 @@
-"""The recipe's field for sequences and documents."""
+"""`Sequence`, the field of a recipe for sequences of tokens and the documents in them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lockstep.recipe.checks import check_callable, check_count, in_words
 @with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequence:
-    """The sequences in a batch, and the chunks into which a plan cuts them. Raises
-    `RecipeError`."""
+    """The layout of the token sequences in a batch, and the chunks into which context parallelism
+    cuts them. Raises `RecipeError`."""
 
     dim: int = 1
     """The dim of tokens in the model's inputs and output. Dim 0 is the dim of samples."""

@@ -166,8 +166,8 @@ class RunHistory:
 
     @property
     def attempts(self) -> list[Attempt]:
-        """The attempts, one for each start. A recovery in place opens the run too, but is no
-        start."""
+        """The attempts, one for each start of the run's processes. A recovery in place, in which
+        the remaining processes keep running, does not begin an attempt."""
         recoveries = [
             (event.time - seconds_of(event, "open_seconds"), event.time)
             for event in self.events
