@@ -129,12 +129,22 @@ def test_chunks_that_differ_in_their_calls_are_refused(chunks: list[Callable[...
     assert not alive()
 
 
-def test_an_interrupt_ends_all() -> None:
+def to_process() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def to_this_thread() -> None:
+    """The thread that waits is not interrupted."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("interrupt", [to_process, to_this_thread])
+def test_an_interrupt_ends_all(interrupt: Callable[[], None]) -> None:
     threads = ChunkThreads(CPU)
 
     def chunk(place: int) -> None:
         if place == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+            interrupt()
         meets(threads, 10**9)
 
     # a run of tests in the background may ignore the signal

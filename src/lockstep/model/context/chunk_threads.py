@@ -22,6 +22,8 @@ from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import current_modes
 
 T = TypeVar("T")
+SIGNALS_SECONDS = 0.5
+"""The longest time until a signal is handled while the threads run."""
 
 
 class ChunkEnded(BaseException):
@@ -94,6 +96,7 @@ class _Turns:
         self._settings = _thread_settings(device)
         self._error: BaseException | None = None
         self._ended = [False] * len(functions)
+        self._all_ended = threading.Event()
         self._results: list[Any] = [None] * len(functions)
         self._what = ""
         self._values: Any = None
@@ -104,22 +107,32 @@ class _Turns:
             threading.Thread(target=self._run, args=(place,), name=f"chunk-{place}", daemon=True)
             for place in range(len(self._functions))
         ]
+        has_begun = False
         try:
             for thread in threads:
                 thread.start()
+            has_begun = True
             self._locks[0].release()
-            for thread in threads:
-                thread.join()
+            self._wait_for_all()
         except BaseException as error:  # KeyboardInterrupt, or a thread that could not start
             self._fail(error)
-            started = [thread for thread in threads if thread.ident is not None]
-            if len(started) < len(threads):
+            if has_begun:
+                self._wait_for_all()
+            else:
                 self._locks[0].release()
-            for thread in started:
+        for thread in threads:
+            if thread.ident is not None:
                 thread.join()
         if self._error is not None:
             raise self._error
         return self._results
+
+    def _wait_for_all(self) -> None:
+        """Wait until all functions have ended. Python runs the handlers of signals between two
+        waits: a signal that another thread receives, or that arrives just before a wait, does not
+        interrupt it. An interrupted `Thread.join` would take the thread for ended (bpo-45274)."""
+        while not self._all_ended.wait(SIGNALS_SECONDS):
+            pass
 
     def meet(
         self,
@@ -156,7 +169,9 @@ class _Turns:
         except BaseException as error:
             self._fail(error)
         self._ended[place] = True
-        if not all(self._ended):
+        if all(self._ended):
+            self._all_ended.set()
+        else:
             following = [*range(place + 1, len(self._ended)), *range(place)]
             if place + 1 == len(self._ended):
                 self._fail(_differ(self._what))
