@@ -32,7 +32,9 @@ LISTENER = (
 @contextmanager
 def a_process() -> Iterator[str]:
     with subprocess.Popen(["sleep", "3600"]) as process:
-        yield f"process: {process.pid} (S): sleep 3600"
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        yield f"process: {process.pid} (T): sleep 3600"
         process.kill()
 
 
