@@ -75,7 +75,7 @@ class Finding:
 
 @dataclass(slots=True)
 class AreaResult:
-    """The result of one check."""
+    """The result of the checks in one area."""
 
     area: Area
     findings: list[Finding] = field(default_factory=list)
@@ -96,8 +96,8 @@ class AreaResult:
         names: Sequence[str] = (),
         badness: float = 0.0,
     ) -> None:
-        """Add a finding. For each cause only the worst finding is kept; of equally bad ones, the
-        earliest.
+        """Add a finding. For each cause only the worst finding is kept, by `badness`; of equally
+        bad ones, the earliest.
 
         `at`: the record of the optimizer step; it gives the step, and the line if `line` is empty.
         """

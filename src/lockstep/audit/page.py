@@ -1,5 +1,5 @@
-"""The page of an audit: each finding with its evidence, line and remedy; what is right; what could
-not be checked. Pure."""
+"""The HTML page of an audit: each finding with its evidence, line and remedy; what is right; what
+could not be checked. Pure."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def _finding(number: int, finding: Finding, source: Mapping[str, Sequence[str]])
 
 
 def _source(line: str, source: Mapping[str, Sequence[str]]) -> Html:
-    """Return the source around the line of a finding; only the line's name if the file was not
-    found."""
+    """Return the source around the line of a finding as HTML; only the line's name if the file was
+    not found. `source`: the lines of each file."""
     name, _, number = line.rpartition(":")
     lines = source.get(name, [])
     if not (number.isdecimal() and 0 < int(number) <= len(lines)):

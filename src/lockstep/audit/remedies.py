@@ -1,4 +1,4 @@
-"""The causes that an audit can name. Pure."""
+"""The faults that an audit can name, each with the rule that it breaks and a remedy. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _NOTHING_LOST = "a resumed run goes on exactly where it was interrupted"
 
 class Cause(Enum):
     def __init__(self, title: str, law: str, remedy: str) -> None:
-        """`law`: the rule that the fault breaks. `remedy`: a few lines to change."""
+        """`title`: the fault in a few words. `law`: the rule of correct training that the fault
+        breaks. `remedy`: a few lines to change in the script."""
         self.title, self.law, self.remedy = title, law, remedy
 
     SAME_SAMPLES = (

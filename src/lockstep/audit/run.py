@@ -1,4 +1,5 @@
-"""Runs an audit: runs the script, and compares its records with the laws."""
+"""Runs an audit: runs the script, and compares the records of its processes with rules of correct
+training."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from lockstep.base.system import shell_words
 from lockstep.base.words import counted
 
 RESUMED_STEPS = 8
-"""Number of steps that are compared after a resume."""
+"""Number of steps after a resume that are compared with the uninterrupted run."""
 PERTURBED_RUNS = 2
 CONSEQUENCES = {
     Cause.NOT_REDUCED: {
@@ -61,7 +62,7 @@ CONSEQUENCES = {
     Cause.DATASETS_DIFFER: {Cause.SAMPLES_MISSING, Cause.EVALUATION_REPEATS},
     Cause.SEED_RESET: {Cause.SAME_RANDOM_NUMBERS, Cause.SAME_AUGMENTATION},
 }
-"""Cause -> the causes that follow from it, which are then not reported."""
+"""Cause -> the causes that follow from it. If it is found, these are not reported beside it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +73,8 @@ class CompareOptions:
     global_batch: int
     """Number of samples in a step, over all processes."""
     per_rank_batch: str
-    """Arguments of the script, with `{}` in place of the number of samples in a step on one
-    process."""
+    """Arguments of the script that set its batch size, with `{}` in place of the number of samples
+    in a step on one process."""
 
     def __post_init__(self) -> None:
         if "{}" not in self.per_rank_batch:
@@ -104,8 +105,8 @@ def run_audit(
 ) -> Audit:
     """Run the script and return the findings.
 
-    `folder`: an empty folder for the records. `echo`: called with the script's output. Raises
-    `LaunchError` if there is nothing to check.
+    `folder`: an empty folder for the records. `echo`: a file to which the script's output is
+    copied. Raises `LaunchError` if there is nothing to check.
     """
     line = options.line
     if ScriptSource.find(line).uses_lockstep():
@@ -157,8 +158,9 @@ def run_audit(
 
 
 def _judge(records: Records, audit: Audit, hang: HangStacks | None) -> None:
-    """Fill in the findings, what is right and what could not be checked. Findings that only follow
-    from another one are removed."""
+    """Run all checks on the records of a run, and fill in the findings of `audit`, what is right,
+    and what could not be checked. Findings that only follow from another one are removed. `hang`:
+    the stacks of a script that hung."""
     if is_broken_collective(audit.error) and any(rank.has_ended for rank in records.ranks):
         # the audit itself ended a rank, so collectives of other ranks failed
         audit.error, audit.status = "", 0
@@ -197,7 +199,7 @@ def _judge(records: Records, audit: Audit, hang: HangStacks | None) -> None:
 
 
 def _add(audit: Audit, result: AreaResult) -> None:
-    """Add the result of one area, with file names shortened."""
+    """Add the result of the checks of one area to the audit, with file names shortened."""
     known = {finding.cause for finding in audit.findings}
     for finding in result.findings:
         path, _, number = finding.line.rpartition(":")
@@ -225,7 +227,8 @@ def _say_where(audit: Audit, hang: HangStacks, root: str) -> None:
 def _resumed(
     whole: Records, options: AuditOptions, folder: Path, torchrun: bool, echo: BinaryIO | None
 ) -> AreaResult:
-    """Interrupt the script after a save, resume it, and compare it with the uninterrupted run."""
+    """Interrupt the script after a save, resume it, and compare it with the uninterrupted run
+    (`whole`)."""
     saves = [row for rank in whole.ranks for row in rank.of("save")]
     saved = min((row["step"] for row in saves if 0 < row["step"] < whole.steps), default=None)
     if saved is None:

@@ -70,14 +70,15 @@ class AuditOptions:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangStacks:
     seconds: float
-    """Seconds without progress."""
+    """Number of seconds for which the script made no progress."""
     stacks: Mapping[int, str]
     """The stacks of all threads, by process id."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditedEnd(ScriptEnd):
-    """The end of the script: by itself, or because it hung."""
+    """The end of an audited script: by itself, or ended by the audit because it hung or took too
+    long."""
 
     hang: HangStacks | None = None
 
@@ -88,7 +89,8 @@ class AuditedEnd(ScriptEnd):
 
 
 class RecordGrowth:
-    """The growth of the records, which shows that a script works and does not hang."""
+    """The growth of the record files of all processes, which shows that a script works and does not
+    hang."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
@@ -97,8 +99,8 @@ class RecordGrowth:
         self._has_rank = False
 
     def stalled_seconds(self) -> float:
-        """Check the records, and return the seconds since any of them last grew; 0 before the first
-        line of a rank."""
+        """Look at the sizes of the record files, and return the seconds since any of them last
+        grew; 0 before the first line of a rank."""
         paths = list(recorded(self._folder).values())
         size = sum(path.stat().st_size for path in paths)
         if size != self._bytes:
@@ -150,8 +152,8 @@ def run_audited(
     options: AuditOptions, folder: Path, *, torchrun: bool, echo: BinaryIO | None = None
 ) -> AuditedEnd:
     """Run the script until it ends, hangs or takes too long; then end all processes that it
-    started. `folder`: the existing folder for the records. `echo` is called with the script's
-    output as it is written."""
+    started. `folder`: the existing folder for the records. `echo`: a file to which the script's
+    output is copied as it is written."""
     growth, hangs = RecordGrowth(folder), list[HangStacks]()
 
     def look() -> bool:
@@ -201,7 +203,7 @@ def failure_in(output: str) -> str:
 
 
 def recorded(folder: Path) -> dict[int, Path]:
-    """Return the records of the processes, by process id."""
+    """Return the record file of each process of the script, by process id."""
     files = {}
     for path in folder.glob("process-*.jsonl"):
         with suppress(ValueError):

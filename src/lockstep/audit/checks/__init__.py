@@ -1,1 +1,2 @@
-"""The checks of `lockstep audit`: each compares the probes' records with one law. Pure."""
+"""The checks of `lockstep audit`: each compares the probes' records with one rule of correct
+training. Pure."""

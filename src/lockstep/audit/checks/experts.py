@@ -30,16 +30,18 @@ from lockstep.evidence.tensors import sketch_difference
 ALIKE = 1e-5
 """Largest relative difference of tensors that are equal except for rounding."""
 NORM = 1e-3
-"""Largest relative difference of equal norms."""
+"""Largest relative difference between gradient norms that count as equal."""
 SCALED = 1e-4
-"""Largest relative difference of norms to which gradients are scaled."""
+"""Largest relative difference between the gradient norms of steps that count as clipped to the same
+limit."""
 REPEATED = 3
-"""Gradients count as scaled to a norm if this many steps have it."""
+"""Smallest number of steps that must have the same gradient norm to count as clipped to it."""
 BALANCE = 5e-3
-"""Smallest relative difference of the ranks' loads of experts at which a balance loss is
-reported."""
+"""Smallest relative difference between the ranks' loads of experts (the share of choices that each
+expert gets) at which a balance loss is reported."""
 NAMED = "expert"
-"""Experts with the same values on all ranks are found by this part of their names."""
+"""Part of a parameter's name by which experts are recognized if their values do not show it,
+because they are the same on all ranks."""
 Norms = NDArray[np.float64]
 _ROUTER = re.compile(r"^(?P<layer>.*?)\.?(?:router|gate|gating|wg)(?:\.|$)(?!.*_proj)")
 _SKETCHES = ("applied", "reduced", "before", "parameters", "states", "states_before")
@@ -48,19 +50,21 @@ _LISTS = ("sharded", "stale", "unused")
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """The records of experts that are divided among ranks, and the records of all other
-    parameters."""
+    """The records of a run, separated: the records of experts that are divided among ranks, and the
+    records of all other parameters."""
 
     experts: Records
     others: Records
     groups: Sequence[tuple[int, ...]]
-    """Groups of ranks that exchange tokens with each other."""
+    """The groups of ranks that exchange tokens with each other by `all_to_all`. Empty without
+    divided experts."""
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         return next((group for group in self.groups if rank in group), (rank,))
 
     def copies_of(self, rank: int) -> list[int]:
-        """Return the ranks with the same experts: they have the same index in their groups."""
+        """Return the ranks that hold the same experts as `rank`, with itself: they have the same
+        index in their groups of ranks that exchange tokens."""
         place = self.group_of(rank).index(rank)
         return [group[place] for group in self.groups if len(group) > place] or [rank]
 
@@ -71,7 +75,8 @@ class Divided:
 
 
 def divided(records: Records) -> Divided:
-    """Return the records of divided experts apart from all others."""
+    """Separate the records of experts that are divided among ranks from those of all other
+    parameters."""
     calls = (row for rank in records.ranks for row in rank.of("collective"))
     exchanges = {
         tuple(row["ranks"])
@@ -89,7 +94,8 @@ def divided(records: Records) -> Divided:
 def _experts(records: Records, groups: Sequence[tuple[int, ...]]) -> set[str]:
     """Return the names of the experts' parameters. An expert is on some ranks only, or it differs
     from rank to rank before the first step and its gradient is not reduced over the ranks that
-    exchange tokens. Experts that are reduced by mistake are known by their names."""
+    exchange tokens (`groups`). Experts whose gradients are reduced by mistake are recognized by
+    their names."""
     experts: set[str] = set()
     for rows in (rows for rows in records.together() if rows[0]["index"] == 0):
         for name in dict.fromkeys(name for row in rows for name in row["applied"]):
@@ -104,8 +110,8 @@ def _experts(records: Records, groups: Sequence[tuple[int, ...]]) -> set[str]:
             group = next((each for each in groups if 0 in each), ())
             is_own = not of.fits or not any(of.uses(rank) for rank in group if rank)
             is_named = NAMED in name.lower() and "shared" not in name.lower()
-            # equal parameters with the rank's own gradient and another name: the gradient was not
-            # reduced
+            # A parameter that is equal on all ranks, has the rank's own gradient only, and is not
+            # named like an expert is no expert: its gradient was not reduced.
             if (differs and (is_own or is_named)) or (is_named and of.fits and is_own):
                 experts.add(name)
     return experts
@@ -116,7 +122,8 @@ def _differ(one: Row, other: Row, kind: str, name: str) -> bool:
 
 
 def _only(records: Records, names: set[str], *, kept: bool) -> Records:
-    """Return the records with these parameters only, or without them."""
+    """Return the records with only the parameters `names` if `kept`, else without these
+    parameters."""
     if not names and not kept:
         return records
 
@@ -174,8 +181,8 @@ def check_experts(records: Divided) -> AreaResult:
 
 
 def _common_factor(rows: Sequence[Row], rank: int) -> float | None:
-    """Return the common factor of all ranks' gradients in the gradient that a rank applies to its
-    other parameters."""
+    """Return the factor with which the gradient that `rank` applies contains every rank's gradient;
+    None if the factors differ. `rows`: all ranks' records of one step, without experts."""
     found = factors(rows, rank, names_on_all_ranks(rows))
     return found.even
 
@@ -186,8 +193,9 @@ def _check_factor(
     rows: Sequence[Row],
     others: Mapping[tuple[int, int], float | None],
 ) -> bool:
-    """Compare the factor of experts' gradients with the factor of other gradients. True if
-    equal."""
+    """Check for experts' gradients that are applied with another factor than all other gradients.
+    True if the factors are equal. `rows`: all ranks' records of the experts in one step. `others`:
+    (step, rank) -> the factor of the gradients that are not of experts; None if not known."""
     is_right = True
     for rank, row in enumerate(rows):
         expected = others.get((row["index"], rank))
@@ -253,7 +261,8 @@ def _sum_text(found: Factors) -> str:
 
 
 def _check_copies(result: AreaResult, records: Divided, rows: Sequence[Row]) -> None:
-    """Find experts that differ between ranks with the same index in their groups."""
+    """Find experts that differ between ranks with the same index in their groups, which should hold
+    the same experts."""
     for rank, row in enumerate(rows):
         for copy in (each for each in records.copies_of(rank) if each < rank):
             for kind, when in (
@@ -277,7 +286,8 @@ def _check_copies(result: AreaResult, records: Divided, rows: Sequence[Row]) -> 
 
 
 def _check_alike(result: AreaResult, records: Divided, rows: Sequence[Row]) -> None:
-    """Find experts that begin with the same values on the ranks that divide them."""
+    """Find different experts that begin with the same values, on the ranks that divide the experts
+    of a layer."""
     if rows[0]["index"]:
         return
     for group in records.groups:
@@ -301,7 +311,8 @@ def _check_alike(result: AreaResult, records: Divided, rows: Sequence[Row]) -> N
 def _check_norm(
     result: AreaResult, records: Divided, rows: Sequence[Row], others: Sequence[Row]
 ) -> None:
-    """Find norms that leave out the experts of other ranks, or all experts."""
+    """Find clipping by a norm that leaves out the experts of other ranks, or all experts. `rows`:
+    the ranks' records of the experts in one step. `others`: those of all other parameters."""
     clips = [row["clip"] for row in rows]
     if any(clip is None or clip.get("norm") is None for clip in clips):
         return
@@ -333,10 +344,10 @@ def _check_norm(
 
 
 def _check_scaled_norm(result: AreaResult, records: Divided, are_even: Sequence[bool]) -> None:
-    """Find gradients that the script clips by an incomplete norm: one without the experts of other
-    ranks, or without all experts. After clipping, the incomplete norm has the same value (the
-    limit) in several steps; the norm of the whole gradient varies. `are_even`: for each step, True
-    if experts' gradients have the same factor as all others."""
+    """Find gradients that the script clips with code of its own by an incomplete norm: one without
+    the experts of other ranks, or without all experts. After clipping, the incomplete norm has the
+    same value (the limit) in several steps; the norm of the whole gradient varies. `are_even`: for
+    each step, True if experts' gradients have the same factor as all others."""
     seen: list[Sequence[Row]] = []
     whole: list[Norms] = []
     own: list[Norms] = []
@@ -380,8 +391,9 @@ def _check_scaled_norm(result: AreaResult, records: Divided, are_even: Sequence[
 
 
 def _steps_alike(norms: Sequence[Norms]) -> list[int]:
-    """Return the steps in which a rank's norm is the largest of all steps; none if there are fewer
-    than `REPEATED` such steps."""
+    """Return the indices of the steps in which the largest norm of any rank equals the largest of
+    all steps, so that it may be a limit of clipping; none if there are fewer than `REPEATED` such
+    steps. `norms`: for each step, the norm on each rank."""
     most = max((float(each.max()) for each in norms), default=0.0)
     found = [step for step, each in enumerate(norms) if most and most - each.max() <= SCALED * most]
     return found if len(found) >= REPEATED else []
@@ -392,7 +404,7 @@ def _square(gradients: Mapping[str, list[float] | None]) -> float:
 
 
 def _check_routers(result: AreaResult, records: Divided) -> None:
-    """Find routers that never get a gradient, although their experts do."""
+    """Find routers that never get a gradient, although the experts of the same layer do."""
     sizes: dict[str, float] = {}
     first: dict[str, Row] = {}
     ranks = [*records.others.ranks, *records.experts.ranks]
@@ -419,7 +431,8 @@ def _check_routers(result: AreaResult, records: Divided) -> None:
 
 
 def _has_experts(layer: str, sizes: Mapping[str, float]) -> bool:
-    """True if experts of a layer, by their names, have a gradient."""
+    """True if an expert within `layer`, recognized by its name, has a gradient that is not zero.
+    `sizes`: name of a parameter -> largest squared norm of its gradient."""
     start = f"{layer}." if layer else ""
     return any(
         size and name.startswith(start) and NAMED in name[len(start) :].lower()

@@ -1,5 +1,6 @@
-"""Checks gradients: the factors with which each rank's gradient enters the applied gradient,
-computed from linear sketches."""
+"""Checks the gradients that optimizers apply: the factors with which an applied gradient contains
+the gradient of each rank's own backward, computed from linear sketches (random projections) of
+both."""
 
 from __future__ import annotations
 
@@ -17,22 +18,24 @@ from lockstep.evidence.rows import Row
 from lockstep.evidence.tensors import PROJECTIONS, Vector, finite_projection, fit, sketch_difference
 
 FIT = 0.02
-"""Largest relative part of a gradient that a combination of the ranks' gradients may leave
-unexplained."""
+"""Largest relative residual with which an applied gradient counts as a linear combination of the
+gradients that the ranks' backwards computed."""
 NEGLIGIBLE = 1e-3
 """Relative size below which a factor or a gradient counts as zero."""
 LEAST_ALIKE = 2
-"""Gradients that are equal on all ranks in this many steps are not equal by chance."""
+"""If the gradients of all ranks are equal in this many steps, they are not equal by chance."""
 EVEN = 0.02
-"""Largest relative difference of equal factors."""
+"""Largest relative difference between factors that count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The factors with which one rank's applied gradient contains each rank's gradient."""
+    """The gradient that one rank applies, as a linear combination: the factors with which it
+    contains the gradient of each rank's own backwards."""
 
     values: list[float] = field(default_factory=list)
-    """One factor for each rank; empty if gradients are missing or too similar."""
+    """One factor for each rank; empty if gradients are missing, or too similar to be
+    distinguished."""
     residual: float = math.inf
 
     @property
@@ -41,7 +44,7 @@ class Factors:
 
     @property
     def even(self) -> float | None:
-        """The factor, if it is the same for all ranks and positive; else None."""
+        """The factor of all ranks, if it is the same for all and positive; else None."""
         if not self.fits or min(self.values) <= (1 - EVEN) * max(self.values):
             return None
         return float(np.mean(self.values)) if max(self.values) > 0 else None
@@ -120,7 +123,8 @@ def check_applied_gradients(records: Records) -> AreaResult:
 
 
 def _not_finite(rows: Sequence[Row], kind: str) -> list[str]:
-    """The names of the tensors that are NaN or infinite on some rank."""
+    """Return the names of the tensors that are NaN or infinite on some rank. `rows`: all ranks'
+    records of one step. `kind`: the tensors' key in these records, such as `applied`."""
     named = (item for row in rows for item in row[kind].items())
     return list(dict.fromkeys(name for name, each in named if each and not _is_finite(each)))
 
@@ -145,15 +149,16 @@ def _check_finite(result: AreaResult, rows: Sequence[Row]) -> None:
 
 
 def own_sum(row: Row, name: str, backwards: slice = slice(None)) -> Vector:
-    """Return the sum that this rank's backwards have added to a gradient since the last step.
-    `backwards` selects some of them."""
+    """Return the projection of what this rank's backwards have added to the gradient of parameter
+    `name` since the optimizer's last step. `backwards` selects some of them."""
     parts = (finite_projection(each.get(name)) for each in list(row["added"].values())[backwards])
     total: Vector = sum((each for each in parts if each is not None), np.zeros(PROJECTIONS))
     return total
 
 
 def reduced_of(rows: Sequence[Row], rank: int, name: str) -> Vector | None:
-    """The whole reduced gradient that a rank applies; before clipping, if that was recorded."""
+    """Return the projection of the whole reduced gradient of parameter `name` that a rank applies;
+    before clipping, if that was recorded. None if it is not known."""
     sketches = []
     for row in rows:
         sketch = row["applied"].get(name)
@@ -169,8 +174,9 @@ def reduced_of(rows: Sequence[Row], rank: int, name: str) -> Vector | None:
 def whole_projection(
     rows: Sequence[Row], rank: int, name: str, sketches: Sequence[list[float] | None]
 ) -> Vector | None:
-    """The projection of a rank's tensor, computed from all ranks' sketches; for a sharded tensor,
-    the sum over the shards. None if a sketch is missing or not finite."""
+    """Return the projection of a rank's whole tensor `name`. For a sharded tensor it is the sum
+    over the shards. `sketches`: each rank's sketch of its tensor or shard. None if a sketch is
+    missing or not finite."""
     if name not in rows[rank]["sharded"]:
         return finite_projection(sketches[rank])
     shards = [each for sketch in sketches if (each := finite_projection(sketch)) is not None]
@@ -180,8 +186,9 @@ def whole_projection(
 def factors(
     rows: Sequence[Row], rank: int, names: Sequence[str], parts: Sequence[slice] = (slice(None),)
 ) -> Factors:
-    """Fit the gradient that a rank applies to these parameters by the gradients that the ranks'
-    backwards added. `parts`: fit these parts of each rank's backwards separately."""
+    """Fit the gradient that `rank` applies to the parameters `names` by a linear combination of the
+    gradients that all ranks' backwards added. `parts`: groups of each rank's backwards; each group
+    gets a factor of its own."""
     reduced = {name: each for name in names if (each := reduced_of(rows, rank, name)) is not None}
     if not reduced:
         return Factors()
@@ -195,13 +202,15 @@ def factors(
 
 
 def last_factors(rows: Sequence[Row], rank: int, names: Sequence[str]) -> Factors:
-    """The factors of each rank's last backward, fitted together with the backwards before it."""
+    """Return the factors of each rank's last backward in the gradient that `rank` applies. The sum
+    of the backwards before it is fitted too, with factors of its own."""
     found = factors(rows, rank, names, [slice(-1, None), slice(-1)])
     return Factors(found.values[: len(rows)], found.residual)
 
 
 def names_on_all_ranks(rows: Sequence[Row]) -> list[str]:
-    """The parameters that every rank has, and that have a gradient on some rank."""
+    """Return the names of the parameters that every rank has, and that have a gradient on some
+    rank."""
     return [
         name
         for name in rows[0]["applied"]
@@ -211,9 +220,10 @@ def names_on_all_ranks(rows: Sequence[Row]) -> list[str]:
 
 
 def _check_reduction(result: AreaResult, rows: Sequence[Row]) -> bool:
-    """Find parameters whose gradient is not summed over all ranks.
+    """Find parameters to which a rank applies its own gradient alone, not the sum over all ranks.
 
-    True if all ranks' gradients have one factor. If that is unclear, adds the reason to `result`.
+    Returns True if every rank applies all ranks' gradients with one factor. If that is unclear,
+    adds the reason to `result`.
     """
     names = names_on_all_ranks(rows)
     is_right = True
@@ -285,9 +295,9 @@ def _are_alike(rows: Sequence[Row]) -> bool:
 
 
 def _have_equal_losses(records: Records, rows: Sequence[Row]) -> bool:
-    """True if the last backwards of all ranks began from one loss. (Equal gradients alone do not
-    show equal batches: a hook of the script may have reduced the gradients before the probe saw
-    them.)"""
+    """True if the loss of the last backward has the same value on all ranks. (Equal gradients alone
+    do not show equal batches: a hook of the script may have reduced the gradients before the probe
+    saw them.)"""
     values = set()
     for rank, row in zip(records.ranks, rows, strict=True):
         last = max(int(number) for number in row["added"])
@@ -297,7 +307,8 @@ def _have_equal_losses(records: Records, rows: Sequence[Row]) -> bool:
 
 
 def _matters(rows: Sequence[Row], rank: int, name: str) -> bool:
-    """True if other ranks added to this gradient too; else the rank's own gradient is the whole."""
+    """True if the backwards of other ranks added to the gradient of parameter `name` too. If not,
+    the gradient of `rank` is already the whole gradient."""
     sizes = [float(np.linalg.norm(own_sum(row, name))) for row in rows]
     own = sizes.pop(rank)
     return max(sizes, default=0.0) > NEGLIGIBLE * own
@@ -361,7 +372,8 @@ def _check_unused(result: AreaResult, rows: Sequence[Row]) -> None:
 
 
 def _check_local_clipping(result: AreaResult, rows: Sequence[Row]) -> None:
-    """Find norms of a part of the gradient: ranks then clip by different factors."""
+    """Find clipping by the norm of a part of the gradient, such as one rank's shard: ranks then
+    clip by different factors."""
     line = rows[0]["clip"]["line"] if rows[0]["clip"] is not None else ""
     norms = [row["clip"].get("norm") for row in rows if row["clip"] is not None]
     is_sharded = any(row["sharded"] for row in rows)
@@ -390,7 +402,8 @@ def _check_local_clipping(result: AreaResult, rows: Sequence[Row]) -> None:
 
 
 def _differ(values: Sequence[object], rows: Sequence[Row], tolerance: float) -> bool:
-    """True if all ranks have a number, and they differ."""
+    """True if `values` has a number for each rank, and their relative difference exceeds
+    `tolerance`."""
     numbers = [each for each in values if isinstance(each, float)]
     return len(numbers) == len(rows) and max(numbers) - min(numbers) > tolerance * max(numbers)
 

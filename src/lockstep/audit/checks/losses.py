@@ -1,5 +1,5 @@
-"""Checks the weight of each target in the applied gradient: all targets of a step must have the
-same weight."""
+"""Checks the weight of each target, such as a token's label, in the applied gradient: all targets
+of a step must have the same weight."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from lockstep.evidence.rows import Row
 from lockstep.evidence.tensors import PROJECTIONS, Vector, finite_projection
 
 EVEN = 0.01
-"""Largest relative difference of equal weights."""
+"""Largest relative difference between weights that count as equal."""
 LEAST_ERROR = 0.005
-"""Smallest relative error of a gradient at which a mean of means is reported."""
+"""Smallest relative error of a gradient at which a mean of means is reported: microbatches with
+unequal numbers of targets, of which each has a mean of its own."""
 SCALE = 2e-3
-"""Largest relative difference at which two factors count as equal."""
+"""Largest relative difference between two factors that count as equal."""
 GATHERS = ("all_gather", "all_gather_into_tensor")
 """Collectives that a script may call to compute a loss over the values of all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """A call of a loss function in a step, on one rank."""
+    """One call of a loss function, on one rank in one step, whose output a backward has reached."""
 
     rank: int
     backward: str
@@ -37,14 +38,17 @@ class Term:
     of the function."""
     reduction: str
     count: float
-    """Number of targets, or of elements."""
+    """The number of targets over which the function sums (weighted by class, with class weights),
+    or of elements."""
     microbatch: int
-    """The backward that the function's output belonged to. It differs from `backward` if the
-    gradients of several backwards are first seen together (FSDP2)."""
+    """The number of the backward in which the function's output got its gradient. `backward` is a
+    later one if gradients of several backwards are seen only when they are reduced together
+    (FSDP2)."""
     unit: str
-    """The name of the unit that is counted, such as tokens."""
+    """The word for what `count` counts: "targets" or "sums of class weights"."""
     weight: float
-    """The weight of each target in the loss that the backward began from, before any reduction."""
+    """The weight of each target in the loss that the backward began from, before any reduction over
+    ranks: the derivative of that loss with respect to the loss of one target."""
 
 
 def check_losses(records: Records) -> AreaResult:
@@ -97,7 +101,8 @@ def check_losses(records: Records) -> AreaResult:
 
 
 def _factors(rows: Sequence[Row]) -> list[float] | None:
-    """The factor of each rank's gradient in the reduced gradient; 1 for a single process."""
+    """Return the factor of each rank's gradient in the reduced gradient of one step; 1 for a single
+    process. None if the factors are not known, or if the gradient was not reduced."""
     if len(rows) == 1:
         return [1.0]
     found = factors(rows, 0, names_on_all_ranks(rows))
@@ -105,8 +110,9 @@ def _factors(rows: Sequence[Row]) -> list[float] | None:
 
 
 def _terms(rank: int, row: Row, result: AreaResult) -> Iterator[Term]:
-    """Yields the calls in which all targets have the same weight. Adds to `result` the reason why
-    other calls are left out."""
+    """Yield a term for each call of a loss function in which all targets have the same weight.
+    `row`: the record of one step on `rank`. Adds to `result` the reason why other calls are left
+    out."""
     numbers: dict[tuple[int, str], int] = {}
     for each in row["losses"]:
         key = (each["backward"], each["line"])
@@ -143,10 +149,13 @@ def _check_weights(
     *,
     alone: bool,
 ) -> float | None:
-    """Check for a mean of means.
+    """Check for a mean of means: microbatches with unequal numbers of targets, each with its own
+    mean.
 
     Returns the relative error of the gradient if it is too small to be a finding (0 for equal
-    weights). None for a finding, and if a factor in the script makes the weights differ.
+    weights). None for a finding, and if a factor in the script makes the weights differ. `terms`:
+    one call of a loss function in each microbatch. `found`: each rank's factor in the reduced
+    gradient. `alone`: True if the step has no other loss function.
     """
     weights = [abs(term.weight * found[term.rank]) for term in terms]
     least, most = min(weights), max(weights)
@@ -180,7 +189,9 @@ def _check_weights(
 
 
 def _error(rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float]) -> float | None:
-    """The relative error of the gradient. None if some backwards have no term, or more than one."""
+    """Return the relative error of the applied gradient, compared with one in which all targets
+    have the same weight. None if some backwards have no term, or more than one. `found`: each
+    rank's factor in the reduced gradient."""
     weight_of = {(term.rank, term.backward): term.weight for term in terms}
     if len(weight_of) != len(terms):
         return None
@@ -203,7 +214,8 @@ def _error(rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float]) -
 
 
 def _total(terms: Sequence[Term], found: Sequence[float]) -> float:
-    """The sum of the weights of all targets in the applied gradient."""
+    """Return the sum of the weights of all targets of a step in the applied gradient: 1 for the
+    mean over all targets. `found`: each rank's factor in the reduced gradient."""
     return sum(abs(found[term.rank] * term.weight) * term.count for term in terms)
 
 
@@ -215,7 +227,8 @@ def _check_scale(
     found: Sequence[float],
 ) -> bool:
     """Check for gradients of a mean that are too large or too small by an integer factor. True if
-    the scale is right."""
+    the scale is right. `terms`: the calls of a step's only loss function. `found`: each rank's
+    factor in the reduced gradient."""
     total = _total(terms, found)
     if not total or any(row["clip"] is not None and row["clip"]["scaled"] for row in rows):
         return False
@@ -239,7 +252,7 @@ def _check_scale(
         (n for n in (ranks, backwards) if n > 1 and _is(total * n, 1.0) and n in divisors), 0
     )
     count = sum(term.count for term in terms)
-    # on two ranks, half of a mean equals a sum divided by all counts, unless the counts differ
+    # with equal counts on two ranks, half of a mean is the same as a sum divided by both counts
     knows_count = len({term.count for term in terms}) > 1 or count in divisors
     line = ""
     if backwards > 1 and _is(total, backwards) and plain:
@@ -280,9 +293,10 @@ def _check_scale(
 
 
 def _denominator(terms: Sequence[Term], ranks: int, backwards: int) -> str | None:
-    """Return text for the number that each sum is divided by: the targets of its microbatch
-    (perhaps times the number of microbatches), of its rank, or of all ranks (perhaps divided by the
-    number of ranks). None: another number."""
+    """Return a word for the number by which each sum over targets is divided: the number of targets
+    of its "microbatch", the same times the number of "microbatches", the number of its "rank", that
+    of "all" ranks, or that of all divided by the number of ranks ("share"). None: another
+    number."""
     count = sum(term.count for term in terms)
     kinds = {
         "microbatch": [term.count for term in terms],
@@ -300,11 +314,11 @@ def _denominator(terms: Sequence[Term], ranks: int, backwards: int) -> str | Non
 def _check_gathered(
     result: AreaResult, records: Records, rows: Sequence[Row], found: Sequence[float]
 ) -> None:
-    """Check for a loss over gathered values whose gradient does not flow back to the rank that
-    computed the values.
+    """Check for a loss over values gathered from all ranks, whose gradient does not flow back to
+    the rank that computed the values.
 
-    All ranks compute the same loss, and each rank has the gradient of its own part only. So the sum
-    over ranks is right, and the mean is too small.
+    All ranks compute the same loss, and each rank has the gradient of its own values only. So the
+    sum of the gradients over ranks is right, and the mean is too small.
     """
     ranks = len(rows)
     if ranks < 2 or not all(_is(each, 1 / ranks) for each in found):
@@ -327,7 +341,8 @@ def _check_gathered(
 
 
 def _windows(rank: Rank, step: Row) -> list[tuple[float | None, list[Row], list[Row]]]:
-    """The loss of each backward of a step, and the collectives before it and within it."""
+    """Return, for each backward of a rank's step: its loss, the collectives called since the
+    backward before, and the collectives called within it."""
     found: list[tuple[float | None, list[Row], list[Row]]] = []
     before: list[Row] = []
     for row in rank.of("backward", "collective", "step"):
@@ -361,7 +376,8 @@ def _gathers_values(row: Row) -> bool:
 
 
 def _gathers_before(records: Records, term: Term) -> bool:
-    """True if the forward of a term gathered values of other ranks."""
+    """True if the rank of a term gathered tensors of other ranks in the forward before the term's
+    backward."""
     gathers = False
     for row in records.ranks[term.rank].of("backward", "collective", "step"):
         if str(row.get("number")) == term.backward:
@@ -371,14 +387,15 @@ def _gathers_before(records: Records, term: Term) -> bool:
 
 
 def _rows_from(records: Records, term: Term) -> list[Row]:
-    """The records from a term's backward on; empty if that backward was not recorded."""
+    """Return the records of a rank's backwards, collectives and steps, from a term's backward on;
+    empty if that backward was not recorded."""
     rows = records.ranks[term.rank].of("backward", "collective", "step")
     numbers = [str(row.get("number")) for row in rows]
     return rows[numbers.index(term.backward) :] if term.backward in numbers else []
 
 
 def _reduction_line(records: Records, term: Term) -> str:
-    """The line of the first all-reduce after the backward, if the script itself reduces gradients;
-    else empty."""
+    """Return the script's line with the first all-reduce after the term's backward, if the script
+    itself reduces gradients; else empty."""
     following = takewhile(lambda row: row["kind"] == "collective", _rows_from(records, term)[1:])
     return first_line(row for row in following if row["name"] == "all_reduce")

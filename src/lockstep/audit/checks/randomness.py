@@ -12,7 +12,8 @@ from lockstep.base.words import counted
 from lockstep.evidence.rows import Row
 
 LEAST = 2
-"""Random states that are equal in this many backwards are not equal by chance."""
+"""If the random states of this many backwards equal those of others, they are not equal by
+chance."""
 
 
 def check_randomness(records: Records) -> AreaResult:
@@ -30,7 +31,9 @@ def check_randomness(records: Records) -> AreaResult:
 def _forwards_text(
     result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]], compared: bool
 ) -> str:
-    """Return text about what is right; if nothing can be said, add the reason to `result`."""
+    """Return text that says what is right about the random numbers of forwards; if nothing can be
+    said, add the reason to `result`. `drawing`: each rank's backwards whose forward drew random
+    numbers. `compared`: True if all ranks that drew have different draws."""
     backwards = [len(rank.of("backward")) for rank in records.ranks]
     if any(
         not rows and _may_have_drawn(rank)
@@ -92,8 +95,8 @@ def check_modes(records: Records) -> AreaResult:
 
 
 def _check_evaluation_mode(result: AreaResult, rank: Rank) -> int:
-    """Check for calls in train mode that no backward reached. Returns the number of evaluation
-    passes in eval mode."""
+    """Check one rank for evaluations in train mode: calls of dropout or BatchNorm in train mode
+    that no backward reached. Returns the number of evaluation passes in eval mode."""
     training = {loader for loader, _ in training_passes(rank.rows)}
     reached = {row["mode"] for row in rank.of("mode_reached")}
     last_step = max((row["place"] for row in rank.steps), default=-1)
@@ -121,8 +124,9 @@ def _check_evaluation_mode(result: AreaResult, rank: Rank) -> int:
 
 
 def _check_training_mode(result: AreaResult, rank: Rank) -> int:
-    """Check for steps with more layers in eval mode than the first step had, or with dropout off
-    after trained layers. Returns the number of backwards."""
+    """Check one rank for training in eval mode: backwards with more layers in eval mode than the
+    first backward had, or with dropout off after trained layers. Returns the number of
+    backwards."""
     backwards = rank.of("modes")
     for calls in backwards:
         fewer = calls["train"] < backwards[0]["train"]
@@ -153,10 +157,10 @@ def _check_training_mode(result: AreaResult, rank: Rank) -> int:
 
 
 def _forwards(rank: Rank) -> list[Row]:
-    """Return the backwards whose forward drew random numbers, or that follow a draw made after the
-    batch was fetched. If several backwards follow one forward, return the first. `drawn` is the
-    state before the draws if it was recorded, else the state after them.
-    """
+    """Return the rank's backwards whose forward drew random numbers, or that follow a draw made
+    after the batch was fetched. If several backwards follow one forward, return the first. `drawn`
+    in a returned row is the generator's state before the draws if it was recorded, else the state
+    after them."""
     found: list[Row] = []
     state, has_batch = None, False
     for row in rank.of("batch", "backward"):
@@ -196,7 +200,8 @@ def _check_ranks(
     result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]], *, is_said: bool
 ) -> bool:
     """Check for forwards of two ranks that drew the same numbers. True if all ranks that drew have
-    different draws."""
+    different draws. `drawing`: each rank's backwards whose forward drew random numbers. `is_said`:
+    False if such forwards are not to be reported."""
     drew = [(number, rows) for number, rows in enumerate(drawing) if rows]
     is_compared = True
     for (first, one), (second, other) in combinations(drew, 2):

@@ -16,7 +16,8 @@ from lockstep.evidence.tolerance import TOLERANCE, MeasuredRounding
 from lockstep.evidence.trace import RankTrace, StepTrace, Trace
 
 SAME = 1e-6
-"""Largest relative difference of tensors that were saved and loaded."""
+"""Largest relative difference between a tensor before a save and after the load that counts as
+equal."""
 KINDS = {"gradients": "gradient", "parameters": "parameter"}
 """Kinds of tensors that are compared in each step, in this order: the first kind that differs shows
 the fault."""
@@ -58,8 +59,9 @@ def _optimizer_step(rank: Rank, optimizer: int, index: int) -> Row | None:
 
 
 def _check_rates(result: AreaResult, rank: Rank, again: Rank, saved: int, line: str) -> None:
-    """Compare the learning rates of all steps after the resume: in the first step, the rate may
-    come from the optimizer's state."""
+    """Compare the learning rates of an uninterrupted run (`rank`) and a resumed one (`again`) in
+    all steps after the resume. The first step alone shows too little: its rate may come from the
+    optimizer's state."""
     rates = {(row["optimizer"], row["index"]): row["lr"] for row in rank.steps}
     for row in again.steps:
         step = saved + row["index"]
@@ -144,13 +146,14 @@ def _batch_before(rank: Rank, backward: Row) -> Row | None:
 
 
 def _samples(rank: Rank) -> list[list[object]]:
-    """The samples of each backward."""
+    """Return, for each backward of a rank, the samples of the last batch before it."""
     batches = (_batch_before(rank, row) for row in rank.of("backward"))
     return [_key(batch) for batch in batches if batch is not None]
 
 
 def _key(batch: Row) -> list[object]:
-    """The samples of a batch: their indices in the dataset if known, else their contents."""
+    """Return the samples of a batch: their indices in the dataset if known, else hashes of their
+    contents."""
     return list(batch["indices"] or batch["samples"])
 
 
@@ -195,8 +198,9 @@ def check_compare(
 def _first_difference(
     rounding: MeasuredRounding, other: Trace, steps: int
 ) -> tuple[int, str, str, float, float] | None:
-    """In the first step with a difference: the tensor that differs most (step, kind, name), and its
-    difference relative to its size and to rounding."""
+    """Find the first step in which a gradient or parameter differs from the reference by more than
+    the tolerance. Returns, for the tensor that differs most: step, kind, name, and its difference
+    relative to its size and in multiples of rounding. None if no step differs."""
     for step in range(steps):
         ours, theirs = (each.rank_0.steps[step].tensors for each in (rounding.reference, other))
         for kind, word in KINDS.items():
@@ -214,7 +218,8 @@ def _first_difference(
 
 
 def _trace(records: Records, steps: int) -> Trace:
-    """The gradients and parameters that a run's optimizers used, as a trace of one rank."""
+    """Return the gradients and parameters that a run's optimizers used in its first `steps` steps,
+    in the form of a trace with one rank."""
     rows = [_step(records, step) for step in range(steps)]
     trace = RankTrace({"parameters": _summaries("before", rows[0])})
     for each in rows:

@@ -1,4 +1,5 @@
-"""Checks which samples each rank got, in each pass over the data."""
+"""Checks which samples each rank got from its data loaders, in each pass (one iteration over a
+DataLoader)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from lockstep.base.errors import first_few
 from lockstep.evidence.rows import Row
 
 LEAST_SAMPLES = 4
-"""Smallest number of samples with which the orders of two passes can be told apart."""
+"""Smallest number of samples that two passes, or two reads of a dataset, must have in common before
+they are compared."""
 SAMPLERS = {
     "RandomSampler",
     "SequentialSampler",
@@ -29,29 +31,33 @@ SAMPLERS = {
     "DistributedSamplerWrapper",
     "UnrepeatedDistributedSamplerWrapper",
 }
-"""Samplers of torch and of libraries: it is known if they give each sample once in a pass."""
+"""Class names of samplers of torch and of libraries. For these it is known if they give each sample
+once in a pass; for other classes it is not."""
 PARTS = {"SubsetRandomSampler", "list", "tuple", "range", "ndarray", "Tensor"}
-"""Types of samplers that draw from a part of the dataset, such as a fold."""
+"""Types of samplers that may draw from a part of the dataset only, such as one fold of a
+cross-validation. Samples that they leave out are no fault."""
 BATCH_SAMPLERS = {"BatchSampler", "BatchSamplerShard", "NoneType"}
 MANY = 0.1
-"""If a larger share of the contents is equal, the samples are the same. (A few different samples
-may have equal contents.)"""
+"""Largest fraction of a rank's samples that may equal others without a fault, if samples are
+compared by hashes of their contents: a few different samples may have equal contents."""
 
 
 @dataclass(slots=True)
 class Pass:
-    """One rank's pass over the data of a loader."""
+    """The samples of one rank's pass over a DataLoader: all batches of one iterator."""
 
     begin: Row
     indices: list[int] | None = field(default_factory=list)
     contents: list[str] = field(default_factory=list)
     contents_at: list[tuple[int, str]] = field(default_factory=list)
-    """Indices and contents of samples, for batches where both are known."""
+    """(index in the dataset, hash of the contents) of each sample, for batches where both are
+    known."""
     batches: int = 0
     is_complete: bool = False
     is_training: bool = False
     end: int = -1
-    """The position of the pass's last batch in the record."""
+    """The position of the pass's last batch in the list of the rank's records; -1 before the first
+    batch."""
 
     def add(self, batch: Row) -> None:
         self.batches, self.end = self.batches + 1, batch["place"]
@@ -66,12 +72,13 @@ class Pass:
 
 @dataclass(slots=True)
 class LoaderPasses:
-    """The passes over one loader, by number and rank. Loaders that a script makes at the same line
-    for each pass count as one loader."""
+    """The passes of all ranks over one DataLoader: `passes[number]` has one `Pass` for each rank.
+    Loaders that a script makes at the same line for each pass count as one loader."""
 
     numbers: list[int]
     dataset: list[dict[str, Any]]
-    """A description of the dataset on each rank that reads it."""
+    """The description of the dataset on each rank that reads it: type, length, and digests of its
+    data."""
     passes: list[list[Pass]]
     world_size: int
 
@@ -103,12 +110,12 @@ class LoaderPasses:
 
     @property
     def splits(self) -> bool:
-        """True if the sampler splits one dataset over the ranks."""
+        """True if the sampler splits one dataset over the ranks, as DistributedSampler does."""
         return bool(self.sampler.get("num_replicas", 1) > 1)
 
     @property
     def pads_batches(self) -> bool:
-        """True for Accelerate's sampler, which pads an epoch with whole batches."""
+        """True for Accelerate's `BatchSamplerShard`, which pads an epoch with whole batches."""
         return bool(self.sampler["batch_type"] == "BatchSamplerShard")
 
     @property
@@ -121,12 +128,13 @@ class LoaderPasses:
 
     @property
     def whole_length(self) -> int:
-        """The length of the whole dataset, of which this one may be a subset."""
+        """The length of the whole dataset, if the loader reads a `Subset` of it; else the length of
+        the dataset that it reads."""
         return self.dataset[0].get("whole_length", self.length) or 0
 
     def is_followed_by(self, other: LoaderPasses) -> bool:
-        """True if the other loader replaces this one: made by the same line, for the same data,
-        after this one's end."""
+        """True if `other` replaces this loader: both are made by the same line, for the same data,
+        and `other` is first read after the last pass over this one."""
         one, two = (
             (each.line, each.is_training, each.sampler["type"], each.digests)
             for each in (self, other)
@@ -135,8 +143,9 @@ class LoaderPasses:
         return one == two and all(self.digests) and is_later
 
     def samples(self, ranks: Sequence[Pass]) -> tuple[list[list[Any]], bool]:
-        """The samples of each rank, and True if they are indices of one dataset: an index
-        identifies a sample with certainty."""
+        """Return a list of samples for each `Pass` in `ranks`, and True if the samples are indices
+        of one dataset: an index identifies a sample with certainty. Otherwise the samples are
+        hashes of contents."""
         wholes = {each.get("whole", each["digest"]) for each in self.dataset}
         is_one = len(wholes) == 1 and all(wholes) and not self.dataset[0]["iterable"]
         if not is_one or any(each.indices is None for each in ranks):
@@ -145,7 +154,8 @@ class LoaderPasses:
         return [_in_whole(each.indices or [], data.get("subset")) for each, data in found], True
 
     def contents_at(self) -> list[dict[int, list[str]]]:
-        """The contents that each rank read at each index."""
+        """Return, for each rank, index in the dataset -> hashes of the contents that the rank read
+        at this index, in all passes."""
         by_rank = []
         for passes in zip(*self.passes, strict=False):
             read: dict[int, list[str]] = {}
@@ -210,8 +220,8 @@ def _say_unseen(result: AreaResult, records: Records, loaders: Sequence[LoaderPa
 
 
 def loader_passes(records: Records) -> list[LoaderPasses]:
-    """Passes over each loader that every rank reads, or that one rank reads and sends to all (as
-    Accelerate does with streams)."""
+    """Return the passes over each loader that every rank reads, or that one rank reads and sends to
+    all (as Accelerate does with streams)."""
     by_rank = [_passes_of(rank.rows) for rank in records.ranks]
     loaders: list[LoaderPasses] = []
     for loader in by_rank[0] if by_rank else ():
@@ -253,8 +263,9 @@ def _passes_of(rows: Sequence[Row]) -> dict[int, list[Pass]]:
 
 
 def _in_whole(indices: Sequence[int], subset: Sequence[int] | None) -> list[int]:
-    """The indices in the whole dataset. `subset`: for each sample of the dataset, its index in the
-    whole dataset."""
+    """Return the indices in the whole dataset. `indices`: in the dataset that the loader reads.
+    `subset`: for each sample of that dataset, its index in the whole dataset; None if they are the
+    same."""
     if subset is None:
         return list(indices)
     return [subset[each] for each in indices if each < len(subset)]
@@ -304,7 +315,7 @@ def _check_datasets(result: AreaResult, loader: LoaderPasses) -> bool:
 
 def _check_leak(result: AreaResult, loaders: Sequence[LoaderPasses]) -> None:
     """Check for evaluations on samples on which another rank trains, because each rank has split
-    the data itself."""
+    the whole dataset into training and evaluation data by itself."""
     split = [each for each in loaders if len(set(each.digests)) > 1]
     known = [(each.is_training, seen) for each in split if (seen := _seen_by_rank(each))]
     for data, training in (seen for is_training, seen in known if is_training):
@@ -324,7 +335,8 @@ def _check_leak(result: AreaResult, loaders: Sequence[LoaderPasses]) -> None:
 
 
 def _seen_by_rank(loader: LoaderPasses) -> tuple[str, list[set[int]]] | None:
-    """The whole dataset, and the indices in it that each rank got; None if they are not known."""
+    """Return the digest of the whole dataset, of which the loader may read a subset, and the
+    indices in it that each rank got; None if they are not known."""
     found: list[set[int]] = [set() for _ in loader.dataset]
     for ranks in loader.passes:
         samples, are_indices = loader.samples(ranks)
@@ -336,16 +348,18 @@ def _seen_by_rank(loader: LoaderPasses) -> tuple[str, list[set[int]]] | None:
 
 
 def _is_stable(read: dict[int, list[str]]) -> bool:
-    """True if a rank read several indices more than once, and each time with the same contents."""
+    """True if a rank read several indices more than once, and each time with the same contents.
+    `read`: index -> hashes of the contents."""
     again = [contents for contents in read.values() if len(contents) > 1]
     return len(again) >= LEAST_SAMPLES and all(len(set(each)) == 1 for each in again)
 
 
 def _contents_vary(loader: LoaderPasses, draws: bool) -> bool:
     """True if a sample may have different contents when it is read again, as with augmentation.
+    Contents then do not identify samples.
 
-    Then contents do not identify samples. If any content occurs twice, contents do identify them.
-    `draws`: True if reads of data draw random numbers.
+    If several samples were read more than once, these decide. Otherwise contents may vary if
+    `draws` (True if reads of data draw random numbers), unless two passes have a content in common.
     """
     read = loader.contents_at()
     again = [contents for each in read for contents in each.values() if len(contents) > 1]
@@ -367,7 +381,9 @@ def _why_unjudged(
     are_indices: bool,
     draws: bool,
 ) -> str:
-    """The reason why the samples of a training cannot be judged; empty if they can."""
+    """Return the reason why the samples of a training pass cannot be checked for repetitions; empty
+    if they can. `samples`: those of each rank. `are_indices`: False if they are hashes of contents.
+    `draws`: True if reads of data draw random numbers."""
     repeats = loader.has_own_sampler and any(map(_repeated, samples))
     if (repeats or loader.draws_with_replacement) and not _all_equal(samples):
         return (
@@ -379,7 +395,7 @@ def _why_unjudged(
             "the training data have other contents at each read (augmentation), and the ranks'"
             " datasets are not known to be one: whether samples are on several ranks cannot be told"
         )
-    # each loader worker may give the same sample
+    # each worker of a loader may give the same sample of an iterable dataset
     most = max(2, *(int(each.begin["workers"]) for each in ranks))
     if not are_indices and any(max(Counter(one).values(), default=0) > most for one in samples):
         return "samples of the training data look alike: they cannot be told apart"
@@ -389,7 +405,9 @@ def _why_unjudged(
 def _check_training_pass(
     result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass], draws: bool
 ) -> bool:
-    """Check for samples that occur twice or not at all. False if this cannot be judged."""
+    """Check one training pass for samples that occur twice, on one rank or on two, or not at all.
+    False if this cannot be judged. `ranks`: the pass on each rank. `draws`: True if reads of data
+    draw random numbers."""
     all_samples, are_indices = loader.samples(ranks)
     samples = all_samples
     if loader.has_own_sampler and are_indices:
@@ -434,8 +452,8 @@ def _check_training_pass(
 
 
 def _allowed(count: int, are_indices: bool, loader: LoaderPasses, ranks: Sequence[Pass]) -> int:
-    """The number of equal samples that is not a fault: from padding to a multiple of the ranks, or
-    from data with equal contents."""
+    """Return the number of equal samples, out of a rank's `count`, that is not a fault: from
+    padding to a multiple of the ranks, or from data with equal contents."""
     if not are_indices:
         return int(MANY * count)
     if loader.pads_batches:
@@ -460,7 +478,7 @@ def _check_missing(
     drops = begin["drop_last"] or sampler.get("drop_last") or begin["batch_size"] is None
     drawn = sampler.get("num_samples", loader.length) * sampler.get("num_replicas", 1)
     is_part = sampler["type"] in PARTS or drawn < loader.length
-    # scattered samples are left out on purpose
+    # missing samples that are scattered over the dataset are left out on purpose
     is_chosen = (loader.has_own_sampler or not is_one) and (
         missing and missing[-1] - missing[0] >= len(missing)
     )
@@ -479,8 +497,8 @@ def _check_stream(
     ranks: Sequence[Pass],
     samples: Sequence[Sequence[Any]],
 ) -> None:
-    """Check for streams that are split over the ranks twice: by a library, and by the dataset
-    itself."""
+    """Check for iterable datasets that are split over the ranks twice, by a library and by the
+    dataset itself, so that the ranks together get only a part of the data."""
     held, seen = loader.dataset[0]["held"], len({each for one in samples for each in one})
     size = loader.world_size
     batch = max(
@@ -500,7 +518,8 @@ def _check_stream(
 def _check_evaluation_pass(
     result: AreaResult, records: Records, loader: LoaderPasses, ranks: Sequence[Pass]
 ) -> int:
-    """Check for samples that count twice. Returns the number of samples that count once."""
+    """Check one pass of an evaluation for samples that count twice over all ranks. Returns the
+    number of samples if each counts once; 0 for a fault, or if this cannot be judged."""
     samples, are_indices = loader.samples(ranks)
     if not all(each.is_complete for each in ranks):
         result.miss("a pass of an evaluation did not come to its end: its samples are not compared")

@@ -1,5 +1,5 @@
-"""Finds balance losses of experts in the graph of a loss: products of a load, which needs no
-gradient, and of mean probabilities."""
+"""Finds balance losses of experts in the autograd graph of a loss: products of a load, which needs
+no gradient, and of mean probabilities."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 from lockstep.base import torch_private
 
 MOST_NODES, MOST_STEPS = 500, 100
-"""Largest numbers of nodes to search: from the loss, and from a product to its softmax."""
+"""Largest numbers of nodes of the autograd graph to search: from the loss, and from a product to
+its softmax."""
 PRODUCTS = ("MulBackward0", "DotBackward0")
 MEANS = ("MeanBackward1", "SumBackward1")
-"""Operations that take a mean or sum over some dimensions."""
+"""Autograd nodes of operations that take a mean or sum over some dimensions."""
 RESHAPED = (
     *("ViewBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0", "ExpandBackward0"),
     *("SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "TransposeBackward0"),
@@ -24,15 +25,15 @@ SUMS = (
     *("AddBackward0", "SubBackward0", "NegBackward0", "DivBackward0", "StackBackward0"),
     *("CatBackward0", "SumBackward0", "MeanBackward0", "_DDPSinkBackward"),
 )
-"""Nodes between a loss and its terms."""
+"""Autograd nodes that may lie between a loss and the terms that it is a sum of."""
 _JOINED = ("AddBackward0", "StackBackward0", "CatBackward0")
 _AVERAGING = (*RESHAPED, *MEANS, *_JOINED, "MulBackward0", "DivBackward0")
 PROBABILITIES = ("SoftmaxBackward0", "SigmoidBackward0")
 
 
 def loads_of_balance(root: Tensor) -> list[list[float]]:
-    """Return the load of each expert, or of each expert and layer, in each balance loss of a
-    loss."""
+    """Return, for each balance loss that is a term of a loss, the load of each expert (or of each
+    expert and layer), as a number or fraction of choices. `root`: the loss."""
     return [
         load.detach().double().reshape(-1, load.shape[-1]).sum(0).tolist()
         for node in _terms(root.grad_fn)
@@ -41,7 +42,8 @@ def loads_of_balance(root: Tensor) -> list[list[float]]:
 
 
 def _terms(root: Any) -> Iterator[Any]:
-    """Yield the products that the loss is a sum of."""
+    """Yield the autograd nodes of the products that the loss is a sum of. `root`: the loss's
+    node."""
     waiting, seen = [root], set[Any]()
     while waiting and len(seen) < MOST_NODES:
         node = waiting.pop()
@@ -64,7 +66,8 @@ def _loads(product: Any) -> list[Tensor]:
 
 
 def _is_mean_of_probabilities(node: Any, *, is_mean: bool = False, steps: int = 0) -> bool:
-    """True if the node is a mean, or a sum of means, of probabilities. Layers may be added."""
+    """True if the node of the autograd graph is a mean, or a sum of means, of probabilities. Layers
+    may be added."""
     name = type(node).__name__
     if name in PROBABILITIES:
         return is_mean

@@ -20,7 +20,7 @@ AFTER = (
     "transformers.masking_utils",
     "transformers.modeling_utils",
 )
-"""Modules. Probes are installed after each of these imports."""
+"""Names of modules. Probes are installed after each of these modules is imported."""
 
 
 def begin_watching() -> None:

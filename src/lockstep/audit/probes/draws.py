@@ -15,8 +15,8 @@ from lockstep.audit.probes.recorder import RecordWriter, frames
 from lockstep.base import accelerator, torch_private
 
 NOISE = ("rand", "randn", "rand_like", "randn_like", "bernoulli", "normal")
-"""Functions that count as draws of the forward if a module calls them; outside of modules they may
-make the data."""
+"""Functions of torch that count as draws of the forward if a module calls them; outside of modules
+they may make the data."""
 
 
 class Draws:
@@ -32,15 +32,15 @@ class Draws:
             self._recorder.watch(torch, name, self._noise, traced=True)
 
     def note(self) -> None:
-        """Record the state before a forward draws. Recomputation in a backward is ignored, because
-        it draws the same numbers again."""
+        """Record the state of torch's generators before a forward draws. Recomputation in a
+        backward is ignored, because it draws the same numbers again."""
         if not self._first and not self._depth and not torch_private.in_backward():
             self._first = generator_state()
 
     @contextmanager
     def others(self) -> Iterator[None]:
-        """A context in which a loader or a seed changes the state. Changes before it have an
-        unknown origin."""
+        """A context in which a loader or a seed changes the generator's state, not a forward. It is
+        not known who made the changes before the context."""
         self._recorder.safely(self._begin_others)
         try:
             yield
@@ -83,7 +83,7 @@ class Draws:
 
 
 def generator_state() -> str:
-    """A digest of the states of torch's default generator and the current device's."""
+    """Return a digest of the states of torch's default generator and of the current device's."""
     states = [torch.default_generator.get_state()]
     if accelerator.is_initialized():
         states.append(accelerator.generator(accelerator.current_device()).get_state())

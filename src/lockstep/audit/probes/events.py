@@ -63,7 +63,8 @@ class Events:
         self._recorder.write(kind, line=self._recorder.line(), **row)
 
     def _outermost(self, kind: str, name: str) -> Callable[..., Any]:
-        """A probe that records a call, but not the calls of the same kind inside it."""
+        """Return a probe that records a call of a function, but not the calls of the same kind
+        inside it."""
 
         def probe(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not self._depths[kind]:
@@ -138,8 +139,8 @@ class Events:
 
 
 def horizon(schedule: Any) -> int | None:
-    """The number of steps after which a schedule has ended; None if it has no end, or if the end
-    cannot be read."""
+    """Return the number of steps after which a learning-rate schedule has ended; None if it has no
+    end, or if the end cannot be read."""
     found = [getattr(schedule, name, None) for name in ("T_max", "total_iters", "total_steps")]
     for function in getattr(schedule, "lr_lambdas", ()):
         found.append(getattr(function, "keywords", {}).get("num_training_steps"))

@@ -26,17 +26,19 @@ Sketch = list[float]
 
 @dataclass(slots=True)
 class Watched:
-    """A parameter of an optimizer."""
+    """The gradient of one parameter of an optimizer, as it was seen on this rank."""
 
     added: list[tuple[int, Sketch]] = field(default_factory=list)
-    """(backward, the gradient that it added), since the optimizer's last step."""
+    """(number of a backward, sketch of the gradient that it added), since the optimizer's last
+    step."""
     is_stale: bool = False
-    """True while the gradient still contains sums from before the optimizer's last step."""
+    """True while the gradient still contains sums from before the optimizer's last step, because it
+    was not set to zero."""
     was_stepped: bool = False
     """True from the optimizer's step until the next backward adds to the gradient."""
     reduced: Sketch | None = None
-    """This rank's shard of the gradient after the last backward. None for a parameter that is not
-    sharded."""
+    """Sketch of this rank's shard of the reduced gradient after the last backward. None for a
+    parameter that is not sharded."""
 
 
 class Gradients:
@@ -65,15 +67,15 @@ class Gradients:
                 torch_private.run_first(parameter, partial(self._recorder.safely, see))
 
     def take(self, parameter: Tensor) -> Watched:
-        """Return the records of a parameter since the last call. Called at each step of the
-        optimizer."""
+        """Return what was seen of a parameter's gradient since the last call. Called at each step
+        of the optimizer."""
         watched = self._watched.setdefault(id(parameter), Watched())
         taken = Watched(watched.added, watched.is_stale, reduced=watched.reduced)
         watched.added, watched.was_stepped = [], True
         return taken
 
     def clear(self, parameters: Iterable[Tensor]) -> None:
-        """Discard the records of gradients that have been set to zero or to None."""
+        """Forget what was seen of gradients that have now been set to zero or to None."""
         for parameter in parameters:
             if (watched := self._watched.get(id(parameter))) is not None:
                 watched.added, watched.is_stale, watched.was_stepped = [], False, False
@@ -81,8 +83,9 @@ class Gradients:
     def install_backward(
         self, on_backward: Callable[[Any], None], after_backward: Callable[[], None]
     ) -> None:
-        """Number the outermost backwards. `on_backward(roots)` is called before each of them,
-        `after_backward()` after it."""
+        """Number the calls of backward, except those inside another one. `on_backward(roots)` is
+        called before each of them with the tensors that it begins from, `after_backward()` after
+        it."""
 
         def before(tensors: Any, *_: Any, **__: Any) -> None:
             self._depth += 1
@@ -104,7 +107,8 @@ class Gradients:
         self._recorder.watch(torch.autograd, "backward", backward)
 
     def install_fsdp(self, module: ModuleType) -> None:
-        """Watch FSDP2's reduction of whole gradients. `module`: FSDP2's module."""
+        """Watch FSDP2's reduction of whole gradients. `module`: torch's module with FSDP2's
+        `foreach_reduce`."""
 
         def before(
             parameters: Sequence[Any], gradients: Sequence[Tensor], *_: Any, **__: Any

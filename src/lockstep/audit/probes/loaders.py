@@ -1,5 +1,5 @@
-"""Watches data loaders: the samples of each batch, its pass over the data, and the random numbers
-that were drawn for it."""
+"""Watches DataLoaders: records the samples of each batch, its pass (the iteration over the loader
+that it belongs to), and the random numbers that were drawn for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ LEAST_ITEMS = 8
 """Number of items from which on a list or array in a dataset counts as data. A shorter one, such as
 a pair of numbers, may hold the rank's settings."""
 FETCHES = 3
-"""Number of fetches in each pass for which random states are recorded."""
+"""Number of fetches (reads of one batch from the dataset) in each pass for which the states of the
+random generators are recorded."""
 
 
 class Loaders:
@@ -47,14 +48,16 @@ class Loaders:
         self._indices: dict[int, deque[Any]] = {}
         self._fetches = 0
         self.last: tuple[int, int] | None = None
-        """The loader and the pass of the last batch, until the pass ends."""
+        """The number of the loader that gave the latest batch, and of its pass; None once that pass
+        has ended."""
         self.last_trained: tuple[int, int] | None = None
-        """The loader and the pass of the last batch that was fetched with gradients enabled, even
-        after the pass has ended. (An evaluation fetches its batches without gradients.)"""
+        """The number of the loader and of the pass that gave the latest batch with gradients
+        enabled, even after the pass has ended. (An evaluation fetches its batches without
+        gradients.)"""
         # number of batches since the last backward, for passes that have not ended
         self._since: Counter[tuple[int, int]] = Counter()
         self.state = ""
-        """The state of torch's generator after the last batch."""
+        """Digest of the state of torch's generators right after the latest batch was fetched."""
 
     def install(self) -> None:
         recorder, (iterator, fetchers) = self._recorder, torch_private.loader_classes()
@@ -66,7 +69,7 @@ class Loaders:
             after=self._after_iter,
             around=self._draws.others,
         )
-        # both draw indices ahead for workers
+        # both methods draw the indices of the first batches ahead, for the loader's workers
         for name in ("__init__", "_reset"):
             recorder.wrap(iterator, name, before=self._before_indices)
         recorder.wrap(iterator, "_next_index", after=self._after_index)
@@ -75,9 +78,9 @@ class Loaders:
             recorder.watch(fetcher, "fetch", self._fetch)
 
     def take(self) -> list[tuple[int, int]]:
-        """Return the passes that a backward belongs to: the pass of the last batch, and each pass
-        that gave exactly one batch since the last backward. (An evaluation between two backwards
-        gives several batches, or has ended.)"""
+        """Return the passes (loader, pass) whose batches a backward used: the pass of the last
+        batch, and each pass that gave exactly one batch since the last backward. (An evaluation
+        between two backwards gives several batches, or has ended.)"""
         last = self.last_trained
         taken = [place for place, count in self._since.items() if count == 1 or place == last]
         self._since.clear()
@@ -87,8 +90,8 @@ class Loaders:
         self._lines.setdefault(loader, self._origin())
 
     def _origin(self) -> str:
-        """The line of the original loader if a library (Accelerate, Lightning) derived this loader
-        from another; else the user's line."""
+        """Return the script's line that made the loader. If a library (Accelerate, Lightning)
+        derived the loader from another one, the line that made the original."""
         for frame in frames():
             if self._recorder.is_users_file(frame.f_code.co_filename):
                 break
@@ -118,8 +121,8 @@ class Loaders:
         )
 
     def _describe(self, dataset: Any) -> dict[str, Any]:
-        """The description of a dataset at its first read, because the dataset may cache what it
-        reads."""
+        """Return the description of a dataset from its first read, because the dataset may later
+        hold cached samples."""
         if type(dataset).__weakrefoffset__ == 0 or type(dataset).__hash__ is None:
             return describe(dataset)
         if dataset not in self._described:
@@ -171,8 +174,8 @@ class Loaders:
         )
 
     def _fetch(self, original: Callable[..., Any], fetcher: Any, index: Any) -> Any:
-        """Record random states before a fetch, in the process that fetches: a worker or this
-        one."""
+        """Record the states of the random generators before one batch is read from the dataset, in
+        the process that reads it: a loader worker or this process."""
         before = self._recorder.safely(random_states) if self._fetches < FETCHES else None
         result = original(fetcher, index)
         if before is not None:
@@ -189,7 +192,7 @@ class Loaders:
 
 
 def length_of(loader: Any) -> int | None:
-    """The number of batches of a loader; None for a stream."""
+    """Return the number of batches of a loader; None for an iterable dataset."""
     try:
         return None if isinstance(loader.dataset, IterableDataset) else len(loader)
     except TypeError:
@@ -197,7 +200,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def random_states() -> dict[str, str]:
-    """Digests of the random states of torch, numpy and Python."""
+    """Return digests of the states of the random generators of torch, numpy and Python."""
     states = {"torch": generator_state(), "python": f"{hash(random.getstate()[1]):x}"}
     if "numpy.random" in sys.modules:
         kind, keys, place, *_ = np.random.get_state(legacy=True)
@@ -206,8 +209,8 @@ def random_states() -> dict[str, str]:
 
 
 def digests(batch: Any) -> list[str]:
-    """The digest of each sample of a batch, from all tensors and arrays of the batch; one digest of
-    the whole batch if they have no common first dimension."""
+    """Return the digest of each sample of a batch, from all tensors and arrays of the batch; one
+    digest of the whole batch if they have no common first dimension."""
     leaves = [
         each.detach().to("cpu") if isinstance(each, Tensor) else _from_numpy(each)
         for each in _leaves(batch)
@@ -245,7 +248,7 @@ def _digest(tensors: list[Tensor]) -> str:
 
 
 def sampler_settings(loader: Any) -> dict[str, Any]:
-    """The settings of a loader's sampler that decide which rank gets which samples."""
+    """Return the settings of a loader's sampler that decide which rank gets which samples."""
     sampler = loader.sampler
     settings: dict[str, Any] = {
         "type": type(sampler).__name__,
@@ -268,9 +271,9 @@ def sampler_settings(loader: Any) -> dict[str, Any]:
 
 
 def describe(dataset: Any) -> dict[str, Any]:
-    """A description of a dataset that ranks can compare: its type, its length, and a digest of its
-    data. The digest is empty if the data cannot be read; then only the contents of batches identify
-    samples."""
+    """Return a description of a dataset that ranks can compare: its type, its length, and a digest
+    of its data. The digest is empty if the data cannot be read; then only the contents of batches
+    identify samples."""
     if isinstance(dataset, Subset):
         inner = describe(dataset.dataset)
         indices = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
@@ -302,8 +305,8 @@ def describe(dataset: Any) -> dict[str, Any]:
 
 
 def data_of(dataset: Any, depth: int = 0) -> dict[str, str]:
-    """Digests of the tensors, arrays and lists in a dataset. Its settings, which may differ between
-    ranks, are left out.
+    """Return digests of the tensors, arrays and lists that are attributes of a dataset, by name.
+    Other attributes are settings, which may differ between ranks, and are left out.
 
     Also left out: caches (dictionaries with integer keys, lists with None), short sequences of
     numbers, and values that cannot be read.
@@ -332,8 +335,8 @@ def _is_data(value: Any) -> bool:
 
 
 def held_items(dataset: Any, depth: int = 0) -> int:
-    """The length of the largest sequence in a stream, or in the object that it wraps; 0 if there is
-    none."""
+    """Return the length of the longest sequence that an iterable dataset, or the dataset that it
+    wraps, has as an attribute; 0 if there is none."""
     sizes = [0]
     for each in getattr(dataset, "__dict__", {}).values():
         if isinstance(each, list | tuple | np.ndarray) or (isinstance(each, Tensor) and each.dim()):
@@ -344,7 +347,8 @@ def held_items(dataset: Any, depth: int = 0) -> int:
 
 
 class _Unreadable(Exception):
-    """A dataset has values that cannot be read, and that may differ from rank to rank."""
+    """Raised for a dataset with values that cannot be read, and that may differ from rank to
+    rank."""
 
 
 def _held_by(owner: Any, depth: int = 0) -> str:
@@ -357,7 +361,7 @@ def _held_by(owner: Any, depth: int = 0) -> str:
 
 
 def _text_of(value: Any, depth: int = 0, *, is_item: bool = False) -> str:
-    """Text for an attribute of a dataset, or for an item in it; equal for equal values."""
+    """Return text for an attribute of a dataset, or for an item in it; equal for equal values."""
     if isinstance(value, Tensor):
         return _digest([value.detach().cpu()])
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufUS":

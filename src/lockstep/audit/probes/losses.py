@@ -1,5 +1,5 @@
-"""Watches the loss functions of torch: the number of targets in each call, and the weight with
-which they enter the gradient.
+"""Watches the loss functions of torch: the number of targets in each call, and the weight of the
+call's output in the gradient.
 
 This weight is the gradient of the final loss with respect to the function's output, such as 1 /
 accumulation_steps. With `reduction="none"` it is a tensor that also contains the user's mask.
@@ -81,7 +81,8 @@ class Losses:
         output.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _weigh(self, row: dict[str, Any], gradient: Tensor) -> None:
-        """Record the weight of the function's output in the loss from which the backward began."""
+        """Record the weight of the function's output in the loss from which the backward began.
+        `gradient`: the gradient of that loss with respect to the output."""
         row["backward"] = self._gradients.backward
         if row["reduction"] != "none":
             row["weight"] = float(gradient)
@@ -94,8 +95,8 @@ class Losses:
 
 
 def _count(name: str, target: Tensor, weight: Tensor | None, ignored: int) -> float:
-    """The denominator of the mean: the number of targets that count (weighted by class), or of
-    elements."""
+    """Return the denominator of the mean that a loss function computes: the number of targets that
+    count (weighted by class), or of elements."""
     if name not in CLASSIFICATION:
         return float(target.numel())
     if target.is_floating_point():

@@ -17,8 +17,8 @@ from lockstep.audit.probes.recorder import RecordWriter
 
 BROADCAST = "DistributedDataParallel's broadcast of buffers"
 WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module"}
-"""Parts that wrappers insert anywhere in names; DistributedDataParallel adds `module` at the
-front."""
+"""Parts that wrappers insert anywhere in names of parameters; DistributedDataParallel adds `module`
+at the front."""
 
 
 class Models:
@@ -34,8 +34,8 @@ class Models:
         self._recorder.watch(DistributedDataParallel, "forward", self._forward, traced=True)
 
     def names(self, parameters: Sequence[Tensor], *, again: bool = False) -> list[str]:
-        """The names of parameters in their model, without the parts that wrappers add. `again`:
-        search for the models again."""
+        """Return the names of parameters in their model, without the parts that wrappers add.
+        `again`: search for the models again."""
         if again or any(id(each) not in self._names for each in parameters):
             self._search(parameters)
         return [
@@ -44,14 +44,14 @@ class Models:
         ]
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of the models whose parameters are trained."""
+        """Yield the buffers of the models whose parameters are trained, with their names."""
         for root in self._roots:
             for name, buffer in root.named_buffers():
                 yield plain(name), buffer
 
     def untrained(self, trained: set[int]) -> list[str]:
-        """The models' parameters that require a gradient and have one, but that no optimizer
-        holds."""
+        """Return the names of the models' parameters that require a gradient and have one, but that
+        no optimizer holds. `trained`: the ids of the parameters in optimizers."""
         return [
             plain(name)
             for root in self._roots
@@ -117,7 +117,8 @@ class Models:
             self._within = [each for each in self._within if each is not wrapper]
 
     def _note_broadcast(self, wrapper: DistributedDataParallel) -> None:
-        """Record the broadcast of buffers at the beginning of a forward, in train and eval mode."""
+        """Record that a wrapper broadcasts the model's buffers at the beginning of a forward, in
+        train and eval mode."""
         if wrapper.will_sync_module_buffers():  # type: ignore[no-untyped-call]
             line = self._recorder.line(caller_of_forward=True)
             self._recorder.write_collective(BROADCAST, _ranks(wrapper), line)

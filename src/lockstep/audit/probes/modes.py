@@ -39,8 +39,9 @@ class Modes:
     def __init__(self, recorder: RecordWriter, loaders: Loaders, draws: Draws) -> None:
         self._recorder, self._loaders, self._draws = recorder, loaders, draws
         self._calls = {"train": 0, "eval": 0, "off": 0}
-        """Numbers of calls that the current backward has reached: `train` and `eval` count them by
-        mode. `off` counts only the calls of dropout in eval mode, after trained layers."""
+        """Numbers of calls of dropout and BatchNorm that the current backward has reached: `train`
+        and `eval` count them by mode. `off` counts only the calls of dropout in eval mode, after
+        trained layers."""
         self._noted: set[Any] = set()
         self._statistics = 0
         self._place: Any = None
@@ -67,7 +68,8 @@ class Modes:
         self._statistics = 0
 
     def end_backward(self, number: int, line: str) -> None:
-        """Write the calls that a backward reached."""
+        """Write the numbers of calls of dropout and BatchNorm that a backward reached, by their
+        mode."""
         calls, self._calls = self._calls, dict.fromkeys(self._calls, 0)
         if any(calls.values()):
             self._recorder.write("modes", number=number, line=line, **calls)
@@ -88,8 +90,8 @@ class Modes:
         return output
 
     def _attention(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Watch attention. A call without dropout is not recorded, because its mode cannot be
-        known."""
+        """Watch `scaled_dot_product_attention`. A call without dropout is not recorded, because its
+        mode cannot be known."""
         drops = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         if drops:
             self._recorder.safely(self._draws.note)
@@ -121,8 +123,9 @@ class Modes:
         self._note("dropout", training, output, is_off=is_off)
 
     def _note(self, what: str, training: bool, output: Tensor, *, is_off: bool = False) -> None:
-        """Record the first call of each pass with its mode, and count the call when a backward
-        reaches it."""
+        """Record the first call of dropout or BatchNorm (`what`) with its mode in each pass over a
+        loader, and count the call when a backward reaches its output. `is_off`: True for dropout in
+        eval mode after trained layers."""
         grad = torch.is_grad_enabled()
         key = (what, training, grad, self._loaders.last)
         number = None
@@ -142,7 +145,7 @@ class Modes:
             self._recorder.write("mode_reached", mode=number)
 
     def _note_statistics(self, mean: Tensor, variance: Tensor | None, training: bool) -> None:
-        """Record the running statistics before they are used or updated."""
+        """Record sketches of BatchNorm's running statistics before they are used or updated."""
         place = (torch.is_grad_enabled(), self._loaders.last)
         if place != self._place:
             self._place, self._statistics = place, 0
@@ -159,7 +162,7 @@ class Modes:
 
 
 def _values(parameters: Parameters, args: Any, kwargs: Any, *names: str) -> list[Any]:
-    """The arguments of these names in a call, or their defaults."""
+    """Return the values of the arguments `names` in a call, or their defaults."""
     values = {name: each.default for name, each in parameters.items()}
     values.update(zip(parameters, args, strict=False))
     values.update(kwargs)

@@ -30,7 +30,8 @@ from lockstep.training.optim.element_wise import TOLERANCE, updated
 _OPTIMIZER_FILE = inspect.getfile(Optimizer)
 """The file with the function in which torch wraps every optimizer's step."""
 COLUMNS, TRIED_STEPS = 12, 2
-"""The number of columns of the matrix on which an optimizer is tried, and the number of steps."""
+"""The number of columns of the small matrix on which an optimizer is tried, and the number of
+steps. See `updates_shards_as_wholes`."""
 
 
 class Optimizers:
@@ -57,8 +58,8 @@ class Optimizers:
         return max(self._steps.values(), default=0)
 
     def number(self, optimizer: Any) -> int:
-        """The number of an optimizer, in the order of creation. A wrapper has the number of the
-        optimizer that it wraps."""
+        """Return the number of an optimizer, in the order of creation. A wrapper has the number of
+        the optimizer that it wraps."""
         while not isinstance(optimizer, Optimizer) or isinstance(
             getattr(optimizer, "optimizer", None), Optimizer
         ):
@@ -122,7 +123,8 @@ class Optimizers:
         }
 
     def _begin(self, optimizer: Optimizer) -> None:
-        """Record the gradients that the step applies."""
+        """Record the gradients that the optimizer's step is about to apply, and what this rank's
+        backwards added to them."""
         number = self.number(optimizer)
         index = self._steps.get(number, 0)
         parameters = _parameters(optimizer)
@@ -273,8 +275,8 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _steps_on_the_stack() -> int:
-    """The number of optimizer steps that are running inside each other: an optimizer may wrap
-    another one."""
+    """Return the number of optimizer steps that are running inside each other: an optimizer may
+    wrap another one."""
     codes = (frame.f_code for frame in frames())
     return sum(code.co_name == "wrapper" and code.co_filename == _OPTIMIZER_FILE for code in codes)
 

@@ -1,9 +1,10 @@
-"""Watches models of transformers that get several documents in a row: whether their masks keep them
-apart.
+"""Watches models of transformers that get several documents in a row: records if the attention mask
+keeps the documents apart.
 
 transformers looks for documents in the positions, which restart at each document. It does so only
 if a mask function gets positions, but no attention mask and no cache. If it did not look, tokens
-attend to other documents."""
+attend to other documents.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ class Packing:
 
 
 def _documents(positions: Tensor, mask: Tensor | None) -> int:
-    """The most documents in a row, padding left out."""
+    """Return the largest number of documents in any row, padding left out. `positions`: shape
+    (rows, tokens); they restart at each document."""
     numbers = torch.nn.functional.pad(positions.diff(dim=1) != 1, (1, 0)).cumsum(1)
     if mask is not None:  # one row of positions may be for all rows
         numbers = torch.where(mask[:, -positions.shape[1] :] != 0, numbers, -1)
@@ -82,8 +84,8 @@ def _documents(positions: Tensor, mask: Tensor | None) -> int:
 
 
 def _is_judged(model: Any, mask: Any, masks_rows: bool) -> bool:
-    """True if the mask is one that transformers makes: flash attention reads positions itself, and
-    the script may have made a mask of its own."""
+    """True if attention depends on a mask that transformers makes. Flash attention reads positions
+    itself, and the script may have made a mask of its own."""
     is_flash = "flash" in str(getattr(model.config, "_attn_implementation", ""))
     return not is_flash and (mask is None or masks_rows)
 

@@ -31,7 +31,8 @@ class RecordWriter:
     def __init__(self, request: AuditRequest) -> None:
         self.request = request
         self.is_suspended = False
-        """True while the audit itself runs an optimizer, which probes must not record."""
+        """True while the audit itself tries an optimizer, whose steps the probes must not
+        record."""
         self._file: RowFile | None = None
         self._problems: set[str] = set()
         self._is_users: dict[str, bool] = {}
@@ -100,8 +101,8 @@ class RecordWriter:
         os._exit(0)
 
     def safely(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a probe. An exception is recorded, not raised, because it must not disturb the
-        script; the result is then None."""
+        """Call a probe, which is a function that records something about the script. An exception
+        is recorded, not raised, because it must not disturb the script; the result is then None."""
         if self.is_suspended:
             return None
         try:
@@ -159,7 +160,8 @@ class RecordWriter:
 
     @contextmanager
     def originals(self) -> Iterator[None]:
-        """Restore all traced functions while the context is entered."""
+        """Restore the originals of all functions that are watched with `traced`, while the context
+        is entered."""
         probes = [getattr(owner, name) for owner, name, _ in self._traced]
         for owner, name, original in self._traced:
             setattr(owner, name, original)
