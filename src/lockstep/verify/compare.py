@@ -1,4 +1,5 @@
-"""Compares the trace of a plan with the trace of the reference. Pure: nothing is executed here.
+"""Compares the trace of a run under a plan with the trace of the reference run, on one process.
+Pure: nothing is executed here.
 
 Before the first step, the initial weights are compared. In each step, in this order: the samples
 and the contents of every microbatch; if ranks hold full parameters, each microbatch's gradient, bit
@@ -24,8 +25,8 @@ from lockstep.evidence.tolerance import TOLERANCE, MeasuredRounding
 from lockstep.evidence.trace import Trace, tensor_distance
 
 SUM_TOLERANCE = 4.0
-"""Largest distance of a reduced gradient from the float64 sum over its microbatches, in multiples
-of its rounding."""
+"""Largest distance of a reduced gradient from the float64 sum over its microbatches' gradients, in
+multiples of the rounding of that sum."""
 BEFORE_FIRST_STEP = -1
 
 Check = Literal[
@@ -51,43 +52,45 @@ DESCRIPTIONS: Mapping[Check, str] = {
     "weight": "weight of the loss",
     "logged": "logged value",
 }
-"""Check -> description of the value that it compares. Differences in a step are reported in this
-order."""
+"""Name of a check -> description of the value that it compares. Differences in a step are reported
+in this order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A value that differs by more than the tolerance."""
+    """A value that differs between the plan's run and the reference by more than the tolerance."""
 
     step: int
-    """`BEFORE_FIRST_STEP` for an initial value."""
+    """Number of the step; `BEFORE_FIRST_STEP` for an initial value."""
     check: Check
     name: str = ""
     """Name of the tensor, if the check is about one."""
     rank: int = 0
     times_rounding: float = math.inf
-    """Distance from the reference, in multiples of rounding."""
+    """Distance of the plan's value from the reference's, in multiples of rounding."""
     relative: float = math.inf
-    """Distance from the reference, relative to the reference's norm."""
+    """Distance of the plan's value from the reference's, relative to the norm of the
+    reference's."""
     microbatches: tuple[int, ...] = ()
     """Numbers of the microbatches involved. Empty: all microbatches of the step."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Comparison:
-    """The comparison of a plan's trace with the reference's."""
+    """The result of comparing a plan's trace with the reference's."""
 
     plan: str
     steps: int
     bitwise: bool
     differences: list[Difference] = field(default_factory=list)
-    """Differences in the first step that has any, in the order of computation."""
+    """Differences from the reference in the first step that has any, in the order in which a step
+    computes the values."""
     largest: Difference | None = None
-    """The largest difference in multiples of rounding, whether within the tolerance or not. None:
-    no bit differs."""
+    """The difference from the reference, of all values in all steps, that is the largest in
+    multiples of rounding, within the tolerance or not. None: no bit differs."""
     divergence: dict[str, list[float]] = field(default_factory=dict)
-    """Relative distance from the reference at each step, for all `gradients`, all `parameters`, and
-    the `loss`."""
+    """Relative distance of the plan's run from the reference at each step, for all `gradients`, all
+    `parameters`, and the `loss`."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -102,8 +105,8 @@ def compare_traces(
     *,
     bitwise: bool,
 ) -> Comparison:
-    """Compare `plan` with `reference`: bit by bit if `bitwise`, else within `TOLERANCE`, in
-    multiples of rounding."""
+    """Compare the trace of a run under a plan (`plan`) with the reference's: bit by bit if
+    `bitwise`, else within `TOLERANCE` times the rounding of each value."""
     comparator = _Comparator(reference, plan, rounding, bitwise)
     comparison = comparator.run(*comparator.all_checks())
     if comparison.passed:
@@ -125,15 +128,16 @@ def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:
 
 
 def first_other_data(reference: Trace, other: Trace) -> Difference | None:
-    """Return the first difference in the data of two runs that should differ only by noise."""
+    """Return the first difference in the samples or contents of microbatches between two runs that
+    should differ only by noise; None if their data are the same."""
     comparator = _Comparator(reference, other, MeasuredRounding(reference, []))
     steps, checks = range(comparator.comparison.steps), (comparator.samples, comparator.batches)
     return next((found for step in steps for check in checks for found in check(step)), None)
 
 
 def divergence(reference: Trace, other: Trace, steps: int) -> dict[str, list[float]]:
-    """Return the relative distance at each step of the loss, and of all gradients and all
-    parameters together."""
+    """Return the relative distance between two runs at each step: of all `gradients` together, of
+    all `parameters` together, and of the `loss`."""
     distances: dict[str, list[float]] = {"gradients": [], "parameters": [], "loss": []}
     for step in range(steps):
         ours, theirs = reference.rank_0.steps[step], other.rank_0.steps[step]
@@ -146,8 +150,8 @@ def divergence(reference: Trace, other: Trace, steps: int) -> dict[str, list[flo
 
 
 class _Comparator:
-    """The checks of a plan's trace. A check with a step as argument yields the differences of that
-    step."""
+    """The checks that compare a plan's trace with the reference's. A check with a step as argument
+    yields the differences of that step."""
 
     def __init__(
         self,
@@ -162,7 +166,8 @@ class _Comparator:
         self.comparison = Comparison(plan=plan.plan, steps=steps, bitwise=bitwise)
 
     def run(self, *checks: Callable[[int], Iterator[Difference]]) -> Comparison:
-        """Compare step by step, up to the first step that differs."""
+        """Compare the traces step by step with these checks, up to the first step with a
+        difference."""
         differences = list(self._initial())
         for step in range(self.comparison.steps):
             if differences:
@@ -196,8 +201,9 @@ class _Comparator:
     def _judge(
         self, found: Difference, *, distance: float, rounding: float, norm: float
     ) -> Iterator[Difference]:
-        """Yield the difference if `distance` exceeds the tolerance; record it if it is the largest
-        so far."""
+        """Yield the difference `found` if `distance` exceeds the tolerance; record it if it is the
+        largest so far. `distance`: between the plan's value and the reference's. `rounding`: of
+        that value. `norm`: of the reference's value."""
         if distance == 0.0:
             return
         found = replace(
@@ -210,9 +216,9 @@ class _Comparator:
             yield found
 
     def compare_logged(self) -> None:
-        """Compare the numbers that the script has logged, or got from all ranks, once the model is
-        known to be the same. A note names the numbers that are not compared, because one process
-        does not, or may not, reproduce them."""
+        """Compare the numbers that the script has logged, or got from all ranks, once all gradients
+        and parameters are known to be the same. A note names the numbers that differ and are not
+        compared, because one process does not, or may not, reproduce them."""
         reference, plan = self._reference.logged, self._plan.logged
         not_compared: dict[str, None] = {}
         for step in sorted(reference.keys() & plan.keys()):
@@ -288,8 +294,8 @@ class _Comparator:
                 )
 
     def _microbatches(self, step: int) -> Iterator[Difference]:
-        """Check the gradient of each microbatch, as long as the parameters have the bits of the
-        reference."""
+        """Check the gradient of each microbatch. With numerics=fast, only in the first step: later,
+        the parameters do not have the bits of the reference."""
         if step and not self._bitwise:  # fast numerics: only in the first step
             return
         ours = {m.index: m.gradients for m in self._reference.microbatches_of(step)}
@@ -303,7 +309,7 @@ class _Comparator:
                 away = distance(summary, actual.get(name))
                 if away == 0.0:
                     continue
-                differ += not m.together  # a sum of parts is rounded otherwise
+                differ += not m.together  # the sum of several ranks' parts has other rounding
                 rounding = rounding or self._rounding.of_microbatch(step, m.index)
                 yield from self._judge(
                     Difference(
@@ -339,8 +345,8 @@ class _Comparator:
                     yield Difference(step=step, check="missing", name=name, rank=rank)
 
     def _sums(self, step: int) -> Iterator[Difference]:
-        """Check the reduced gradient of ranks with full parameters against the float64 sum over
-        microbatches."""
+        """Check the reduced gradient, on ranks with full parameters, against the float64 sum of its
+        microbatches' gradients in the plan's own trace."""
         # With numerics=fast a plan may scale the loss before the backward (by 3, say). A gradient
         # that nearly cancels is then rounded differently, so it may also differ from the sum by as
         # much as the perturbed runs differ.
@@ -413,7 +419,8 @@ class _Comparator:
                 yield Difference(step=step, check="weight", rank=rank)
 
     def ranks(self, step: int) -> Iterator[Difference]:
-        """Check that ranks with the whole model have the same bits."""
+        """Check that all ranks with the whole model have the same bits in gradients, parameters and
+        buffers."""
         rank_0 = self._plan.rank_0.steps[step].tensors
         for rank, entry in self._plan.ranks.items():
             for kind in ("gradients", "parameters", "buffers"):
@@ -428,8 +435,8 @@ class _Comparator:
 
 
 def sum_error(total: TensorSummary, terms: list[TensorSummary], gain: float) -> tuple[float, float]:
-    """Return the distance of `total` from the float64 sum of `terms` times `gain`, and the rounding
-    of that sum."""
+    """Return the distance of a reduced gradient (`total`) from the float64 sum of its microbatches'
+    gradients (`terms`) times `gain`, and the rounding of that sum."""
     expected = gain * np.sum([term.projection for term in terms], axis=0)
     away = float(np.sqrt(np.mean((expected - total.projection) ** 2)))
     # Each partial sum is rounded by half a unit in the last place and is at most as large as all

@@ -13,15 +13,15 @@ from lockstep.plan import Plan
 from lockstep.scripts.request import ScriptRequest
 
 PERTURBED_RUNS = 3
-"""Number of perturbed runs. With the reference, they give six distances between two runs that
-differ only by rounding."""
+"""Number of perturbed runs: runs like the reference, with added noise as large as rounding. With
+the reference, they give six distances between two runs that differ only by rounding."""
 FLOAT64_PERTURBED_RUNS = 2
 """Number of perturbed runs of the first step in float64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceRequest(ScriptRequest):
-    """The trace that a run writes, and the changes to the run."""
+    """The trace that a run of the script writes, and the changes to the run."""
 
     answered_by: ClassVar[str] = "lockstep.verify.probe"
     calls: str = "install"
@@ -115,8 +115,9 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
 
 
 def reference_plan(plan: Plan) -> Plan:
-    """Return the reference plan for `plan`, on one process. If bits must be equal, it is compiled,
-    and has slices and chunked logits, as `plan` does, because these change rounding."""
+    """Return the plan of the run on one process with which a run under `plan` is compared. If bits
+    must be equal, it is compiled, and has slices (parts in which layers compute) and chunked
+    logits, as `plan` does, because these change rounding."""
     same_bits = plan.numerics == "bitwise"
     return Plan(
         replicate=1,
@@ -133,8 +134,8 @@ FAST_REFERENCE = reference_plan(Plan())
 def reference_jobs(
     plans: Sequence[tuple[Plan, int]], steps: int, microbatch: int | None = None
 ) -> dict[Plan, Job]:
-    """Return the run of each reference plan that `plans` need; the run with numerics=fast comes
-    first."""
+    """Return, by reference plan, the runs on one process with which runs under `plans` are
+    compared; the run with numerics=fast comes first."""
     references = sorted(
         {reference_plan(plan) for plan, _ in plans},
         key=lambda plan: (plan != FAST_REFERENCE, plan.compile, plan.logits, plan.slices),
@@ -159,7 +160,8 @@ def reference_jobs(
 
 
 def perturbed_jobs(steps: int, microbatch: int | None, count: int = PERTURBED_RUNS) -> list[Job]:
-    """Return the perturbed runs of the reference with numerics=fast."""
+    """Return the perturbed runs: `count` runs like the reference with numerics=fast, with added
+    noise as large as rounding."""
     return [
         Job(
             name=f"perturbed-{seed}",
@@ -174,8 +176,8 @@ def perturbed_jobs(steps: int, microbatch: int | None, count: int = PERTURBED_RU
 
 
 def plan_job(plan: Plan, processes: int, steps: int, microbatch: int | None) -> Job:
-    """Return the run that is compared with the reference. It does not compress gradients; the run
-    of `compressed` does."""
+    """Return the run under `plan` that is compared with the reference. It does not compress
+    gradients; the run of `compressed` does."""
     return Job(
         name="plan-" + str(plan).replace(",", "-").replace("=", ""),
         plan=plan,
@@ -189,18 +191,18 @@ def plan_job(plan: Plan, processes: int, steps: int, microbatch: int | None) -> 
 
 
 def compressed(job: Job) -> Job:
-    """Return the same run with the gradient compression of the recipe."""
+    """Return the same run, but with the gradient compression of the recipe."""
     return replace(job, name=f"{job.name}-compressed", uncompressed=False)
 
 
 def in_float64(job: Job) -> Job:
-    """Return the same run for one step in float64."""
+    """Return the same run, but in float64 and for one step."""
     return replace(job, name=f"{job.name}-float64", steps=1, float64=True)
 
 
 def microbatch_size_jobs(global_batch: int, microbatch: int) -> list[Job]:
-    """Return one-step runs in float64 and eval mode, with `microbatch` and with another size; none
-    if the batch is too small."""
+    """Return two one-step runs in float64 and eval mode: with `microbatch` samples in a microbatch,
+    and with another number. Empty if the batch is too small."""
     other = -(-microbatch // 2) if microbatch > 1 else 2
     if other == microbatch or other > global_batch:
         return []
@@ -219,6 +221,6 @@ def microbatch_size_jobs(global_batch: int, microbatch: int) -> list[Job]:
 
 
 def microbatch_for_all(global_batch: int, plans: Sequence[tuple[Plan, int]]) -> int:
-    """Return a microbatch size for all plans: one microbatch for each process of the plan with the
-    most of them."""
+    """Return a microbatch size with which every plan can run: it gives one microbatch to each
+    process of the plan with the most of them."""
     return max(1, -(-global_batch // max(processes for _, processes in plans)))

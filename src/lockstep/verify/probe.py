@@ -52,8 +52,8 @@ def install(environ: Mapping[str, str]) -> tuple[Overrides, list[TraceHook]]:
 
 
 class TraceHook(ControlHook):
-    """Writes the gradient of each microbatch, their sum, and the update. Ends the process after the
-    last requested step."""
+    """Writes a run's trace: the gradient of each microbatch, their sum, and the model after each
+    update. Ends the process after the last requested step."""
 
     run: Run
     tracer: Tracer
@@ -62,22 +62,27 @@ class TraceHook(ControlHook):
         self._request = request
         self._finds_short_dtypes = request.float64
         self._steps: dict[int, int] = {}
-        """Number of steps done of each train module, by its index."""
+        """Index of a train module (a model with its optimizer) -> number of its steps done."""
         self._batches: dict[int, dict[str, str]] = {}
-        """Digests of the parts of each microbatch's batch, by its number in the step."""
+        """Number of a microbatch in the step -> digests of the parts of its batch, by their
+        paths."""
         self._results: dict[str, float] = {}
-        """The numbers that calls of the script have reduced over all ranks since the step began."""
+        """The numbers that calls of the script have reduced over all ranks since the step began, by
+        the name and number of the call."""
         self._together: list[int] = []
-        """The ranks that divide each microbatch's tokens with this rank."""
+        """The ranks that divide the tokens of each microbatch among them, with this rank; empty if
+        this rank computes all tokens of its microbatches."""
         self._outputs: dict[int, SequenceOutput] = {}
-        """The latest output of each train module in its first step, if tokens are traced."""
+        """Index of a train module -> its latest output in its first step. Empty if tokens are not
+        traced."""
         self._layers: dict[str, tuple[Tensor, ...]] = {}
-        """Name -> tokens, choices and output of each layer of experts in the latest forward."""
+        """Name of a layer of experts -> its input tokens, the chosen experts, and its output in the
+        latest forward."""
         self._in_microbatch = self._has_ended = False
         self._logged_steps = 0
 
     def before_steps(self, run: Run) -> None:
-        """Write the state of the models before the first step."""
+        """Write the parameters and buffers of the models before the first step."""
         self.run = run
         # done only now, because the models' initial values were drawn in the usual dtype
         if self._request.float64:
@@ -144,7 +149,8 @@ class TraceHook(ControlHook):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Record a forward, see `Probe`."""
+        """Record the random state before a microbatch's forward. Entered around the forward, see
+        `Probe`."""
         self.tracer.before_forward()
         self._layers = {}
         finds_short_dtypes, self._finds_short_dtypes = self._finds_short_dtypes, False
@@ -160,8 +166,9 @@ class TraceHook(ControlHook):
             )
 
     def result(self, name: str, value: float) -> None:
-        """Record a result, see `Probe`. Calls made for each microbatch are left out, because the
-        number of these on a rank depends on the plan."""
+        """Record a number that a call of the script has reduced over all ranks, see `Probe`. Calls
+        made for each microbatch are left out, because the number of these on a rank depends on the
+        plan."""
         if not self._in_microbatch:
             calls = sum(each.startswith(f"{name}, call ") for each in self._results)
             self._results[f"{name}, call {calls + 1}"] = value
@@ -169,8 +176,9 @@ class TraceHook(ControlHook):
     def before_backward(
         self, module: int, microbatch: int, total: Tensor, grad_output: Tensor
     ) -> None:
-        """See `Probe`. Computes the gradient of this microbatch, or of this rank's tokens in it,
-        unless this rank has only a slice of the microbatch."""
+        """Record a microbatch before its backward, see `Probe`, with the gradient of this
+        microbatch, or of this rank's tokens in it. There is no gradient if this rank has only a
+        slice of the microbatch (some of its samples, under SyncBatchNorm)."""
         each, gradients = self.run.training.modules[module], None
         parameters = each.leaves if self._is_whole and not self._slices else []
         output = self._outputs.pop(module, None)
@@ -188,9 +196,10 @@ class TraceHook(ControlHook):
         self._note_microbatch(module, microbatch, gradients)
 
     def _see_output(self, index: int, module: nn.Module, given: Any, output: Any) -> Any:
-        """Keep the output of a microbatch of the first step. A forward hook.
+        """Keep a model's output for one microbatch of the first step. A forward hook, which returns
+        views of the output.
 
-        The loss gets views of the output. The gradient of a view is computed without the hooks of
+        The loss is computed from the views. The gradient of a view is computed without the hooks of
         FSDP on the output, which communicate.
         """
         if not self._in_microbatch or self._steps[index]:
@@ -235,19 +244,20 @@ class TraceHook(ControlHook):
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
-        """Keep a layer of experts in the first step. A forward hook."""
+        """Keep the input, the choices and the output of a layer of experts in the first step. A
+        forward hook."""
         given = [*args, *kwargs.values()]
         if self._in_microbatch and not self._steps[index] and len(given) == ARGUMENTS:
             self._layers[name] = given[0].detach(), given[1], output.detach()
 
     def without_backward(self, module: int, microbatch: int) -> None:
-        """Record a microbatch without a backward, see `Probe`."""
+        """Record a microbatch that has no backward, see `Probe`."""
         self._note_microbatch(module, microbatch, None)
 
     @property
     def _slices(self) -> int:
-        """The number of slices into which SyncBatchNorm splits each microbatch; 0 if it does
-        not."""
+        """The number of slices (groups of samples) into which SyncBatchNorm splits each microbatch;
+        0 if it does not."""
         return self._layout.assignment.slices
 
     @property
@@ -259,7 +269,7 @@ class TraceHook(ControlHook):
     ) -> None:
         mesh = self.run.context.mesh
         if mesh.tokens.rank and mesh.loss_parts.size == 1:
-            return  # rank 0 of the axis has the same gradients
+            return  # rank 0 of the axis writes the same gradients
         index, samples = self._layout.full_microbatch(microbatch)
         balance = self.run.training.modules[module].balance
         batch = {} if self._slices else self._batches[microbatch]
@@ -311,8 +321,8 @@ class TraceHook(ControlHook):
             run.context.world.end_process()
 
     def _note(self, number: int, module: TrainModule, weight: float | None) -> bool:
-        """Write a train module's update. `weight`: result of `Recipe.weight`. Returns True after
-        the last requested step."""
+        """Write a train module's parameters, buffers and optimizer states after its update.
+        `weight`: result of `Recipe.weight`. Returns True after the last requested step."""
         result = self.run.training.results.get(number)
         if result is None:  # skipped
             return self._request.steps is not None and self._steps[number] >= self._request.steps
@@ -345,7 +355,8 @@ def _unscaled(module: TrainModule, gradients: NamedTensors) -> NamedTensors:
 
 
 def _router(module: TrainModule, name: str, experts: Experts) -> list[str]:
-    """Return the names of the parameters of a layer's router; empty if it is not known."""
+    """Return the names of the parameters of the router that chooses among the experts of a layer;
+    empty if the router is not known."""
     try:
         router = router_beside(module.model, name, experts)
     except RecipeError:
@@ -354,7 +365,7 @@ def _router(module: TrainModule, name: str, experts: Experts) -> list[str]:
 
 
 def _states(module: TrainModule) -> NamedTensors:
-    """Yield the optimizers' state tensors, named parameter/state."""
+    """Yield the tensors in the optimizers' states, named parameter/state."""
     for name, parameter in zip(module.names, module.parameters, strict=True):
         for optimizer in module.optimizers:
             for what, value in optimizer.state.get(parameter, {}).items():
@@ -363,7 +374,7 @@ def _states(module: TrainModule) -> NamedTensors:
 
 
 def _full(tensors: NamedTensors) -> NamedTensors:
-    """Yield each full tensor, one at a time. Every rank iterates over them."""
+    """Yield each tensor with its shards gathered, one at a time. Every rank iterates over them."""
     for name, tensor in tensors:
         yield name, tensor if tensor is None else full_tensor(tensor)
 

@@ -1,4 +1,4 @@
-"""Runs jobs: the user's script as subprocesses, each of which writes a trace."""
+"""Runs jobs of a verification: each is the user's script as subprocesses, which write a trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from lockstep.verify.jobs import Job
 class JobResult(ScriptEnd):
     job: Job
     traces: list[Trace]
-    """The traces, one for each train module; empty if the run failed or never trained."""
+    """The traces, one for each train module (a model with its optimizer); empty if the run failed
+    or never trained."""
 
 
 class Runner:
@@ -40,9 +41,10 @@ class Runner:
         begins: Callable[[str], None] = lambda _: None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`folder`: the folder of all files. `slots`: largest number of processes at the same time
-        (a job that needs more runs alone). `launch`: options of every run. `begins` is called with
-        a description of each run that begins, `progress` with one of each run that has ended."""
+        """`folder`: for the files of all runs. `slots`: largest number of processes at the same
+        time (a job that needs more runs alone). `launch`: options of every run. `begins` is called
+        with a description of each run that begins, `progress` with one of each run that has
+        ended."""
         self.line = line
         self._folder = folder
         self._timeout_seconds = timeout_seconds

@@ -1,4 +1,5 @@
-"""The output of a model of sequences, which the probe of `lockstep verify` traces by token."""
+"""The output of a model of sequences, from which the probe of `lockstep verify` traces each
+token."""
 
 from __future__ import annotations
 
@@ -19,16 +20,17 @@ class SequenceOutput:
 
     tensor: Tensor
     dim: int
-    """The dim of the tokens."""
+    """The dimension of the output along which the tokens are."""
     places: Tensor
-    """Each token's index in the sequence."""
+    """The index in the sequence of each token of this rank."""
     documents: Tensor | None
-    """(samples, all tokens): the document of each token."""
+    """Shape (samples, tokens of the whole sequence): the number of each token's document. None:
+    each sample is one document."""
 
     @classmethod
     def of(cls, output: Any, dim: int) -> SequenceOutput | None:
         """Return the first tensor of a model's output that has tokens along `dim` and a gradient.
-        None if there is none. Called where the model returns."""
+        None if there is none. Called in the forward hook of the model."""
         sequence = active()
         documents = None if sequence is None or sequence.documents is None else sequence.documents
         for each in tensors_in(output):
@@ -40,8 +42,9 @@ class SequenceOutput:
         return None
 
     def write(self, tracer: Tracer, module: int, index: int, gradient: Tensor | None) -> None:
-        """Write sketches of the tokens. `gradient`: the loss's gradient with respect to the output;
-        None if the loss does not use the output."""
+        """Write sketches of the output of each token. `index`: the number of the microbatch.
+        `gradient`: the loss's gradient with respect to the output; None if the loss does not use
+        the output."""
         sketched = {"output": self.tensor}
         if gradient is not None:
             sketched["gradient"] = gradient

@@ -1,4 +1,5 @@
-"""The evidence for a cause: two traces, and the first step at which they differ."""
+"""The evidence from which a cause is found: the traces of a plan's run and of the reference, and
+the first step at which they differ."""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ from lockstep.evidence.trace import MicrobatchTrace, RankTrace, Trace
 from lockstep.verify.compare import Difference
 
 MOST_NAMED = 4
-"""Largest number of tokens that a cause names."""
+"""Largest number of tokens that the text of a cause names."""
 Wrong = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The first step with a difference, and its differences in the order of computation."""
+    """The traces of the reference and of a plan's run, and their differences in the first step that
+    has any, in the order in which a step computes the values."""
 
     reference: Trace
     plan: Trace
@@ -37,30 +39,33 @@ class Evidence:
 
     @property
     def expected_microbatches(self) -> dict[int, MicrobatchTrace]:
-        """The reference's microbatches of the step, by index."""
+        """The reference's microbatches of the step with the differences, by number."""
         return {m.index: m for m in self.reference.microbatches_of(self.step)}
 
     @property
     def microbatches(self) -> list[MicrobatchTrace]:
-        """The plan's microbatches of the step, on all ranks."""
+        """The microbatches of the step with the differences in the plan's run, on all ranks."""
         return self.plan.microbatches_of(self.step)
 
     @property
     def token_tolerance(self) -> float:
-        """Largest difference of a token's sketch, relative to a typical token's sketch."""
+        """Largest difference between the plan's and the reference's sketch of a token that counts
+        as rounding, relative to a typical token's sketch."""
         return float(COMPUTE_EPS[self.reference.metadata.get("precision", "fp32")] ** 0.5)
 
     def of(self, *checks: str) -> list[Difference]:
         return [difference for difference in self.differences if difference.check in checks]
 
     def names(self, *checks: str) -> list[str]:
-        """Return the names of the tensors that differ according to these checks, each name once."""
+        """Return the names of the tensors that differ from the reference in these checks, such as
+        "gradients"; each name once."""
         return list(dict.fromkeys(difference.name for difference in self.of(*checks)))
 
 
 def differ(expected: Vector, found: Vector, tolerance: float) -> Wrong:
-    """True for each token that differs by more than `tolerance` times the size of a typical token.
-    The last dim has a token's sketch."""
+    """Return True for each token whose sketch in `found` (the plan's run) differs from `expected`
+    (the reference) by more than `tolerance` times the size of a typical token. A sketch is in the
+    last dimension."""
     typical = float(np.sqrt(np.mean(expected**2)))
     away = np.sqrt(np.mean((found - expected) ** 2, axis=-1))
     wrong: Wrong = ~(away <= tolerance * typical)
@@ -72,7 +77,7 @@ def named(places: Sequence[int]) -> str:
 
 
 def wrong_factor(factor: float, evidence: Evidence, what: str) -> str:
-    """Return the text of the cause for a value that is `factor` times the right one."""
+    """Return the text of the cause for a value (`what`) that is `factor` times the right one."""
     text = f"a wrong factor: {what} is {factor:.4g} times what it should be"
     sizes = {
         len(m.together): "the number of ranks that share out a sequence"
@@ -89,7 +94,7 @@ def wrong_factor(factor: float, evidence: Evidence, what: str) -> str:
 
 
 def stacked(summaries: Summaries, names: list[str]) -> Vector:
-    """Return the concatenated projections of these tensors; zeros for a tensor that does not
+    """Return the projections of the tensors `names`, concatenated; zeros for a tensor that does not
     exist."""
     tensors = [summaries.get(name) for name in names]
     if not tensors:
@@ -100,7 +105,8 @@ def stacked(summaries: Summaries, names: list[str]) -> Vector:
 
 
 def update(rank: RankTrace, step: int, names: list[str]) -> Vector:
-    """Return the change of these parameters in the step."""
+    """Return the projections of the change that a step made to the parameters `names`,
+    concatenated."""
     before = rank.steps[step - 1].tensors["parameters"] if step else rank.initial["parameters"]
     added: Vector = stacked(rank.steps[step].tensors["parameters"], names) - stacked(before, names)
     return added

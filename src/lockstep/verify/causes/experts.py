@@ -1,8 +1,8 @@
-"""Causes of differences if ranks divide the experts of each layer among them.
+"""Causes of differences from the reference if ranks divide the experts of each layer among them.
 
 For the first step, the trace has each layer of experts' input tokens, their chosen experts, and the
 output. If a layer's input and choices are right and its output is not, the fault is in the exchange
-of rows. Else the names of the wrong gradients show the fault.
+of rows (tokens sent to an expert). Else the names of the wrong gradients show the fault.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from lockstep.evidence.trace import LayerTrace
 from lockstep.verify.causes.evidence import Evidence, Wrong, differ, named, stacked
 
 MOSTLY = 0.9
-"""Fraction of the wrong tokens whose output must be another token's output."""
+"""Smallest fraction of the tokens with a wrong output that must have another token's output, for
+the cause to be that outputs went to the wrong tokens."""
 
 
 def rows(evidence: Evidence) -> str | None:
-    """Check for a layer whose input and choices are right, and whose output is not."""
+    """Check for a layer of experts whose input and choices equal the reference's, and whose output
+    does not."""
     for index in sorted(evidence.expected_microbatches) if not evidence.step else ():
         ours, theirs = evidence.reference.experts_of(index), evidence.plan.experts_of(index)
         if len(ours) != 1 or not theirs:
@@ -52,8 +54,9 @@ def rows(evidence: Evidence) -> str | None:
 
 
 def _in_order(expected: LayerTrace, parts: Sequence[LayerTrace]) -> LayerTrace:
-    """Return the tokens of all ranks that divide a microbatch, in the order of the expected tokens.
-    Each token is matched with the nearest expected token that is still free."""
+    """Join the tokens of all ranks that divide a microbatch (`parts`), in the order of the
+    reference's tokens (`expected`). Each token is matched with the nearest expected token that is
+    still free."""
     whole = LayerTrace(
         *(
             np.concatenate([getattr(part, each.name) for part in parts])
@@ -83,7 +86,8 @@ def _same_input(expected: LayerTrace, found: LayerTrace, evidence: Evidence) -> 
 def _misplaced(
     expected: LayerTrace, found: LayerTrace, wrong: Wrong, name: str, where: str
 ) -> str | None:
-    """Check for tokens with the output of another token."""
+    """Check for tokens with the output of another token. `wrong`: True for each token whose output
+    differs from the reference."""
     at = np.flatnonzero(wrong)
     away = np.linalg.norm(found.output[at, None] - expected.output[None], axis=-1)
     nearest = away.argmin(1)
@@ -99,7 +103,8 @@ def _misplaced(
 
 
 def _lost(layer: _Layer, expected: LayerTrace, found: LayerTrace, wrong: Wrong, where: str) -> str:
-    """Return the cause for wrong tokens: the rows of some experts, or of all."""
+    """Return the cause as text for tokens with wrong outputs: the rows (tokens sent to an expert)
+    of some experts were lost, or rows of all experts went to wrong tokens."""
     at = f"{where} the input of {layer.name!r} and its choices are right, and its output is wrong"
     for experts in layer.groups():
         chose = np.isin(expected.choices, experts).any(1)
@@ -123,7 +128,7 @@ def _lost(layer: _Layer, expected: LayerTrace, found: LayerTrace, wrong: Wrong, 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer of experts that ranks divide."""
+    """A layer of experts that the ranks of an `expert` axis divide."""
 
     name: str
     count: int
@@ -153,7 +158,8 @@ class _Layer:
 
 
 def router_gradient(evidence: Evidence) -> str | None:
-    """Check for a router's wrong gradient, if the loss and the layer's experts are right."""
+    """Check for a wrong gradient of a router, although the loss and the gradients of the layer's
+    experts are right."""
     wrong = set(evidence.names("missing", "gradients"))
     first = evidence.first
     for name, layer in _layers(evidence).items():
@@ -175,8 +181,8 @@ def router_gradient(evidence: Evidence) -> str | None:
 
 
 def wrong_factor(evidence: Evidence) -> str | None:
-    """Check for gradients of experts that are wrong by the number of ranks, if all other gradients
-    are right."""
+    """Check for gradients of experts that are the right ones multiplied or divided by a number of
+    ranks, although all other gradients are right."""
     names, layers = evidence.names("gradients", "sum"), _layers(evidence)
     if not names or not set(names) <= _parameters(evidence):
         return None
@@ -212,7 +218,8 @@ def _times(evidence: Evidence, factor: float, what: str) -> str | None:
 
 
 def _of_some_experts(evidence: Evidence, name: str) -> str | None:
-    """Check for the gradients of some experts. Needs the tensors themselves."""
+    """Check for wrong gradients of some of the experts in the parameter `name`. Needs the tensors
+    themselves, which the trace may not have."""
     of = next(key for key, each in _layers(evidence).items() if name in each["parameters"])
     layer = _Layer.of(evidence, of)
     both = _by_expert(evidence, layer, "gradients", name)
@@ -239,7 +246,7 @@ def _of_some_experts(evidence: Evidence, name: str) -> str | None:
 
 
 def clipping(evidence: Evidence) -> str | None:
-    """Check for a norm of the gradients that leaves out the experts of other ranks."""
+    """Check for clipping by a norm of the gradients that leaves out the experts of other ranks."""
     step, layers = evidence.step, _layers(evidence)
     entry = evidence.plan.ranks[evidence.first.rank].steps[step]
     sizes = {name: each.norm for name, each in entry.tensors["gradients"].items() if each}
@@ -266,7 +273,7 @@ def clipping(evidence: Evidence) -> str | None:
 
 def _norm_of(evidence: Evidence, rank: int, dense: float) -> float:
     """Return the norm of the gradients of a rank's experts and of all other parameters; NaN if the
-    trace lacks the tensors."""
+    trace lacks the tensors. `dense`: the norm of all other parameters' gradients."""
     total = dense**2
     for name, of in _layers(evidence).items():
         layer = _Layer.of(evidence, name)
@@ -281,7 +288,8 @@ def _norm_of(evidence: Evidence, rank: int, dense: float) -> float:
 def _by_expert(
     evidence: Evidence, layer: _Layer, kind: str, name: str
 ) -> tuple[Vector, Vector] | None:
-    """Return the reference's tensor and the plan's, with a row for each expert."""
+    """Return the reference's tensor `name` and the plan's, each with a row for each expert; None if
+    a trace lacks the tensor. `kind`: such as `gradients`."""
     expected, actual = (
         trace.tensor(evidence.step, kind, name) for trace in (evidence.reference, evidence.plan)
     )
@@ -291,7 +299,8 @@ def _by_expert(
 
 
 def initial_values(evidence: Evidence) -> str | None:
-    """Check for experts that start from other values, although everything else starts right."""
+    """Check for experts whose initial values differ from the reference's, although all other
+    initial values are right."""
     names = evidence.names("initial")
     if not set(names) <= _parameters(evidence):
         return None
@@ -316,8 +325,8 @@ def optimizer_state(evidence: Evidence) -> str | None:
 
 
 def _layers(evidence: Evidence) -> Mapping[str, Any]:
-    """Return name -> parameters, router and count of each layer of experts. Empty if the plan does
-    not divide experts."""
+    """Return, by the name of each layer of experts, the names of its parameters, those of its
+    router, and its number of experts. Empty if the plan does not divide experts."""
     layers: Mapping[str, Any] = evidence.plan.metadata.get("experts", {})
     return layers
 

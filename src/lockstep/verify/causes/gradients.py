@@ -19,7 +19,8 @@ from lockstep.verify.causes.evidence import Evidence, stacked, wrong_factor
 
 
 def wrong_sum(evidence: Evidence) -> str | None:
-    """Fit the wrong gradients with the sums of the ranks over their own microbatches."""
+    """Find the cause of wrong reduced gradients by a fit with the sums that the ranks computed over
+    their own microbatches."""
     for names in (evidence.names("gradients", "sum"), evidence.names("gradients", "sum")[:1]):
         for rank in sorted({difference.rank for difference in evidence.of("gradients", "sum")}):
             if cause := _fit(evidence, names, rank):
@@ -60,8 +61,8 @@ def _ranks_miscounted(
     rank: int,
     together: set[frozenset[int]],
 ) -> str | None:
-    """Fit the wrong gradients with sums over ranks that share sequences. `together`: the ranks that
-    share the tokens of one sequence."""
+    """Find the cause of a wrong reduced gradient (`target`) by a fit with each rank's sum over its
+    own microbatches (`sums`). `together`: groups of ranks that share the tokens of one sequence."""
     ranks = [r for r in sums if np.any(sums[r])]
     factors = exact_factors([sums[r] for r in ranks], target)
     if factors is None or len(ranks) < 2 or all(abs(factor - 1) <= EXACT for factor in factors):
@@ -103,7 +104,8 @@ def _ranks_miscounted(
 def _microbatches_miscounted(
     evidence: Evidence, names: list[str], target: Vector, what: str, entry: RankTrace
 ) -> str | None:
-    """Fit `target` with single microbatches: some of them may count twice or not at all."""
+    """Find the cause of a wrong reduced gradient (`target`) by a fit with the gradients of single
+    microbatches: some of them may count twice or not at all."""
     parts = [m for m in _microbatches_with_gradients(evidence) if m.gradients is not None]
     gain = entry.steps[evidence.step].gain
     columns = [gain * stacked(m.gradients or {}, names) for m in parts]
@@ -132,7 +134,8 @@ def _microbatches_with_gradients(evidence: Evidence) -> list[MicrobatchTrace]:
 
 
 def sums_by_rank(evidence: Evidence, names: list[str], gain: float) -> dict[int, Vector]:
-    """Return each rank's sum over its own microbatches' gradients of `names`, times `gain`."""
+    """Return each rank's sum over its own microbatches' gradients of the parameters `names`, times
+    `gain`."""
     owners = {m.index: m.rank for m in evidence.microbatches}
     is_own = any(m.gradients is not None for m in evidence.microbatches)
     sums: dict[int, Vector] = {}
@@ -161,7 +164,8 @@ def missing_gradient(evidence: Evidence) -> str:
 
 
 def few_elements(evidence: Evidence) -> str | None:
-    """Check for a few wrong elements. Needs the tensors themselves."""
+    """Check for gradients of which only a few elements are wrong. Needs the tensors themselves,
+    which the trace may not have."""
     if (tensors := _tensors(evidence)) is None:
         return None
     expected, actual = tensors
@@ -178,8 +182,8 @@ def few_elements(evidence: Evidence) -> str | None:
 
 
 def short_dtype(evidence: Evidence) -> str | None:
-    """Check for elements that are all representable in a shorter dtype. Needs the tensors
-    themselves."""
+    """Check for gradients whose elements are all representable in a shorter dtype. Needs the
+    tensors themselves, which the trace may not have."""
     tensors = _tensors(evidence)
     if tensors is None or not np.any(tensors[1]):
         return None

@@ -1,9 +1,9 @@
-"""Causes of differences if several ranks compute tokens of one sequence.
+"""Causes of differences from the reference if several ranks compute tokens of one sequence.
 
 The trace has a sketch of each token's output, and of the loss's gradient with respect to it, by the
-token's index in the sequence. The wrong tokens show the fault. They are at the ends of a rank's
-chunks, or after the index at which a rank's tokens begin, or in later documents. If no token is
-wrong, the fault is in the backward.
+token's index in the sequence. The tokens that differ from the reference ("wrong") show the fault.
+They are at the ends of a rank's chunks, or after the index at which a rank's tokens begin, or in
+later documents. If no token is wrong, the fault is in the backward.
 """
 
 from __future__ import annotations
@@ -20,41 +20,45 @@ from lockstep.evidence.trace import TokenTrace
 from lockstep.verify.causes.evidence import Evidence, Wrong, differ, named
 
 MOSTLY = 0.9
-"""Fraction of the tokens after a fault that must be wrong: a token may hardly attend to earlier
-ones."""
+"""Smallest fraction of the tokens after a fault that must be wrong. It is not 1, because a token
+may hardly attend to earlier ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The tokens of a microbatch in the order of the sequence, and which of them are wrong."""
+    """The traced tokens of one microbatch in the order of the sequence, in the reference's run
+    (`expected`) and in the plan's (`found`), and which of them differ (`wrong`)."""
 
     index: int
-    """The index of the microbatch."""
+    """The number of the microbatch in the step."""
     parts: Sequence[TokenTrace]
-    """The tokens of each rank."""
+    """The tokens that each rank computed."""
     documents: np.ndarray[Any, np.dtype[np.int64]] | None
     expected: dict[str, Vector]
-    """Sketches of the reference: (samples, tokens, projections)."""
+    """`output` or `gradient` -> the reference's sketches, of shape (samples, tokens,
+    projections)."""
     found: dict[str, Vector]
     wrong: dict[str, Wrong]
-    """(samples, tokens): True for a sketch that differs from the reference."""
+    """`output` or `gradient` -> shape (samples, tokens): True for a sketch that differs from the
+    reference."""
 
     @property
     def count(self) -> int:
         return int(self.wrong["output"].shape[1])
 
     def places(self, name: str) -> list[int]:
-        """Return the indices at which a token is wrong, in any sample."""
+        """Return the indices in the sequence at which `output` or `gradient` (`name`) is wrong in
+        any sample."""
         return [int(place) for place in np.flatnonzero(self.wrong[name].any(0))]
 
     def ends(self) -> set[int]:
-        """Return the indices at which a rank's run of adjacent tokens ends: the next token is on
-        another rank, elsewhere on the same rank, or missing."""
+        """Return the indices in the sequence at which a rank's run of adjacent tokens ends: the
+        next token is on another rank, elsewhere on the same rank, or missing."""
         return {int(run[-1]) for part in self.parts for run in _runs(part)}
 
     def begins(self) -> dict[int, int]:
-        """Return index -> rank for each token, except the first, whose previous token is
-        elsewhere."""
+        """Return index in the sequence -> rank, for each token whose previous token is not just
+        before it on the same rank; without the first token."""
         begins = {int(run[0]): part.rank for part in self.parts for run in _runs(part)}
         begins.pop(0, None)
         return begins
@@ -79,7 +83,8 @@ def lost_tokens(evidence: Evidence) -> str | None:
 
 
 def pairs_at_cuts(evidence: Evidence) -> str | None:
-    """Check for a wrong loss of the tokens at the cuts, although every output is right."""
+    """Check for a wrong loss of tokens next to the cuts between the ranks' parts of a sequence,
+    although every output is right."""
     tokens = _first_wrong(evidence, "gradient")
     if tokens is None or tokens.wrong["output"].any():
         return None
@@ -134,8 +139,8 @@ def document_leak(evidence: Evidence) -> str | None:
 
 
 def places_of_others(evidence: Evidence) -> str | None:
-    """Check for outputs that are right up to an index where a rank's tokens begin, and wrong from
-    there on."""
+    """Check for outputs that are right up to an index in the sequence where a rank's tokens begin,
+    and wrong from there on."""
     tokens = _first_wrong(evidence, "output")
     if tokens is None:
         return None
@@ -151,8 +156,7 @@ def places_of_others(evidence: Evidence) -> str | None:
 
 
 def attention_backward(evidence: Evidence) -> str | None:
-    """Check for a wrong gradient of parameters, although every token's output and loss are
-    right."""
+    """Check for wrong gradients of parameters, although every token's output and loss are right."""
     tokens = _first_wrong(evidence, None)
     if tokens is None or any(each.any() for each in tokens.wrong.values()):
         return None
@@ -173,8 +177,9 @@ def attention_backward(evidence: Evidence) -> str | None:
 
 
 def _first_wrong(evidence: Evidence, name: str | None) -> _Tokens | None:
-    """Return the first wrong microbatch with a token whose `name` is wrong; if `name` is None, the
-    first wrong microbatch."""
+    """Return the tokens of the first microbatch with a token whose `name` (`output` or `gradient`)
+    differs from the reference; if `name` is None, of the first microbatch that may be wrong. None
+    if there is none."""
     for index in _wrong_microbatches(evidence):
         tokens = _compared(evidence, index)
         if tokens is None:
@@ -185,8 +190,8 @@ def _first_wrong(evidence: Evidence, name: str | None) -> _Tokens | None:
 
 
 def _wrong_microbatches(evidence: Evidence) -> list[int]:
-    """Return the microbatches of the first step that may be wrong: all of them, if none is known to
-    be wrong."""
+    """Return the numbers of the microbatches of the first step that may differ from the reference:
+    all of them, if none is known to differ."""
     if evidence.step:
         return []
     found = evidence.of("microbatch")
@@ -216,7 +221,8 @@ def _compared(evidence: Evidence, index: int) -> _Tokens | None:
 
 
 def _in_order(parts: Sequence[TokenTrace]) -> dict[str, Vector]:
-    """Join the tokens of all ranks, in the order of the sequence."""
+    """Join the sketches of all ranks' tokens, in the order of the sequence: `output` or `gradient`
+    -> shape (samples, tokens, projections)."""
     order = np.argsort(np.concatenate([part.places for part in parts]), kind="stable")
     names = set.intersection(*(set(part.sketches) for part in parts))
     return {
@@ -226,5 +232,5 @@ def _in_order(parts: Sequence[TokenTrace]) -> dict[str, Vector]:
 
 
 def _runs(part: TokenTrace) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the indices of a rank's tokens in runs of adjacent ones."""
+    """Yield the indices in the sequence of a rank's tokens, in runs of adjacent ones."""
     yield from np.split(part.places, np.flatnonzero(np.diff(part.places) != 1) + 1)

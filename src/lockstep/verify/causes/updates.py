@@ -12,16 +12,16 @@ from lockstep.verify.causes.evidence import Evidence, stacked, update
 from lockstep.verify.causes.gradients import sums_by_rank
 
 NORM_TOLERANCE = 0.2
-"""Largest relative error of a norm that is estimated from projections."""
+"""Largest relative error of a gradient norm that is estimated from projections."""
 WRONG_UPDATE = 0.05
-"""A larger relative error of an update is no rounding error, if the gradients agree a hundred times
-better."""
+"""A larger relative error of an update (a parameter's change in a step) is no rounding error, if
+the gradients agree a hundred times better."""
 _BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def clipping(evidence: Evidence) -> str:
-    """Compare a wrong clipping norm with the norm of the gradients in the trace, which are
-    right."""
+    """Compare a wrong clipping norm with the norms of the gradients in the trace, which are right,
+    and return the cause."""
     first = evidence.first
     entry = evidence.plan.ranks[first.rank].steps[first.step]
     gradients = {
@@ -108,8 +108,8 @@ def earlier_update(evidence: Evidence) -> str | None:
 
 
 def _relative(found: Vector, expected: Vector) -> float:
-    """Return the distance relative to `expected`; 0 if there are no numbers, because a step
-    overflowed."""
+    """Return the distance of `found` from `expected`, relative to the norm of `expected`; 0 if
+    there are no numbers, because a step overflowed."""
     size, away = float(np.linalg.norm(expected)), float(np.linalg.norm(found - expected))
     return away / size if size and np.isfinite(away) else 0.0
 
