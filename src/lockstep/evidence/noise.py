@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 
 def add_noise(model: nn.Module, seed: int) -> None:
-    """Add noise of one unit in the last place to every parameter, every layer's output, and the
-    gradient of that output."""
+    """Add noise of one unit in the last place to every parameter, to every layer's output, and to
+    the gradient with respect to that output."""
     # In a short dtype, the outputs of layers are rounded; noise only in parameters, which are in
     # float32, would be too small.
     perturb_parameters(model, seed)
@@ -58,7 +58,8 @@ def _with_noise(x: Tensor, name: str, seed: int) -> Tensor:
 
 
 def _random(name: str, seed: int, like: Tensor) -> Tensor:
-    """Return uniform numbers in -1..1 with the shape and dtype of `like`, the same in every run."""
+    """Return uniform numbers in -1..1 with the shape and dtype of `like`. They depend only on
+    `name` and `seed`, and are the same in every run."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     return (torch.rand(like.shape, generator=generator, dtype=torch.float32) * 2 - 1).to(

@@ -1,7 +1,8 @@
-"""Tensors in a trace: their distances, and the factors with which some tensors add up to another.
-Pure.
+"""Summaries of tensors in a trace: the distance between two tensors, and the factors with which
+some tensors add up to another. Pure.
 
-Projections are linear, so the projection of a sum is the sum of the projections.
+A summary has a random projection of the tensor. Projections are linear, so the projection of a sum
+is the sum of the projections.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ EPS = {
 COMPUTE_EPS = {"fp32": EPS["float32"], "bf16": EPS["bfloat16"], "fp16": EPS["float16"]}
 """Precision -> machine epsilon of the dtype in which it computes."""
 EXACT = 1e-3
-"""Relative residual below which a fit is exact. Rounding is far below it, a wrong explanation far
-above."""
+"""Relative residual of a fit below which one vector counts as an exact combination of others.
+Rounding is far below it, a wrong explanation far above."""
 MOST_CONDITION = 1e5
-"""Condition number above which tensors are too similar to be distinguished."""
+"""Condition number above which vectors are too similar for the factors of a fit to be
+distinguished."""
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -42,7 +44,8 @@ class TensorSummary:
     """A tensor in a trace: a sketch, and optionally a hash, instead of its elements."""
 
     projection: Vector
-    """Sums of the elements under fixed random signs."""
+    """Sums of the elements under fixed random signs, one sum for each of `PROJECTIONS` rows of
+    signs."""
     norm: float
     """L2 norm. NaN if it is not finite."""
     sha256: str = ""
@@ -71,8 +74,8 @@ parameter."""
 
 
 def distance(one: TensorSummary | None, other: TensorSummary | None) -> float:
-    """Return the L2 distance of two tensors, estimated from projections. Infinite if one is missing
-    or sizes differ."""
+    """Return the L2 distance of two tensors, estimated from their projections. Infinite if one is
+    missing or sizes differ."""
     if one is None or other is None:
         return 0.0 if one is other else math.inf
     if one.sha256 and one.sha256 == other.sha256:
@@ -88,8 +91,9 @@ def distance(one: TensorSummary | None, other: TensorSummary | None) -> float:
 
 
 def added(parts: Sequence[Summaries]) -> Summaries:
-    """Return, by name, the summaries of sums of tensors. (The projection of a sum is the sum of the
-    projections.) A tensor that no part has does not exist."""
+    """Return, by name, the summaries of the sums of tensors. `parts`: the summaries of the terms.
+    (The projection of a sum is the sum of the projections.) A tensor that no part has does not
+    exist."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: _sum([part.get(name) for part in parts]) for name in names}
 
@@ -106,14 +110,15 @@ def _sum(terms: Sequence[TensorSummary | None]) -> TensorSummary | None:
 
 
 def pooled(distances: Sequence[float], summaries: Summaries) -> float:
-    """Return the distance of all tensors together, relative to the norm of all tensors in
-    `summaries`."""
+    """Return the distance of all tensors together, computed from the distance of each, relative to
+    the norm of all tensors in `summaries`."""
     total = math.sqrt(sum(each.norm**2 for each in summaries.values() if each is not None))
     return math.sqrt(sum(value**2 for value in distances)) / total if total else 0.0
 
 
 def sketch_difference(one: Sequence[float] | None, other: Sequence[float] | None) -> float:
-    """Return the distance of two tensors, relative to the larger one; 0 if one is missing."""
+    """Return the distance of two tensors, estimated from their sketches, relative to the larger
+    one; 0 if one is missing."""
     if one is None or other is None:
         return 0.0
     first, second = TensorSummary.of(one), TensorSummary.of(other)
@@ -122,7 +127,8 @@ def sketch_difference(one: Sequence[float] | None, other: Sequence[float] | None
 
 
 def finite_projection(sketch: Sequence[float] | None) -> Vector | None:
-    """Return the projection of a sketch. None if there is no sketch, or it is not finite."""
+    """Return the projections in a sketch, without the squared norm at its end. None if there is no
+    sketch, or if it is not finite."""
     if sketch is None or not np.isfinite(sketch).all():
         return None
     return np.array(sketch[:-1])
@@ -130,16 +136,17 @@ def finite_projection(sketch: Sequence[float] | None) -> Vector | None:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A target as a sum of factors times tensors."""
+    """A vector (the target) as a linear combination of other vectors, with one factor for each."""
 
     factors: list[float]
     residual: float
-    """Part of the target that the fit does not explain."""
+    """Norm of the part of the target that the combination does not explain, relative to the
+    target's norm."""
 
 
 def fit(columns: Sequence[Vector], target: Vector) -> Fit | None:
-    """Fit the target with the columns. None if the columns are too similar, all zero, or not
-    finite."""
+    """Fit `target` by a linear combination of `columns` (least squares). None if the columns are
+    too similar, all zero, or not finite."""
     if not columns:
         return None
     matrix = np.stack(columns, axis=1)
@@ -157,7 +164,8 @@ def fit(columns: Sequence[Vector], target: Vector) -> Fit | None:
 
 
 def exact_factors(columns: Sequence[Vector], target: Vector) -> list[float] | None:
-    """Return the factors with which the columns add up to the target; None if no factors do."""
+    """Return the factors with which `columns` add up to `target`, up to rounding; None if no
+    factors do."""
     if len(columns) >= len(target) or not all(map(np.any, columns)):
         return None
     fitted = fit(columns, target)
@@ -165,7 +173,7 @@ def exact_factors(columns: Sequence[Vector], target: Vector) -> list[float] | No
 
 
 def exact_ratio(base: Vector, value: Vector) -> float | None:
-    """Return f if value = f · base; else None."""
+    """Return the number f with value = f · base, up to rounding; None if there is none."""
     square = float(base @ base)
     if not square or not np.all(np.isfinite(value)) or not np.any(value):
         return None

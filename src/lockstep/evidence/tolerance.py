@@ -28,25 +28,26 @@ from lockstep.evidence.tensors import EPS, Summaries, distance, pooled
 from lockstep.evidence.trace import Trace, tensor_distance
 
 TOLERANCE = 10.0
-"""Largest distance from the reference with which a plan passes, in multiples of rounding."""
+"""Largest distance of a plan's value from the reference's with which the plan passes, in multiples
+of rounding."""
 MINIMUM_ULPS = 4.0
-"""Smallest rounding of a tensor, in units in the last place of its norm."""
+"""Smallest value that is used as a tensor's rounding, in units in the last place of its norm."""
 SIGN_FLIP = 0.25
-"""Smallest rounding of a parameter, as a fraction of an element's typical update: with `TOLERANCE`,
-the sign of an update may flip."""
+"""Smallest value that is used as a parameter's rounding, as a fraction of an element's typical
+update: with `TOLERANCE`, the sign of an update may flip."""
 NOT_REPEATED = 1e-2
-"""Relative difference between perturbed runs above which a logged number must depend on something
-else, such as the time."""
+"""Relative difference of a logged number between perturbed runs (with noise as large as rounding)
+above which it must depend on something else, such as the time."""
 NEGLIGIBLE = 1e-3
-"""Smallest rounding of an element, in units in the last place of a typical element of all tensors
-together."""
+"""Smallest value that is used as an element's rounding, in units in the last place of a typical
+element of all tensors together."""
 
 
 class _Runs(NamedTuple):
     reference: Trace
     perturbed: Sequence[Trace]
     scale: float = 1.0
-    """Factor by which the distances of the perturbed runs are multiplied."""
+    """Factor by which the distances between these runs are multiplied."""
 
     @property
     def traces(self) -> list[Trace]:
@@ -54,8 +55,9 @@ class _Runs(NamedTuple):
 
 
 class MeasuredRounding:
-    """Rounding of a reference run, measured with its perturbed runs; without these, the smallest
-    allowed values."""
+    """The rounding of each value of a reference run: the largest distance between any two of the
+    reference and its perturbed runs (with noise of one unit in the last place). Without perturbed
+    runs, the smallest allowed rounding."""
 
     def __init__(
         self,
@@ -65,9 +67,9 @@ class MeasuredRounding:
         minimum: float = 0.0,
         sign_flip: float = SIGN_FLIP,
     ) -> None:
-        """`minimum`: smallest rounding, relative to the tensor's norm or to the norm that it would
-        have with typical elements, whichever is larger. `sign_flip`: 0 if the numbers of elements
-        are unknown."""
+        """`minimum`: smallest rounding of a tensor, relative to its norm or to the norm that it
+        would have with typical elements, whichever is larger. `sign_flip`: the value to use instead
+        of `SIGN_FLIP`; 0 if the numbers of elements are unknown."""
         self.reference = reference
         self._groups = [_Runs(reference, perturbed)]
         self._minimum = minimum
@@ -93,7 +95,7 @@ class MeasuredRounding:
         return made
 
     def of_microbatch(self, step: int, index: int) -> dict[str, float]:
-        """Return the rounding of each gradient of one microbatch, by name."""
+        """Return the rounding of the gradient of each parameter in microbatch `index` of a step."""
         reference = _microbatch_gradients(self.reference, step, index)
         largest = dict.fromkeys(reference, 0.0)
         for group in self._groups:
@@ -128,7 +130,9 @@ class MeasuredRounding:
         return math.inf if largest > NOT_REPEATED * size else self._of_number(largest, size)
 
     def _largest_of_numbers(self, step: int, value: Callable[[Trace, int], float | None]) -> float:
-        """The largest difference between any two runs in a number, over all steps up to `step`."""
+        """Return the largest difference of a number between any two of the reference and perturbed
+        runs, over all steps up to `step`. `value(trace, step)` returns the number; None if the
+        trace lacks it."""
         largest = 0.0
         for group in self._groups:
             for at in range(step + 1):
@@ -145,8 +149,8 @@ class MeasuredRounding:
         return any(group.perturbed for group in self._groups)
 
     def spread(self, step: int, kind: str) -> tuple[float, float]:
-        """Return the smallest and the largest relative distance between any two runs, over all
-        tensors of `kind` together."""
+        """Return the smallest and the largest relative distance between any two of the reference
+        and perturbed runs at a step, over all tensors of `kind` together."""
         summaries = self.reference.rank_0.steps[step].tensors[kind]
         pairs = combinations(self._groups[0].traces, 2)
         distances = [
@@ -156,8 +160,8 @@ class MeasuredRounding:
         return min(distances), max(distances)
 
     def loss_spread(self, step: int) -> tuple[float, float]:
-        """Return the smallest and the largest relative difference between the losses of any two
-        runs."""
+        """Return the smallest and the largest relative difference between the losses of any two of
+        the reference and perturbed runs at a step."""
         losses = [trace.rank_0.steps[step].loss for trace in self._groups[0].traces]
         distances = [abs(a - b) / (abs(losses[0]) or 1.0) for a, b in combinations(losses, 2)] or [
             0.0
@@ -181,8 +185,8 @@ class MeasuredRounding:
         return rounding
 
     def _rounding_of_updates(self, step: int, largest: dict[str, float]) -> dict[str, float]:
-        """Return the smallest rounding of each parameter, computed from the distance that the
-        parameter has moved up to `step`."""
+        """Return a lower limit for the rounding of each parameter, computed from the distance that
+        the parameter has moved up to `step`. `largest`: the measured rounding of each parameter."""
         rank = self.reference.rank_0
         states = [
             rank.initial["parameters"],

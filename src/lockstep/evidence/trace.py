@@ -22,17 +22,17 @@ class MicrobatchTrace:
     step: int
     index: int
     samples: tuple[int | str, ...]
-    """Indices of the samples. For a stream: descriptions of them."""
+    """Indices of the microbatch's samples in the dataset. For a stream: descriptions of them."""
     batch: Mapping[str, str]
     """Path of a part of the batch, such as `[0]` -> its digest. Empty if a rank computed only a
-    slice of the microbatch."""
+    slice of the microbatch (some of its samples)."""
     rng_before: str | None
     """Digest of the random generators' state before the forward."""
     rng_after: str | None
-    """Digest of the same state after the forward."""
+    """Digest of the random generators' state after the forward."""
     gradients: Summaries | None
-    """Gradients of this microbatch. If several ranks computed it `together`: gradients of this
-    rank's tokens. None if no rank has full gradients."""
+    """Summaries of the gradients of this microbatch, by parameter. If several ranks computed it
+    `together`: of this rank's tokens only. None if no rank has full gradients."""
     together: tuple[int, ...] = ()
     """The ranks that computed the microbatch together, each some of its tokens. Empty if this rank
     computed it alone."""
@@ -56,17 +56,19 @@ class TokenTrace:
     """(samples, tokens, projections), by name: sketches of each token's `output`, and of the loss's
     `gradient` with respect to the output, if there is one."""
     documents: np.ndarray[Any, np.dtype[np.int64]] | None
-    """(samples, all tokens): the document of each token. None: each sample is one document."""
+    """Shape (samples, tokens of the whole sequence): the number of each token's document. None:
+    each sample is one document."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTrace:
-    """A layer of experts in a microbatch of the first step."""
+    """The input, the choices and the output of a layer of experts, for the tokens that one rank
+    computed in a microbatch of the first step."""
 
     choices: np.ndarray[Any, np.dtype[np.int64]]
-    """(tokens, k): the chosen experts."""
+    """Shape (tokens, k): the indices of the experts that each token chose."""
     tokens: Vector
-    """(tokens, projections): sketches of the input."""
+    """Shape (tokens, projections): sketches of the layer's input."""
     output: Vector
 
 
@@ -80,17 +82,18 @@ class StepTrace:
     gain: float
     """Factor that turned the sum over the microbatches into the step's gradient."""
     tensors: Mapping[str, Summaries]
-    """Summaries by kind: `gradients`, `states`, `parameters`, `buffers`."""
+    """Kind (`gradients`, `states`, `parameters`, `buffers`) -> summaries of the tensors in this
+    step."""
     terms: Mapping[str, float] = field(default_factory=dict)
     """The loss's terms by name, if it has several."""
 
 
 @dataclass(slots=True)
 class RankTrace:
-    """Everything that one rank wrote about one train module."""
+    """Everything that one rank wrote about one train module (a model with its optimizer)."""
 
     initial: Mapping[str, Summaries] = field(default_factory=dict)
-    """`parameters` and `buffers` before the first step."""
+    """Summaries of the `parameters` and `buffers` before the first step."""
     steps: list[StepTrace] = field(default_factory=list)
     gradient_order: list[str] = field(default_factory=list)
     """Parameters in the order in which the first backward completed their gradients."""
@@ -98,7 +101,7 @@ class RankTrace:
 
 @dataclass
 class Trace:
-    """One run's trace of one train module."""
+    """The trace of one train module (a model with its optimizer) in one run."""
 
     folder: Path | None
     plan: str
@@ -121,8 +124,8 @@ class Trace:
 
     @property
     def backward_order(self) -> list[str]:
-        """All parameters in the order from the loss to the input. Parameters that the backward did
-        not reach come last."""
+        """All parameters in the order in which the backward reaches them, from the loss to the
+        input. Parameters that the backward did not reach come last."""
         reached = self.rank_0.gradient_order
         names = list(self.rank_0.initial.get("parameters", {}))
         return reached + [name for name in reversed(names) if name not in set(reached)]
@@ -142,21 +145,23 @@ class Trace:
         return [_sum_of_parts(parts) for parts in by_index.values()]
 
     def tokens_of(self, index: int) -> list[TokenTrace]:
-        """Return the tokens of a microbatch of the first step, of all ranks that wrote them."""
+        """Return what each rank traced of its tokens in microbatch `index` of the first step."""
         if self.folder is None:
             return []
         paths = self.folder.glob(f"tokens-{self.module_index}-{index}-*.safetensors")
         return [_tokens(path) for path in sorted(paths)]
 
     def experts_of(self, index: int) -> dict[int, dict[str, LayerTrace]]:
-        """Return rank -> name -> layer of experts, for a microbatch of the first step."""
+        """Return rank -> name of a layer of experts -> its trace, for microbatch `index` of the
+        first step."""
         if self.folder is None:
             return {}
         paths = self.folder.glob(f"experts-{self.module_index}-{index}-*.safetensors")
         return {int(path.stem.rpartition("-")[2]): _layers(path) for path in sorted(paths)}
 
     def tensor(self, step: int, kind: str, name: str) -> Vector | None:
-        """Return the tensor itself, flat and in float64; None if the trace has only its summary."""
+        """Return the values of a tensor at a step, flat and in float64; None if the trace has only
+        its summary. `kind`: such as `gradients`."""
         file = self._files.get((step, kind))
         if file is None or name not in file:
             return None
@@ -176,7 +181,8 @@ class Trace:
 
 
 def read_traces(folder: Path) -> list[Trace]:
-    """Return a run's traces, one for each train module. Empty if the run never finished a step."""
+    """Return a run's traces, one for each train module (a model with its optimizer). Empty if the
+    run never finished a step."""
     rows = [
         (int(path.stem.partition("-")[2]), row)
         for path in sorted(folder.glob("rank-*.jsonl"))
@@ -271,8 +277,8 @@ def _layers(path: Path) -> dict[str, LayerTrace]:
 
 
 def _merged(ranks: list[RankTrace]) -> RankTrace:
-    """Merge the traces of ranks that each wrote a part of one model. If two ranks wrote one tensor
-    (tied weights), the lower rank's is used."""
+    """Merge the traces of ranks that each wrote different parts of one model. If two ranks wrote
+    one tensor (tied weights), the lower rank's is used."""
 
     def merged(parts: Iterable[Mapping[str, Summaries]]) -> dict[str, Summaries]:
         summaries_of: dict[str, Summaries] = {}
@@ -298,8 +304,8 @@ def _summaries(rows: Mapping[str, Any]) -> Summaries:
 
 
 def tensor_distance(one: Trace, other: Trace, step: int, kind: str, name: str) -> float:
-    """Return the distance between a tensor's values in two traces; it is exact if both have the
-    tensor itself."""
+    """Return the distance between a tensor's values at a step in two runs' traces. It is exact if
+    both traces have the values, else estimated from the summaries."""
     summaries = (each.rank_0.steps[step].tensors[kind].get(name) for each in (one, other))
     estimate = distance(*summaries)
     if estimate == 0.0 or math.isinf(estimate):

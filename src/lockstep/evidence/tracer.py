@@ -46,8 +46,8 @@ from lockstep.evidence.rows import RowFile
 from lockstep.evidence.sketch import flattened, sketch, token_sketches
 
 NamedTensors = Iterable[tuple[str, Tensor | None]]
-"""Names and full tensors. None: the tensor does not exist, such as the gradient of an unused
-parameter."""
+"""Names with full (not sharded) tensors. None: the tensor does not exist, such as the gradient of
+an unused parameter."""
 
 
 class Tracer:
@@ -71,7 +71,8 @@ class Tracer:
         writes: bool,
     ) -> None:
         """`steps`: number of steps after which the run ends; None: not known. `replicated`: True if
-        every rank has the full model and writes summaries. `writes`: True if this rank writes."""
+        every rank has the full model and writes summaries of it. `writes`: True if this rank writes
+        a trace."""
         self._folder = folder
         self._steps = steps
         self._rank = rank
@@ -103,14 +104,14 @@ class Tracer:
             self._rows.write("initial", module=module, **row)
 
     def watch(self, module: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Record the order in which the first backward completes the gradients of these
-        parameters."""
+        """Record the order in which the first backward completes the gradients of `parameters`,
+        which are those of train module number `module`."""
         order = self._orders.setdefault(module, {})
         for name, parameter in parameters:
             self._hooks.append(parameter.register_hook(lambda _, name=name: order.setdefault(name)))  # type: ignore[no-untyped-call]
 
     def before_forward(self) -> None:
-        """Record the state of the default generators. Called right before the forward of a
+        """Record the state of the default random generators. Called right before the forward of a
         microbatch."""
         self._rng_before = self._rng_state()
 
@@ -127,10 +128,10 @@ class Tracer:
         loads: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Write a microbatch after its forward. `batch`: digests of the batch's parts, by their
-        paths; empty for a slice. `gradients`: the microbatch's terms of the summed gradients; None
-        if no rank has full gradients. `together`: the ranks that compute the microbatch together,
-        each some of its tokens. `loads`: for each layer of experts, the number of tokens of each
-        expert, as the balance loss counted them."""
+        paths; empty if this rank has only some of its samples. `gradients`: what the microbatch
+        adds to the summed gradients; None if no rank has full gradients. `together`: the ranks that
+        compute the microbatch together, each some of its tokens. `loads`: for each layer of
+        experts, the number of tokens of each expert, as the balance loss counted them."""
         row: dict[str, Any] = {} if gradients is None else {"gradients": self._summaries(gradients)}
         row |= {"together": list(together)} if together else {}
         row |= {"loads": dict(loads)} if loads else {}
@@ -155,9 +156,10 @@ class Tracer:
         documents: Tensor | None,
         **tensors: Tensor,
     ) -> None:
-        """Write sketches of this rank's tokens of a microbatch of the first step. `places`: the
-        tokens' indices in the sequence. `documents`: the document of each token, for all tokens.
-        `tensors`: (samples, tokens, ...)."""
+        """Write sketches of this rank's tokens of microbatch `index` in the first step. `places`:
+        the tokens' indices in the sequence. `documents`: the number of each token's document, for
+        all tokens of the sequence; None if each sample is one document. `tensors`: of shape
+        (samples, tokens, ...)."""
         path = self._folder / f"tokens-{module}-{index}-{self._rank}.safetensors"
         with tensor_file(path) as add:
             add("places", places)
@@ -231,8 +233,8 @@ class Tracer:
         return self._steps is not None and step + 1 >= self._steps
 
     def _saved(self, module: int, step: int, kind: str, tensors: NamedTensors) -> dict[str, Any]:
-        """Return the summaries of the tensors. In the first and the last step, the tensors are
-        saved too."""
+        """Return the summaries of the tensors. In the first and the last requested step, the
+        tensors themselves are saved too."""
         if not (self._writes_tensors and (step == 0 or self._is_last(step))):
             return self._summaries(tensors)
         name = f"step-{step:05d}-{kind}-{module}-{self._rank}.safetensors"
@@ -252,7 +254,9 @@ class Tracer:
 
 
 def summarize_tensor(name: str, tensor: Tensor) -> dict[str, Any]:
-    """Return the summary of a tensor, in JSON. Summaries of one name can be compared."""
+    """Return the summary of a tensor for JSON: a hash, the number of elements, the dtype, and a
+    sketch. Sketches can be compared only if they were made with the same `name`, on which the
+    random signs depend."""
     flat = flattened(tensor)
     return {
         "sha256": hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest(),
