@@ -1,4 +1,4 @@
-"""Finds the step at which a run's loss or gradient jumps, and the cause. Pure."""
+"""Finds the step at which a run's loss or gradient norm jumps, and the cause of the jump. Pure."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ from lockstep.replay.not_finite import first_words
 from lockstep.replay.step import Replay, ReplayedMicrobatch
 
 WINDOW = 64
-"""Number of preceding logged steps with which a step is compared."""
+"""Number of preceding logged steps with whose loss and gradient norm a step's are compared."""
 LEAST_BEFORE = 7
 """A step with fewer preceding logged steps is not compared."""
 SPREAD = 12.0
-"""A spike's distance from the median, in typical distances. At this value, about 2 of 100 runs
-whose losses are noise around a level have a spike."""
+"""Smallest distance of a spike from the median of the preceding steps, in median absolute
+deviations. At this value, about 2 of 100 runs whose losses are noise around a level have a
+spike."""
 LEADS = 6.0
-"""Steps just before a spike belong to it from this distance on, in typical distances."""
+"""Smallest distance from the median, in median absolute deviations, with which the steps just
+before a spike belong to it."""
 RATIO = 4.0
-"""A microbatch or sample is blamed if its gradient norm is this many times the median of the
-others."""
+"""A microbatch or sample counts as the cause if its gradient norm is this many times the median of
+the others."""
 JUMP_LEADS = 8
-"""Number of logged steps, from a jump of the learning rate on, in which it explains a spike."""
+"""A jump of the learning rate can be the cause of a spike in this many logged steps, from the jump
+on."""
 
 Cause = Literal["sample", "microbatch", "learning rate", "changed", "once", "machine", "all alike"]
-"""`changed`: the run's bits are not reproduced, and code, recipe or environment differ from the
-run's. `once`: they are reproduced only from the next checkpoint on. `machine`: they are never
-reproduced. `all alike`: the whole batch has a large gradient."""
+"""The kinds of causes. `changed`: the replay does not have the bits of the run, and code, recipe or
+environment differ from the run's. `once`: it has them only from the next checkpoint on. `machine`:
+it never has them. `all alike`: the whole batch has a large gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,13 +45,15 @@ class Spike:
     metric: str
     value: float
     usual: float
-    """The median of the preceding logged steps."""
+    """The median of the metric in the preceding logged steps."""
     score: float
-    """Distance from the median, in typical distances; infinite if `value` is not finite."""
+    """Distance of `value` from the median, in median absolute deviations of the preceding logged
+    steps; infinite if `value` is not finite."""
 
 
 def spike_at(rows: Sequence[Mapping[str, Any]], index: int) -> Spike | None:
-    """Compare row `index` of metrics.jsonl with the rows before it; None if there are too few."""
+    """Compare the loss and the gradient norm in row `index` of metrics.jsonl with the rows before
+    it, and return the more unusual one; None if there are too few rows before it."""
     before = rows[max(0, index - WINDOW) : index]
     spikes = []
     for metric in ("loss", "gradient_norm"):
@@ -69,8 +74,9 @@ def spike_at(rows: Sequence[Mapping[str, Any]], index: int) -> Spike | None:
 
 
 def largest_spike(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
-    """Return the largest spike of a run, or the first of the unusual steps just before it; None if
-    no logged step is unusual. A value that is not finite counts as the largest."""
+    """Return the logged step with the largest spike of a run, or the first of the unusual steps
+    just before it; None if no logged step is unusual. A value that is not finite counts as the
+    largest."""
     spikes, scores = _spikes(rows)
     index = max(range(len(rows)), key=scores.__getitem__, default=0)
     if not rows or scores[index] < SPREAD:
@@ -79,8 +85,8 @@ def largest_spike(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
 
 
 def spike_before_the_end(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
-    """Return the first of the unusual steps that end a run; None if the last step is usual. They
-    are the cause of a loss or gradient that is not finite in the next step."""
+    """Return the first of the consecutive unusual steps at the end of a run; None if the last step
+    is usual. They are the cause of a loss or gradient that is not finite in the next step."""
     spikes, scores = _spikes(rows)
     first = _first_of(scores, len(rows))
     return spikes[first] if max(scores[first:], default=0.0) >= SPREAD else None
@@ -93,7 +99,7 @@ def _spikes(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Spike | None], list
 
 def _first_of(scores: Sequence[float], index: int) -> int:
     """Return the index of the first of the consecutive unusual steps just before `index`; else
-    `index`."""
+    `index`. `scores`: each logged step's distance from the median, as in `Spike`."""
     while index and scores[index - 1] >= LEADS:
         index -= 1
     return index
@@ -120,8 +126,8 @@ class Blame:
 
 
 def unusual_block(replay: Replay) -> str | None:
-    """Return the block whose gradient has grown most relative to the replayed steps before; without
-    such steps, the block with the largest gradient."""
+    """Return the block (such as a layer) whose gradient has grown most relative to the replayed
+    steps before; without such steps, the block with the largest gradient."""
 
     def growth(block: str) -> float:
         before = [squares[block] for squares in replay.before if block in squares]
@@ -149,7 +155,8 @@ def outliers(norms: Sequence[float]) -> list[int]:
 
 
 def suspected(replay: Replay) -> ReplayedMicrobatch | None:
-    """Return the microbatch with an unusual gradient, or the only microbatch; else None."""
+    """Return the microbatch whose gradient norm is not finite, or much larger than those of the
+    others; or the only microbatch; else None."""
     if bad := replay.first_not_finite:
         return bad[0][0] if len(bad) < max(2, len(replay.microbatches)) else None
     parts = [each for each in replay.microbatches if each.norm is not None]
@@ -173,8 +180,8 @@ def learning_rate_jump(
 
 
 def _led_to(rows: Sequence[Mapping[str, Any]], step: int) -> float:
-    """Return the largest learning rate that continues the schedule at `step`: with the largest
-    increase per step seen in `rows`, or with the last two rows' ratio."""
+    """Return the largest learning rate that would continue the schedule in `rows` (logged steps) at
+    `step`: with the largest increase per step seen in `rows`, or with the last two rows' ratio."""
     before, rate = (float(row["lr"]) for row in rows[-2:])
     added = max((b["lr"] - a["lr"]) / max(1, b["step"] - a["step"]) for a, b in pairwise(rows))
     by_sum = rate + float(added) * int(step - rows[-1]["step"])
@@ -188,9 +195,9 @@ def cause_of(
     by_sample: Replay | None = None,
     later: Replay | None = None,
 ) -> Blame:
-    """Return the cause of a spike. `rows`: the run's lines of metrics.jsonl. `by_sample`: the step
-    again, with the gradient of each sample. `later`: a replay from a checkpoint after the steps
-    that this replay did not reproduce."""
+    """Return the cause of a spike in the replayed step. `rows`: the run's lines of metrics.jsonl.
+    `by_sample`: another replay of the step, with the gradient of each sample. `later`: a replay
+    from a checkpoint after the steps that this replay did not reproduce."""
     if (first := replay.first_unlike) is not None:
         text = f"from step {first.step} on, this machine computes other gradients than the run has"
         return _not_reproduced(replay, first.step, text, later)
@@ -254,9 +261,9 @@ def _not_finite(
 
 
 def samples_not_finite(replay: Replay) -> list[int | str]:
-    """Return the samples with the first values that are not finite. Empty if unknown, or if the
-    computation is the cause: values of all samples of a microbatch, or of some samples of every
-    microbatch, become infinite or NaN although the data are finite."""
+    """Return the samples in which a step's first values that are not finite occur. Empty if
+    unknown, or if the computation is the cause: values of all samples of a microbatch, or of some
+    samples of every microbatch, become infinite or NaN although the data are finite."""
     bad = replay.first_not_finite
     samples: list[int | str] = []
     for each, place in bad:
@@ -272,8 +279,9 @@ def samples_not_finite(replay: Replay) -> list[int | str]:
 def _unusual_samples(
     suspect: ReplayedMicrobatch, by_sample: Replay | None
 ) -> tuple[list[int | str], float]:
-    """Return a microbatch's samples with unusual gradients, and their share of the sum of
-    squares."""
+    """Return the samples of microbatch `suspect` whose gradients are much larger than the others',
+    and their share of the sum of the squared gradient norms. `by_sample`: a replay with the
+    gradient of each sample; None if there is none."""
     if len(suspect.samples) == 1:
         return list(suspect.samples), 1.0
     parts = () if by_sample is None else by_sample.microbatches
@@ -291,7 +299,8 @@ def _samples(
     seen: str,
     of: Sequence[str] = (),
 ) -> Blame:
-    """`of`: the names of several microbatches; empty: of `suspect` only."""
+    """Return a `Blame` of the samples `names`. `seen`: text about what was seen in them. `of`: the
+    names of several microbatches; empty: the samples are of `suspect` only."""
     where = _words(of or [suspect.name])
     text = f"{listed('sample', names)} of {where}: {seen}"
     if isinstance(names[0], int):

@@ -21,7 +21,8 @@ class NotFinite:
     is_in_model: bool = True
     """False for an operation of the backward outside the model."""
     parameter: str | None = None
-    """A parameter or buffer of this module that is not finite."""
+    """The name of a parameter or buffer of this module that is not finite; None if all are
+    finite."""
     samples: Sequence[int | str] = ()
     """The samples in whose rows the values are not finite. Empty if the result has no row for each
     sample."""
@@ -50,7 +51,8 @@ class NotFinite:
 
 
 def first_words(place: NotFinite | None) -> str:
-    """Return a microbatch's first computation that is not finite, as text."""
+    """Return text about a microbatch's first computation whose result is not finite. None: it is
+    not known."""
     if place is None:
         return (
             "the layer of the first value that is not finite is not known; layers are looked at"

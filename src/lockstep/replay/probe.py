@@ -1,5 +1,5 @@
-"""The probe of `lockstep replay`, which answers a `ReplayRequest`. It writes each microbatch's part
-of the step's loss and gradient, and ends the process after the step."""
+"""The probe of `lockstep replay`, which answers a `ReplayRequest`. It writes the loss and gradient
+norms of each microbatch of the requested step, and ends the process after the step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def install(environ: Mapping[str, str]) -> tuple[Overrides, list[ReplayHook]]:
 
 
 class ReplayHook(ControlHook):
-    """Writes the microbatches of the requested step, and ends the process after it."""
+    """Writes the loss and gradient norms of each microbatch of the requested step, and ends the
+    process after it."""
 
     run: Run
 
@@ -55,9 +56,10 @@ class ReplayHook(ControlHook):
         self._request = request
         self._microbatches: list[dict[str, Any]] = []
         self._squares: dict[int, dict[str, float]] = {}
-        """Index of the step -> block -> the sum of squares of its gradient."""
+        """Number of steps done before a step -> block of the model -> the sum of squares of the
+        step's gradient."""
         self._outputs: dict[nn.Module, list[Tensor]] = {}
-        """The tensors of each model's latest output that require a gradient."""
+        """Model -> the tensors of its latest output that require a gradient."""
         self._watch = FiniteWatch()
 
     def before_steps(self, run: Run) -> None:
@@ -67,7 +69,7 @@ class ReplayHook(ControlHook):
                 module.model.register_forward_hook(self._see_output)
 
     def _see_output(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Keep the output. A forward hook."""
+        """Keep a model's output in the requested step. A forward hook."""
         if self._is_now:
             self._outputs[model] = [each for each in tensors_in(output) if each.requires_grad]
 
@@ -77,13 +79,14 @@ class ReplayHook(ControlHook):
             self._watch.watch(module.model for module in run.training.modules)
 
     def see_batch(self, microbatch: Microbatch, batch: Any) -> Any:
-        """Watch a batch, and return it."""
+        """Look for values that are not finite in a batch of the requested step, and return the
+        batch."""
         if self._is_now:
             self._watch.begin(self._rows_of(microbatch.index), batch)
         return batch
 
     def _rows_of(self, index: int) -> Sequence[int | str]:
-        """Return the sample of each row of microbatch `index`."""
+        """Return, for each row of microbatch `index`, the sample that it belongs to."""
         layout = self._layout
         if layout.origins is not None:
             return layout.origins[index].names()
@@ -114,7 +117,8 @@ class ReplayHook(ControlHook):
     def before_backward(
         self, module: int, microbatch: int, total: Tensor, grad_output: Tensor
     ) -> None:
-        """See `Probe`. Computes this microbatch's gradient if this rank has the whole model."""
+        """Record a microbatch's loss, see `Probe`; and its gradient, if this rank has the whole
+        model and whole sequences."""
         if not self._is_now:
             return
         each, squares = self.run.training.modules[module], None
@@ -145,9 +149,9 @@ class ReplayHook(ControlHook):
     def _by_sample(
         self, module: TrainModule, total: Tensor, grad_output: Tensor
     ) -> list[float] | None:
-        """Return, for each sample, the squared norm of the gradient that its rows of the model's
-        output pass on, multiplied by the square of the loss scale. None if no output has a row for
-        each sample."""
+        """Return, for each sample, the squared norm of the gradient of the parameters that flows
+        through the sample's rows of the model's output, multiplied by the square of the loss scale.
+        None if no output has a row for each sample."""
         start, stop = self._layout.spans[self._request.by_sample or 0]
         rows = [
             each
@@ -194,13 +198,14 @@ class ReplayHook(ControlHook):
             squares[block] = squares.get(block, 0.0) + norm**2
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
-        """Write the step after its line is in metrics.jsonl, and end the process."""
+        """Write the files about the requested step after its line is in metrics.jsonl, and end the
+        process."""
         if run.step >= self._request.step:
             self._end(run, run.loss)
 
     def on_error(self, run: Run, error: BaseException) -> None:
-        """If the error, which every rank raised, says that the loss or gradient is not finite:
-        write the step and end the process."""
+        """Write the files about the requested step and end the process, if the error, which every
+        rank raised, says that the step's loss or gradient is not finite."""
         if isinstance(error, LossError) and error.not_finite_in == self._request.step:
             self._end(run, None)
 
@@ -219,8 +224,8 @@ class ReplayHook(ControlHook):
 
 
 def squares_by_block(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return block -> the sum of squares of its gradients. The gradient of an unused parameter is
-    None."""
+    """Return block of the model -> the sum of squares of its gradients. `gradients`: by parameter;
+    that of an unused parameter is None."""
     by_block: dict[str, float] = {}
     for name, gradient in gradients.items():
         if gradient is None:

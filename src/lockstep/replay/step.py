@@ -11,9 +11,11 @@ from lockstep.logging.run_files import CHECKSUM
 from lockstep.replay.not_finite import NotFinite, first_not_finite
 
 ROUNDING = 0.01
-"""Relative difference of loss or norm that rounding may cause without numerics=bitwise."""
+"""Relative difference of loss or gradient norm between a run and its replay that rounding may cause
+without numerics=bitwise."""
 STEP = "step.json"
-"""The file of the step as a whole, in the folder of the request."""
+"""The name of the file about the step as a whole, which the replaying processes write in the folder
+of the request."""
 
 
 def microbatch_file(rank: int) -> str:
@@ -35,28 +37,29 @@ def block_of(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayedMicrobatch:
-    """A microbatch's part in a step."""
+    """One microbatch in a replayed step: its samples, its loss, and the size of its gradient."""
 
     microbatch: int
-    """Its number in the step."""
+    """The number of the microbatch in the step."""
     samples: Sequence[int | str]
-    """Indices in the dataset; for a stream, descriptions."""
+    """Indices of the samples in the dataset; for a stream, descriptions of them."""
     model: int = 0
     """The number of the model, if several are trained."""
     total: float | None = None
     """The loss that the script returned: the mean or the sum over the microbatch."""
     part: float | None = None
-    """Its part of the step's loss."""
+    """The term that the microbatch adds to the step's loss."""
     squares: Mapping[str, float] | None = None
-    """Block -> the sum of squares of this microbatch's part of the gradient. None under a plan that
-    divides the model or sequences."""
+    """Block of the model -> the sum of squares of what this microbatch adds to the step's gradient.
+    None under a plan that divides the model or sequences."""
 
     by_sample: Sequence[float] | None = None
-    """For each of `samples`: the sum of squares of the gradient through its rows of the model's
-    output. None if not requested, or if the output has no row for each sample."""
+    """For each of `samples`: the sum of squares of the gradient that flows through this sample's
+    rows of the model's output. None if not requested, or if the output has no row for each
+    sample."""
     places: Sequence[NotFinite] = ()
-    """Its computations whose result is not finite, in order. Empty under a plan that divides the
-    model or sequences, or that compiles the model."""
+    """The microbatch's computations whose result is not finite, in order. Empty under a plan that
+    divides the model or sequences, or that compiles the model."""
 
     @property
     def norm(self) -> float | None:
@@ -68,13 +71,14 @@ class ReplayedMicrobatch:
 
     @property
     def is_finite(self) -> bool:
-        """True if its known loss and gradient are finite."""
+        """True if the loss and the gradient norm are finite, as far as they are known."""
         return all(each is None or math.isfinite(each) for each in (self.total, self.norm))
 
 
 def joined(parts: Iterable[ReplayedMicrobatch]) -> list[ReplayedMicrobatch]:
-    """Return one object for each microbatch of each model, in order. `parts`: the objects of all
-    ranks, several of which may compute a part of the same microbatch."""
+    """Return one `ReplayedMicrobatch` for each microbatch of each model, in order. `parts`: what
+    all ranks recorded. If several ranks computed parts of one microbatch, their losses are
+    added."""
     by_index: dict[tuple[int, int], ReplayedMicrobatch] = {}
     for each in parts:
         place = each.model, each.microbatch
@@ -95,19 +99,19 @@ def _sum(one: float | None, other: float | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepComparison:
-    """A step of the run compared with its replay."""
+    """A logged step of the run, compared with the same step in the replay."""
 
     step: int
     checksum: bool | None
     """True if the gradients have the same bits. None if the run has no checksum of this step."""
     loss: tuple[float, float]
-    """In the run, and in the replay."""
+    """The step's loss in the run, and in the replay."""
     norm: tuple[float, float]
 
     @property
     def difference(self) -> float:
-        """The larger relative difference of loss and norm; 0 for values that are not finite in
-        both."""
+        """The larger relative difference between run and replay of the loss and of the gradient
+        norm; 0 for values that are not finite in both."""
         return max(_relative(*self.loss), _relative(*self.norm))
 
 
@@ -133,9 +137,10 @@ class Replay:
     finite."""
     microbatches: Sequence[ReplayedMicrobatch]
     before: Sequence[Mapping[str, float]] = ()
-    """`squares` of the replayed steps before this step."""
+    """For each replayed step before this step: its `squares`."""
     on_the_way: Sequence[StepComparison] = ()
-    """The logged steps from the checkpoint to this step, except steps that leave out samples."""
+    """Comparisons of the logged steps from the checkpoint to this step with the run's, except of
+    steps that leave out samples."""
     without: Sequence[int] = ()
     environment: Sequence[str] = field(default_factory=list)
     """Differences of the recipe, code, machine and versions between the run and this replay."""
@@ -153,8 +158,8 @@ class Replay:
 
     @property
     def first_not_finite(self) -> list[tuple[ReplayedMicrobatch, NotFinite | None]]:
-        """The microbatches that are not finite, each with its first computation that is not finite
-        (None if unknown)."""
+        """The microbatches whose loss or gradient is not finite, each with its first computation
+        whose result is not finite (None if unknown)."""
         places = first_not_finite([(each.is_finite, each.places) for each in self.microbatches])
         return [
             (each, place)
@@ -164,7 +169,8 @@ class Replay:
 
     @property
     def is_bitwise(self) -> bool:
-        """True if the numerics of both plans promise the same bits."""
+        """True if the plans of the run and of this replay both have numerics=bitwise, so that their
+        bits must be the same."""
         return "numerics=bitwise" in self.run_plan and "numerics=bitwise" in self.plan
 
     @property
@@ -174,15 +180,16 @@ class Replay:
 
     @property
     def first_unlike(self) -> StepComparison | None:
-        """The first replayed step that differs from the run's: in its bits, or without
-        numerics=bitwise by more than rounding."""
+        """The first replayed step that differs from the run's: in its bits if both have
+        numerics=bitwise, else by more than rounding."""
         if self.is_bitwise:
             return self.first_difference
         return next((each for each in self.on_the_way if each.difference > ROUNDING), None)
 
     @property
     def same_bits(self) -> bool:
-        """True if at least one step was compared and all have the bits of the run."""
+        """True if at least one step was compared and the gradients of all have the bits of the
+        run."""
         return bool(self.on_the_way) and all(each.checksum for each in self.on_the_way)
 
     def verdict(self) -> str:
@@ -266,16 +273,16 @@ class Replay:
 
 
 def _finite(value: float | None) -> float | str | None:
-    """Return a finite number or None as it is; else the number as text, because JSON has no such
-    number."""
+    """Return a finite number or None as it is; else the number as text ("inf", "nan"), because JSON
+    has no such number."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
 def compared(
     run: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], *, after: int, to: int
 ) -> list[StepComparison]:
-    """Compare the rows of metrics.jsonl of both runs, for steps in (after, to] that both have
-    logged."""
+    """Compare the rows of metrics.jsonl of the run (`run`) and of the replay (`now`), for steps in
+    (after, to] that both have logged."""
     theirs = {row["step"]: row for row in run if after < row["step"] <= to and "loss" in row}
     comparisons = []
     for row in now:
@@ -294,6 +301,7 @@ def compared(
 
 
 def _number(row: Mapping[str, Any], name: str) -> float:
-    """Return a number of a row, which has null for a number that is not finite."""
+    """Return the number `name` in a row of metrics.jsonl, where null stands for a number that is
+    not finite."""
     value = row.get(name)
     return float(row.get("not_finite", {}).get(name, "nan")) if value is None else float(value)
