@@ -12,7 +12,8 @@ STAMP := $(VENV)/.installed-for
 PEERS := build/peers
 ZOO := build/zoo
 CODE := src tests examples benchmarks website
-# Tests wait for processes and for time: 3 workers keep two cores busy (98%), and 4 only make each test slower.
+# Tests wait for processes and for time: 3 workers keep two cores busy (98%), and 4 only make each
+# test slower.
 TESTED := $(BIN)/python -m pytest -q --durations=10 -n 3 --dist loadfile --no-loadscope-reorder
 
 # Processes share the bytecode of what they import. Without it, each of them compiles all modules of lockstep.

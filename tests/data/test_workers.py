@@ -99,7 +99,10 @@ def test_workers_that_are_killed_leave_no_file(tmp_path, monkeypatch):
 
 def test_a_temporary_folder_with_a_long_name_is_refused_before_workers_are_started(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/" + "a" * 75)
-    message = r"\(TMPDIR\), whose name has 76 bytes; .* leaves 75 bytes for this name; set TMPDIR to a shorter path"
+    message = (
+        r"\(TMPDIR\), whose name has 76 bytes; .* leaves 75 bytes for this name; set TMPDIR to a"
+        " shorter path"
+    )
     with pytest.raises(LaunchError, match=message):
         Loader(DATA, seed=0, workers=1, device=torch.device("cpu"))
 

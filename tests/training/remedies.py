@@ -1979,7 +1979,9 @@ ELSEWHERE = {
     "pass use_reentrant=False to torch.utils.checkpoint.checkpoint": BACKWARDS,
     "that the factory made; ": GRADIENT_HOOKS,
     "where parameter and gradient are sharded alike": GRADIENT_HOOKS,
-    "or use parameter.register_hook for each parameter, whose hooks are called once per step": GRADIENT_HOOKS,
+    "or use parameter.register_hook for each parameter, whose hooks are called once per step": (
+        GRADIENT_HOOKS
+    ),
     "and let a hook return None where it should not change the gradient": GRADIENT_HOOKS,
     "and a load_state_dict() that loads it": OPTIMIZER_STATE,
     "write optimizer=lambda model": (

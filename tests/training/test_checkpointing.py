@@ -135,7 +135,8 @@ def test_a_damaged_checkpoint_ahead_of_the_run_pushes_no_new_one_out(tmp_path: P
 def test_another_recipe_is_refused_with_what_differs_unless_it_may(tmp_path: Path) -> None:
     stopped(tmp_path / "run", clip_norm=1.0)
     words = (
-        r"^the recipe differs from the one in checkpoint step-00000003-\w+: clip_norm: 1.0, now 2.0; steps:"
+        r"^the recipe differs from the one in checkpoint step-00000003-\w+: clip_norm: 1.0, now 2.0;"
+        " steps:"
         r" 6, now 8; resume with"
     )
     with pytest.raises(CheckpointError, match=words):
