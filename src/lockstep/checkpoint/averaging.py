@@ -32,13 +32,9 @@ class AverageMember:
     """The model's name in errors."""
     model: StateDictReader
     weight: float = 1.0
-    """Weight of the model in the mean, relative to the weights of the other models."""
 
 
 class WeightAverage:
-    """The weighted mean of several saved models. Raises `CheckpointError` if their tensors differ
-    in name, shape or dtype."""
-
     def __init__(self, members: Sequence[AverageMember]) -> None:
         shares = normalised([member.weight for member in members])
         for other in members[1:]:
@@ -47,13 +43,13 @@ class WeightAverage:
             (member, share) for member, share in zip(members, shares, strict=True) if share > 0
         ]
         self.differing: dict[str, str] = {}
-        """Name of a tensor that is not averaged but differs between models -> the first model in
-        which it differs."""
+        """For each tensor that is not averaged but differs between models, the first model in which
+        it differs."""
 
     @property
     def model(self) -> StateDictReader:
-        """The mean model. Reading a tensor raises `CheckpointError` for NaN, and for infinities
-        that not all models have."""
+        """Reading a tensor raises `CheckpointError` for NaN, and for infinities that not all models
+        have."""
         return StateDictReader(self._members[0][0].model.specs, self.read)
 
     @property
@@ -90,7 +86,6 @@ class WeightAverage:
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
-    """Return the weights of the models divided by their sum. Raises `CheckpointError`."""
     for weight in weights:
         if not 0 <= weight < math.inf:
             raise CheckpointError(
@@ -108,7 +103,6 @@ def normalised(weights: Sequence[float]) -> list[float]:
 
 
 def check_alike(first: AverageMember, other: AverageMember) -> None:
-    """Raise `CheckpointError` unless both models have the same tensors, shapes and types."""
     for one, two in ((first, other), (other, first)):
         if missing := [name for name in one.model.specs if name not in two.model.specs]:
             raise CheckpointError(
@@ -140,8 +134,8 @@ class _TensorMean:
             torch.mul(first[piece].to(self._wide), share, out=self._sum[piece])
 
     def add(self, tensor: Tensor, share: float) -> bool:
-        """Add the tensor of another model, times `share`. Returns False if, at some element, only
-        this tensor or only the sum so far is infinite."""
+        """Add another model's tensor, times `share`. Returns False if, at some element, only this
+        tensor or only the sum so far is infinite."""
         for piece in _pieces(self._first):
             first, other = self._first[piece].to(self._wide), tensor[piece].to(self._wide)
             differs = first != other
@@ -152,7 +146,7 @@ class _TensorMean:
         return True
 
     def result(self) -> Tensor:
-        """Overwrite the first tensor with the mean, and return it."""
+        """Overwrite the first tensor with the mean."""
         for piece in _pieces(self._first):
             own = self._first[piece]
             own.copy_(own.to(self._wide).where(self._same[piece], self._sum[piece]))
@@ -160,12 +154,12 @@ class _TensorMean:
 
 
 def _pieces(tensor: Tensor) -> list[slice]:
-    """Return slices of a one-dimensional tensor, so that temporary copies stay small."""
+    """Slices of a one-dimensional tensor, so that temporary copies stay small."""
     return [slice(start, start + _PIECE) for start in range(0, len(tensor), _PIECE)]
 
 
 def _tensor(member: AverageMember, name: str) -> Tensor:
-    """Read a tensor of a model, and return it flattened. Raises `CheckpointError` for NaN."""
+    """Return a flattened tensor of a model. Raises `CheckpointError` for NaN."""
     import torch
 
     data, dtype = member.model.read(name), torch_dtype(member.model.specs[name][0])
@@ -183,11 +177,9 @@ def _tensor(member: AverageMember, name: str) -> Tensor:
 def greedy_soup(
     scores: Sequence[float], measure: Callable[[list[int]], float], mode: Literal["min", "max"]
 ) -> list[int] | None:
-    """Return the models of the greedy soup, best first; None if every score is NaN.
-
-    Tries the models from best to worst; a model is kept if the average with it scores better.
-    `measure`: models -> score of their average.
-    """
+    """Return the models of the greedy soup, best first; None if every score is NaN. Models are
+    tried from best to worst; a model is kept if the average with it scores better. `measure` scores
+    the average of some models."""
     sign = 1 if mode == "min" else -1
     ordered = sorted(
         (index for index, score in enumerate(scores) if not math.isnan(score)),

@@ -52,12 +52,10 @@ def emergency_save(
     metadata: JsonObject,
     is_unchanged: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Write the part of the state that this rank holds (number `part` of `parts`), and commit the
-    checkpoint if all other parts are written. Every surviving rank calls it.
-
-    Returns False if another rank with the same shards has written this part. Raises `OSError` after
-    removing its own files, and `StateChangedError` if `is_unchanged()` is false after the copy.
-    """
+    """Write this rank's part of the state, and commit the checkpoint if all other parts are
+    written. Every surviving rank calls it. Returns False if another rank has written this part.
+    Raises `OSError` after removing its own files, and `StateChangedError` if `is_unchanged()` is
+    false after the copy."""
     try:
         with discarding_after_failure(folder, name) as written:
             folder.begin(name)
@@ -91,7 +89,6 @@ def emergency_save(
 
 
 def _copy(tensors: Mapping[str, Tensor]) -> tuple[FileLayout, Tensor]:
-    """Copy the tensors to the host, as the bytes of a file."""
     layout = FileLayout(list(local_shards(tensors).values()))
     content = torch.empty(layout.bytes, dtype=torch.uint8)
     content[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)

@@ -32,12 +32,11 @@ from lockstep.comm.world import World
 
 
 class ImageWriter:
-    """Writes this rank's images: copies of its shards of the training state in host memory. Every
-    rank makes one `ImageWriter`, and calls `prepare` and `write` at the same points."""
+    """Copies this rank's shards of the training state to host memory. Every rank calls `prepare`
+    and `write` at the same points."""
 
     def __init__(self, world: World, attempt: str, metadata: JsonObject) -> None:
-        """`attempt`: see `CheckpointName`; each start that repeats steps needs a new one.
-        `metadata`: JSON, given on rank 0."""
+        """Each start that repeats steps needs a new `attempt`. Only rank 0's `metadata` counts."""
         require_linux("images of the state in memory")
         self._world = world
         self._attempt = attempt
@@ -72,13 +71,9 @@ class ImageWriter:
         values: JsonObject,
         figures: Sequence[float] = (),
     ) -> list[float]:
-        """Copy the state after `step` steps, a larger number than at the last call. Every rank
-        calls it.
-
-        `tensors`: tensors of this rank. `values`: JSON; the reader merges the values of all ranks.
-        After an error, the newest image that all ranks have is still complete. `figures`: numbers
-        of which the maximum over the ranks is returned, without an additional collective.
-        """
+        """Copy the state after `step` steps. Every rank calls it. The reader merges the `values` of
+        all ranks. After an error, the newest image that all ranks have is still complete. Returns
+        the maximum over the ranks of each of `figures`, without an additional collective."""
         common, largest = self._agree(tensors, figures)
         slot = self._memory.oldest_but(common)
         assert self._layout is not None
@@ -93,7 +88,7 @@ class ImageWriter:
         return largest
 
     def close(self) -> None:
-        """Release the memory in this process; other processes may hold its descriptor."""
+        """Other processes may still hold the memory's descriptor."""
         self._shards, self._last = {}, {}
         self._memory.close()
         self._buddies.close()
@@ -145,9 +140,9 @@ class ImageWriter:
 
 
 def image_interval(copy_seconds: float, step_seconds: float, limit: float) -> int:
-    """Return the number of steps from one in-memory copy of the state to the next, at least 1, so
-    that copying takes at most the fraction `limit` of the training time. All ranks pass the seconds
-    of the slowest rank."""
+    """Return the number of steps between two in-memory copies of the state, so that copying takes
+    at most the fraction `limit` of the training time. All ranks pass the seconds of the slowest
+    rank."""
     return max(1, math.ceil(copy_seconds / (limit * step_seconds)))
 
 
@@ -161,9 +156,8 @@ _HEADER_TAG, _FILE_TAG, _TEXT_TAG = range(3)
 
 
 def buddy_of_each(local_sizes: Sequence[int]) -> list[int]:
-    """Return, for each rank, the rank on the next host that keeps a copy of its image. The ranks of
-    a host are distributed evenly over the ranks of the next. `local_sizes`: number of ranks on each
-    of at least two hosts."""
+    """Return, for each rank, the rank on the next host that keeps a copy of its image.
+    `local_sizes` is the number of ranks on each of at least two hosts."""
     starts = [0, *accumulate(local_sizes)]
     buddies = []
     for host, size in enumerate(local_sizes):
@@ -189,17 +183,16 @@ class Buddies:
 
     @property
     def descriptors(self) -> list[int]:
-        """File descriptors of the memory in which this rank keeps the images of other ranks."""
         return [memory.descriptor for memory in self._kept.values()]
 
     @property
     def newest(self) -> list[int]:
-        """The newest step of each image that this rank keeps."""
+        """The newest step of each image that this rank keeps for another rank."""
         return [memory.newest for memory in self._kept.values()]
 
     def allocate(self, file_bytes: int) -> None:
-        """Allocate memory for the files of other ranks. `file_bytes`: size of this rank's file.
-        Raises `OSError`, perhaps on some ranks only."""
+        """Allocate memory for the files of other ranks; `file_bytes` is the size of this rank's
+        file. Raises `OSError`, perhaps on some ranks only."""
         if self._mine is None:
             return
         everyone = self._world.gather_values(file_bytes)

@@ -65,7 +65,6 @@ class Header:
 
     @classmethod
     def read(cls, data: bytes) -> Header | None:
-        """Parse a header. None if `data` is not a complete header."""
         packed = data[: _HEADER.size]
         if not packed.startswith(_MAGIC) or _SUM.pack(zlib.crc32(packed)) != data[_HEADER.size :]:
             return None
@@ -80,9 +79,8 @@ class Slot:
         self._descriptor = descriptor
         self._start = number * SLOT_BYTES
         self.step = NONE
-        """Training step of the image in this slot; `NONE` if it is not complete."""
+        """Training step of the image in this slot; `NONE` if the image is not complete."""
         self.file = torch.empty(0, dtype=torch.uint8)
-        """Mapped bytes of the file."""
 
     def allocate(self, file_bytes: int) -> None:
         """Allocate memory, and keep the current image. Raises `OSError`."""
@@ -136,12 +134,11 @@ class ImageMemory:
         return min(free, key=lambda slot: slot.step)
 
     def allocate(self, file_bytes: int) -> None:
-        """Allocate memory for files of this size in both slots. Raises `OSError`."""
         for slot in self.slots:
             slot.allocate(file_bytes)
 
     def close(self) -> None:
-        """Release the memory in this process; other processes may hold its descriptor."""
+        """Other processes may still hold the memory's descriptor."""
         self.slots = []
         os.close(self.descriptor)
 
@@ -181,12 +178,11 @@ def parts_in(path: str) -> list[Part]:
 
 
 class Images:
-    """The in-memory checkpoints ("images") that are complete: the part of each rank that wrote one
-    can be read by some rank."""
+    """The in-memory checkpoints ("images") whose parts some rank can read."""
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
-        """Every rank makes one, from the parts of images in memory that it can read, after all
-        ranks that wrote them have ended."""
+        """Every rank makes one, from the parts that it can read, after all ranks that wrote images
+        have ended."""
         self._world = world
         self._mine: dict[tuple[CheckpointName, int], dict[int, Part]] = {}
         for part in parts:
@@ -206,12 +202,12 @@ class Images:
             for (name, size), ranks in sorted(seers.items())
             if len(ranks) == size
         }
-        """Name of an image -> for each rank that wrote a part of it, the ranks that can read this
+        """For each image, by the rank that wrote a part of it: the ranks that can read this
         part."""
 
     @property
     def names(self) -> list[CheckpointName]:
-        """Names of the images, oldest first."""
+        """Oldest first."""
         return list(self._complete)
 
     @property
@@ -219,7 +215,7 @@ class Images:
         return max(self._complete, default=None)
 
     def reader(self, name: CheckpointName) -> ImageReader:
-        """Return a reader of the image with this name. Every rank calls it with the same name."""
+        """Every rank calls it with the same name."""
         seers = self._complete[name]
         return ImageReader(name, self._mine.get((name, len(seers)), {}), seers, self._world)
 
@@ -235,9 +231,8 @@ class ImageReader:
         seers: Sequence[Sequence[int]],
         world: World,
     ) -> None:
-        """`mine`: the parts of the image that this rank can read (those on its machine), by the
-        rank that wrote them. `seers`: for each rank that wrote a part, the ranks that can read
-        it."""
+        """`mine` has the parts that this rank can read, by the rank that wrote them. `seers` has,
+        for each rank that wrote a part, the ranks that can read it."""
         sources = {rank: by[0] for rank, by in enumerate(seers) if len(by) != world.size}
         texts = {rank: json.loads(part.text) for rank, part in mine.items()}
         if sources:
@@ -253,10 +248,10 @@ class ImageReader:
             metadata=in_order[0]["metadata"],
         )
         self._saved: dict[TensorShard, int | None] = {}
-        """Shard -> the rank that sends it to the ranks that cannot read it; None if all ranks
+        """The rank that sends each shard to the ranks that cannot read it; None if all ranks
         can."""
         self._seen: dict[TensorShard, Tensor] = {}
-        """Shard -> its memory, for the shards that this rank can read."""
+        """The memory of each shard that this rank can read."""
         for rank, text in enumerate(in_order):
             file = mine[rank].file if rank in mine else None
             for *described, start in text["shards"]:
@@ -268,7 +263,7 @@ class ImageReader:
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name -> dtype and shape of each saved tensor."""
+        """Dtype and shape of each saved tensor."""
         return {shard.name: (shard.dtype, shard.shape) for shard in self._saved}
 
     @torch.no_grad()
@@ -302,15 +297,11 @@ class ImageReader:
 
 def open_images(paths: Sequence[str], world: World) -> Images:
     """Map the images in the memory that `paths` name, such as /proc/4711/fd/12. Raises `OSError`.
-
     Every rank calls it. An image is included if the ranks of `world` together can read the parts of
-    all ranks that wrote it, in the same start of the run.
-    """
+    all ranks that wrote it, in the same start of the run."""
     return Images([part for path in paths for part in parts_in(path)], world)
 
 
 def _take(state: Mapping[str, Tensor], copies: Sequence[ShardCopy], values: Tensor) -> None:
-    """Copy elements of one saved shard (`values`) to this rank's tensors in `state`, as `copies`
-    lists."""
     for copy in copies:
         fill(to_local(state[copy.shard.name]).detach()[copy.target], values[copy.source])

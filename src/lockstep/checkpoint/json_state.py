@@ -23,11 +23,7 @@ REMEDY = "have its state_dict return those, or leave it out"
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor], remedy: str = REMEDY) -> Any:
     """Convert `value` to JSON. Its tensors are added to `tensors` by path, such as
-    `average/fc.weight`.
-
-    Accepts JSON's types, tuples, tensors, and NumPy numbers and arrays. Raises `CheckpointError`,
-    with path, type and `remedy`, for anything else.
-    """
+    `average/fc.weight`. Accepts JSON's types, tuples, tensors, and NumPy numbers and arrays."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -56,7 +52,6 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor], remedy: str = REME
 
 
 def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Invert `encode`. `tensor`: name -> tensor."""
     if isinstance(encoded, list):
         return [decode(item, tensor) for item in encoded]
     if not isinstance(encoded, dict):
@@ -75,7 +70,6 @@ def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def tensors_in(encoded: Any) -> list[str]:
-    """Return the names of the tensors in an encoded value."""
     if isinstance(encoded, list):
         return [name for item in encoded for name in tensors_in(item)]
     if not isinstance(encoded, dict):

@@ -33,8 +33,7 @@ from lockstep.comm.world import World
 
 T = TypeVar("T")
 SMALL_BYTES = 64 << 10
-"""Parts of a file smaller than this number of bytes are read into a buffer first, not directly into
-their tensor."""
+"""Smaller parts of a file are read into a buffer first, not directly into their tensor."""
 
 
 class _Span:
@@ -44,7 +43,7 @@ class _Span:
     def __init__(
         self, shard: TensorShard, at: int, wanted: Sequence[ShardCopy], state: Mapping[str, Tensor]
     ) -> None:
-        """`at`: position of the shard's first byte in its file."""
+        """`at` is the position of the shard's first byte in its file."""
         self._dtype = torch_dtype(shard.dtype)
         self._strides = [math.prod(shard.lengths[dim + 1 :]) for dim in range(len(shard.lengths))]
         self._wanted = wanted
@@ -65,7 +64,7 @@ class _Span:
 
     def _in_place(self, elements: int) -> Tensor | None:
         """Return the memory of the tensor to load, as bytes, if the span can be read directly into
-        it; else None."""
+        it."""
         part = self._target[self._wanted[0].target]
         fits = (
             len(self._wanted) == 1
@@ -81,7 +80,6 @@ class _Span:
 
     @property
     def data(self) -> Tensor:
-        """The memory to read into: that of the tensor to load, or a buffer."""
         if self._data is None:
             self._data = torch.empty(self.stop - self.start, dtype=torch.uint8)
         return self._data
@@ -110,7 +108,7 @@ class _Block:
 
 class CheckpointReader:
     def __init__(self, folder: Storage, name: CheckpointName) -> None:
-        """Open the checkpoint for reading. Raises `UnreadableError`."""
+        """Raises `UnreadableError`."""
         self._folder = folder
         self._name = name
         self.manifest = read_manifest(folder, name)
@@ -119,22 +117,20 @@ class CheckpointReader:
             for file, entry in self.manifest.files.items()
             for shard, start in entry.shards.items()
         }
-        """Shard -> its file and its first byte there."""
+        """Each shard's file, and its first byte there."""
         self._spare: list[bytearray] = []
         """Buffers of one block each."""
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name -> dtype and shape of each saved tensor."""
+        """Dtype and shape of each saved tensor."""
         return {shard.name: (shard.dtype, shard.shape) for shard in self._locations}
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
         """Load the saved values into the tensors of `state`, which must all be saved with the same
-        shapes. Every rank calls it.
-
-        If any rank raises `UnreadableError`, all ranks do; the state is then partly loaded.
-        """
+        shapes. Every rank calls it. If any rank raises `UnreadableError`, all ranks do; the state
+        is then partly loaded."""
         blocks = list(self._blocks(state))
         done: dict[str, list[int]] = {file: [] for file in self.manifest.files}
         for block in blocks:
@@ -173,7 +169,6 @@ class CheckpointReader:
                 yield _Block(file, entry.hashes, number, [])
 
     def _read_all(self, blocks: Iterable[_Block]) -> None:
-        """Read and verify blocks, several at a time."""
         with ThreadPoolExecutor(self._folder.readers) as threads:
             ahead: deque[tuple[_Block, Future[None]]] = deque()
 
@@ -193,7 +188,6 @@ class CheckpointReader:
                 finish()
 
     def _read(self, block: _Block, data: Sequence[Tensor]) -> None:
-        """Read a block: directly where a span has its own memory, else through a buffer."""
         start, stop = block.hashes.span(block.number)
         try:
             spare = self._spare.pop()
@@ -231,7 +225,7 @@ def copies_by_shard(
 
 
 def fill(target: Tensor, source: Tensor) -> None:
-    """Copy `source` to `target`, which may be expanded."""
+    """`target` may be expanded."""
     for dim, stride in enumerate(target.stride()):
         # expanded: all indices share one element, which is copied once
         if stride == 0 and target.shape[dim] > 1:
@@ -240,7 +234,6 @@ def fill(target: Tensor, source: Tensor) -> None:
 
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:
-    """Combine ascending integers into ranges [start, stop) of consecutive ones."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and ranges[-1][1] == number:

@@ -1,8 +1,5 @@
 """The manifest of a checkpoint (hashes of blocks of its files, positions of shards, all other
-state), and reads that are verified with it. Needs no torch.
-
-Each block of a file has its own hash, so a part of a file can be read and verified alone.
-"""
+state), and reads that are verified with it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -30,8 +27,7 @@ HASH_BYTES = 16
 MOST_BYTES = 1 << 30
 """Largest manifest that is read."""
 _HEAD_BYTES = 1 << 20
-"""Number of bytes of a manifest that are read first. If they are not a manifest's beginning, no
-more are read."""
+"""Bytes that are read first. If they are not a manifest's beginning, no more are read."""
 DAMAGE = (
     errno.ENOENT,
     errno.ENOTDIR,
@@ -55,8 +51,7 @@ _HASH = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _HEAD = re.compile(rb'\{"format":(\d{1,9}),"blake3":"([0-9a-f]{32})","content":')
 
 
-class UnreadableError(LockstepError):
-    """A checkpoint that cannot be read."""
+class UnreadableError(LockstepError): ...
 
 
 class DamagedError(UnreadableError):
@@ -69,7 +64,7 @@ class UnknownFormatError(UnreadableError):
 
 
 class UnreachableError(UnreadableError):
-    """A checkpoint that cannot be read at the moment. The error's text has the reason."""
+    """A checkpoint that cannot be read at the moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +101,7 @@ def hash_blocks(data: memoryview) -> BlockHashes:
 class FileEntry:
     hashes: BlockHashes
     shards: Mapping[TensorShard, int]
-    """Shard -> its first byte in the file."""
+    """Each shard's first byte in the file."""
 
     def to_json(self) -> dict[str, Any]:
         shards = [[*shard.to_json(), start] for shard, start in self.shards.items()]
@@ -118,8 +113,7 @@ class FileEntry:
 
     @classmethod
     def from_json(cls, entry: JsonObject) -> FileEntry:
-        """Parse the manifest's entry of a file. Raises `ValueError` for shards that overlap or lie
-        outside of the file."""
+        """Raises `ValueError` for shards that overlap or lie outside of the file."""
         shards = {
             TensorShard.from_json(shard): whole_number(start) for *shard, start in entry["shards"]
         }
@@ -156,7 +150,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Parse a manifest. Raises `DamagedError`, and `UnknownFormatError` for another version."""
+        """Raises `DamagedError`, and `UnknownFormatError` for another version."""
         head = _HEAD.match(data)
         if head is None or not data.endswith(b"}\n"):
             raise DamagedError(
@@ -208,7 +202,6 @@ def _hash(known: int, content: bytes | memoryview) -> str:
 
 
 def read_manifest(folder: Storage, name: CheckpointName) -> Manifest:
-    """Read and verify the manifest. Raises `UnreadableError`."""
     with _storage_errors(MANIFEST):
         data = folder.read(name, MANIFEST, 0, _HEAD_BYTES)
         if len(data) == _HEAD_BYTES and _HEAD.match(data):
@@ -227,8 +220,7 @@ def read_block(
     block: int,
     parts: Sequence[memoryview],
 ) -> None:
-    """Read a block into `parts`, whose sizes add up to the block's, and check its hash. Raises
-    `DamagedError`, `UnreachableError`."""
+    """Read a block into `parts`, whose sizes add up to the block's, and check its hash."""
     start, stop = hashes.span(block)
     length = 0
 
@@ -247,8 +239,8 @@ def read_block(
 
 
 def check(folder: Storage, name: CheckpointName) -> list[str]:
-    """Verify every byte of a checkpoint, and return a description of each damage; an empty list if
-    it is intact. Raises `UnknownFormatError`, `UnreachableError`."""
+    """Verify every byte of a checkpoint, and describe each damage; an empty list if the checkpoint
+    is intact."""
     try:
         manifest = read_manifest(folder, name)
     except DamagedError as error:

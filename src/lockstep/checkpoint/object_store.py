@@ -1,8 +1,6 @@
-"""Checkpoints in an object store such as S3, through fsspec. Needs no torch.
-
-A store has no rename: writing the manifest last commits a checkpoint. A killed upload may leave
-invisible parts that cost money; let a lifecycle rule of the bucket remove them.
-"""
+"""Checkpoints in an object store such as S3, through fsspec. Needs no torch. A store has no rename:
+writing the manifest last commits a checkpoint. A killed upload may leave invisible parts that cost
+money; let a lifecycle rule of the bucket remove them."""
 
 from __future__ import annotations
 
@@ -40,7 +38,6 @@ PACKAGES = {"s3": "'lockstep-train[s3]'", "s3a": "'lockstep-train[s3]'"}
 
 
 def open_storage(place: Path | str) -> Storage:
-    """Open the storage at a path or URL (s3://bucket/run). Raises `RunDirectoryError`."""
     protocol, separator, path = str(place).partition("://")
     if not separator or protocol == "file":
         return FolderStorage(Path(path if separator else place))
@@ -60,7 +57,7 @@ class ObjectStorage:
     """A store answers each request slowly, but many at the same time."""
 
     def __init__(self, url: str) -> None:
-        """Raises `RunDirectoryError`. Does not contact the store yet."""
+        """Does not contact the store yet."""
         import fsspec  # type: ignore[import-untyped]  # imported here to save memory in writer processes that write to a path
         from fsspec.registry import known_implementations  # type: ignore[import-untyped]
 
@@ -198,8 +195,7 @@ class ObjectStorage:
         return sorted(filter(None, map(CheckpointName.parse, lasts)))
 
     def _is_complete(self, name: CheckpointName) -> bool:
-        """True if the checkpoint is committed: it has a manifest. (The driver's `exists` would hide
-        failures.)"""
+        """True if the checkpoint has a manifest. The driver's `exists` would hide failures."""
         try:
             self.size(name, MANIFEST)
         except FileNotFoundError:

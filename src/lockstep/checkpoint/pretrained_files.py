@@ -38,15 +38,14 @@ _OURS = {theirs: ours for ours, theirs in DTYPES.items()}
 @dataclass(frozen=True, slots=True)
 class TensorFiles:
     specs: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Name -> dtype (torch's name for it, if any) and shape."""
+    """Dtype (torch's name for it, if any) and shape of each tensor."""
     read: Callable[[str, Box], Tensor]
-    """Reads a box of a tensor, given as slices, to the CPU. Raises `RecipeError`."""
+    """Reads a box of a tensor, given as slices, to the CPU."""
     close: Callable[[], None]
 
 
 def open_tensors(path: str) -> TensorFiles:
-    """Open pretrained weights for reading: a safetensors or torch.save file, a checkpoint, or a
-    Hugging Face folder. Raises `RecipeError`."""
+    """`path` is a safetensors or torch.save file, a checkpoint, or a Hugging Face folder."""
     parent, _, last = path.rstrip("/").rpartition("/")
     if (name := CheckpointName.parse(last)) is not None:
         return _checkpoint(parent or ".", name)
@@ -109,7 +108,6 @@ def _checkpoint(folder: str, name: CheckpointName) -> TensorFiles:
 
 
 def as_tensor(model: StateDictReader, name: str) -> Tensor:
-    """Read a tensor of a saved model. Raises `UnreadableError`."""
     (dtype, shape), data = model.specs[name], model.read(name)
     if not len(data):
         return torch.empty(shape, dtype=torch_dtype(dtype))
@@ -134,8 +132,7 @@ def _indexed(index: Path) -> TensorFiles:
 
 
 def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
-    """Open safetensors files. `files`: each file with the names to read from it; None: all
-    names."""
+    """`files` has the names to read from each file; None: all names."""
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}
     slices: dict[str, tuple[Path, Any]] = {}
     with ExitStack() as stack:
@@ -184,7 +181,7 @@ def _pickled(path: Path) -> TensorFiles:
 
 
 def _flat(value: Any, name: str, path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested dicts and lists by path: model.fc.weight."""
+    """Yield the tensors in nested dicts and lists by path, such as model.fc.weight."""
     holds = f"weights {str(path)!r} holds"
     if isinstance(value, Tensor):
         if not name or value.layout != torch.strided or value.is_quantized or value.is_meta:

@@ -36,7 +36,7 @@ _BLOCKS = 8
 @dataclass(frozen=True, slots=True)
 class StateDictReader:
     specs: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Name -> torch's dtype and shape. Tied tensors appear under each of their names."""
+    """Torch's dtype and the shape of each tensor. Tied tensors appear under each of their names."""
     read: Callable[[str], memoryview]
     """Reads a tensor's bytes, row-major. Raises `DamagedError`, `UnreachableError`."""
 
@@ -45,7 +45,6 @@ class StoredCheckpoint:
     """One checkpoint. Every byte read is verified."""
 
     def __init__(self, folder: Storage, name: CheckpointName) -> None:
-        """Raises `UnreadableError`."""
         self._folder = folder
         self._name = name
         self.manifest = read_manifest(folder, name)
@@ -57,19 +56,17 @@ class StoredCheckpoint:
 
     @property
     def modules(self) -> list[int]:
-        """Indices of the saved models, in order. Raises `DamagedError`."""
+        """Indices of the saved models."""
         with self._parsing():
             return sorted(map(int, self.manifest.values["modules"].keys()))
 
     @property
     def other_state(self) -> list[str]:
-        """Names of the saved state that belongs to hooks and `session.include`. Raises
-        `DamagedError`."""
+        """Names of the saved state that belongs to hooks and `session.include`."""
         with self._parsing():
             return sorted(self.manifest.values["state"].keys())
 
     def model(self, module: int) -> StateDictReader:
-        """Return a saved model. Raises `DamagedError`."""
         prefix, specs = f"{module}/model/", self.specs()
         names = {name.removeprefix(prefix): name for name in specs if name.startswith(prefix)}
         with self._parsing():
@@ -91,7 +88,6 @@ class StoredCheckpoint:
             ) from error
 
     def specs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name -> dtype and shape of each saved tensor."""
         firsts = {name: next(iter(shards.values()))[0] for name, shards in self._shards.items()}
         return {name: (shard.dtype, shard.shape) for name, shard in firsts.items()}
 
@@ -129,13 +125,11 @@ class StoredCheckpoint:
 
 
 def read_safetensors(path: Path) -> StateDictReader:
-    """Open a file that the user named, without verifying its bytes. Raises `DamagedError`,
-    `OSError`."""
+    """Open a file without verifying its bytes. Raises `DamagedError`, `OSError`."""
     return _safetensors(path.name, lambda: FileIO(open_named(path)))
 
 
 def read_final_model(run: Path) -> StateDictReader:
-    """Open the final model of a run. Raises `DamagedError`, `OSError`."""
     return _safetensors(MODEL, lambda: FileIO(open_below(run, MODEL)))
 
 

@@ -1,9 +1,7 @@
 """Asynchronous checkpoints: training waits only for a copy of the state into shared memory; a
-writer process hashes it, writes it to the storage, and commits the checkpoint.
-
-If that memory can be pinned for the device (cudaHostRegister), copies are queued between the
-kernels of two steps, and the host does not wait for them.
-"""
+writer process hashes it, writes it to the storage, and commits the checkpoint. If that memory can
+be pinned for the device (cudaHostRegister), copies are queued between the kernels of two steps, and
+the host does not wait for them."""
 
 from __future__ import annotations
 
@@ -49,21 +47,19 @@ END_SECONDS = 5.0
 class SaveResult:
     step: int
     error: str | None
-    """The reason why the save failed; None if it did not."""
+    """Why the save failed; None if it did not."""
     not_deleted: str | None = None
-    """The reason why an old checkpoint could not be deleted; None if all were deleted."""
+    """Why an old checkpoint could not be deleted; None if all were deleted."""
     device_seconds: float = 0.0
     """Seconds during which the device did not train, from its last kernel before `Saver.begin` to
     the end of the copies; 0 if the host waited for the copies."""
 
 
 class Saver:
-    """Saves checkpoints of a run, one at a time. Every rank makes one `Saver`, and calls `prepare`
-    and `save` at the same points of the training."""
+    """Saves checkpoints of a run, one at a time. Every rank makes one, and calls `prepare` and
+    `save` at the same points of the training."""
 
     def __init__(self, world: World, folder: Path | str, attempt: str) -> None:
-        """`folder`: see `open_storage`. `attempt`: see `CheckpointName`. Raises
-        `RunDirectoryError`."""
         open_storage(folder)
         self._world = world
         self._folder = folder
@@ -72,19 +68,17 @@ class Saver:
         self._writer: _Writer | None = None
         self._memory: _FileContent | None = None
         self._began: dict[torch.device, torch.Event] = {}
-        """Device -> an event after the last kernel before training stopped for the save."""
+        """For each device, an event after the last kernel before training stopped for the save."""
         self._under_way: int | None = None
         self._waiting: dict[str, Any] | None = None
-        """The message to the writer process that starts the write, to be sent once the copies are
+        """The message that starts the write, to be sent to the writer process once the copies are
         complete."""
 
     def prepare(self, state: Mapping[str, Tensor]) -> str:
         """Assign shards to the ranks that write them, allocate memory and start the writer, unless
-        the layout is unchanged.
-
-        All ranks call it between saves, or none (then the first `save` does this). Returns an
-        identifier that distinguishes the next save's notes from earlier ones.
-        """
+        the layout is unchanged. All ranks call it between saves, or none (then the first `save`
+        does this). Returns an identifier that distinguishes the next save's notes from earlier
+        ones."""
         shards = local_shards(state)
         mine = torch.tensor([[shards != self._shards, secrets.randbits(32)]])
         rows = self._world.gather_rows(mine, [1] * self._world.size)
@@ -119,12 +113,9 @@ class Saver:
         metadata: JsonObject,
         keep: JsonObject | None = None,
     ) -> None:
-        """Copy the state and start writing it. Every rank calls it, between saves.
-
-        `state`: tensors of this rank. `values`: JSON, merged over ranks. `metadata`: JSON, given on
-        rank 0. `keep`: the other arguments of `writer.checkpoints_to_delete`, with `scores` by
-        `str(name)`; None keeps all checkpoints.
-        """
+        """Copy the state and start writing it. Every rank calls it, between saves. `values` are
+        merged over ranks; only rank 0's `metadata` counts. `keep` has the other arguments of
+        `writer.checkpoints_to_delete`, with `scores` by `str(name)`; None keeps all checkpoints."""
         assert self._under_way is None, "one save at a time"
         identifier = self.prepare(state)
         assert self._memory is not None
@@ -149,8 +140,8 @@ class Saver:
 
     @property
     def not_registered(self) -> str | None:
-        """The reason why memory could not be pinned, so that the host waits for slow copies; None
-        if it does not wait."""
+        """Why memory could not be pinned, so that the host waits for slow copies; None if it does
+        not wait."""
         return None if self._memory is None else self._memory.not_registered
 
     @property
@@ -165,8 +156,7 @@ class Saver:
         self._under_way = self._waiting = None
 
     def poll(self, timeout_seconds: float = 0.0) -> SaveResult | None:
-        """Wait up to `timeout_seconds` for a save to end. Returns its result; None if none has
-        ended."""
+        """Wait up to `timeout_seconds` for a save to end, and return its result."""
         step, writer = self._under_way, self._writer
         if step is None or writer is None or not self._send_if_copied(timeout_seconds):
             return None
@@ -181,15 +171,14 @@ class Saver:
         return SaveResult(step, answer["error"], answer.get("not_deleted"), device_seconds)
 
     def close(self) -> None:
-        """Release everything; abort a save in progress."""
+        """A save in progress is aborted."""
         self.abandon()
         if self._memory is not None:
             self._memory.close()
         self._memory = self._shards = None
 
     def _send_if_copied(self, timeout_seconds: float) -> bool:
-        """Send the writer its job if all bytes are copied within `timeout_seconds`. Returns True if
-        the job was sent."""
+        """Return True if the writer's job was sent, after all bytes were copied."""
         if self._waiting is not None:
             assert self._memory is not None
             assert self._writer is not None
@@ -220,7 +209,7 @@ class MappedShards:
 
     @torch.no_grad()
     def copy(self, state: Mapping[str, Tensor], *, non_blocking: bool = False) -> None:
-        """Copy this rank's tensors from any device. `non_blocking`: only queue the copies."""
+        """`non_blocking` only queues the copies."""
         for group in self._groups:
             sources = [(shard, to_local(state[shard.name])) for shard in group]
             for device, neighbours in groupby(sources, lambda pair: pair[1].device):
@@ -238,8 +227,8 @@ class MappedShards:
 
 
 def _neighbours(layout: FileLayout) -> list[list[TensorShard]]:
-    """Return the shards of a file in its order, in groups. Each group is copied at once: small
-    shards up to `GROUP_BYTES` together, each large one alone."""
+    """Group the shards of a file in its order: small shards up to `GROUP_BYTES` are copied
+    together, each large one alone."""
     groups: list[list[TensorShard]] = []
     room = -1
     for shard in sorted(layout.starts, key=layout.span):
@@ -265,12 +254,12 @@ class _FileContent:
     def __init__(
         self, layout: FileLayout, device: torch.device, devices: Collection[torch.device]
     ) -> None:
-        """`devices`: the devices that hold the state."""
+        """`devices` hold the state."""
         self.layout = {
             "bytes": layout.bytes,
             "shards": [[*shard.to_json(), start] for shard, start in layout.starts.items()],
         }
-        """The layout, for the writer: the size in bytes, and the positions of the shards."""
+        """For the writer: the size in bytes, and the positions of the shards."""
         self.file = SharedFile(layout.bytes)
         everything = torch.frombuffer(self.file.mapped, dtype=torch.uint8)
         everything.zero_()  # page faults make the first write ten times slower than later ones
@@ -290,9 +279,8 @@ class _FileContent:
         self._shards: MappedShards | None = MappedShards(layout, everything)
 
     def copy(self, state: Mapping[str, Tensor], began: Mapping[torch.device, torch.Event]) -> None:
-        """Copy the current values of this rank's tensors; later computation does not affect the
-        copies. `began`: by device, the event at which training stopped, if that was before this
-        call."""
+        """Copy the current values; later computation does not affect the copies. `began` has each
+        device's event at which training stopped, if that was before this call."""
         assert self._shards is not None
         started = [
             began.get(device) or accelerator.recorded_event(device, timed=True)
@@ -383,8 +371,8 @@ class _Writer:
 
 
 def assign_to_this_rank(shards: Mapping[str, TensorShard], world: World) -> list[TensorShard]:
-    """Return the shards that this rank writes to its file, so that each shard of the state is
-    written by one rank. Every rank calls it with the shards that it holds, by tensor name."""
+    """Return the shards that this rank writes, so that one rank writes each shard of the state.
+    Every rank calls it with the shards that it holds."""
     everyone = world.gather_values([shard.to_json() for shard in shards.values()])
     return assign_writes(
         [[TensorShard.from_json(shard) for shard in theirs] for theirs in everyone]

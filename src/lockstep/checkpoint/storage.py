@@ -1,8 +1,6 @@
-"""The storage of checkpoints, and the implementation in a folder. Needs no torch.
-
-A checkpoint is written into a hidden folder, its files are synced, and one rename commits it. The
-next start of the run removes hidden folders that a crash has left.
-"""
+"""The storage of checkpoints, and the implementation in a folder. Needs no torch. A checkpoint is
+written into a hidden folder, its files are synced, and one rename commits it. The next start of the
+run removes hidden folders that a crash has left."""
 
 from __future__ import annotations
 
@@ -43,7 +41,6 @@ class CheckpointName:
 
     @classmethod
     def parse(cls, text: str) -> CheckpointName | None:
-        """Parse a name; None if the text is not a checkpoint's name."""
         match = _NAME.fullmatch(text)
         return None if match is None else cls(int(match[1]), match[2])
 
@@ -57,8 +54,7 @@ class Storage(Protocol):
     """Number of threads that read at the same time."""
 
     def __str__(self) -> str:
-        """Return the path or URL with which `open_storage` opens this storage in another
-        process."""
+        """The path or URL with which `open_storage` opens this storage in another process."""
 
     def names(self) -> list[CheckpointName]:
         """Return the complete checkpoints, in order."""
@@ -68,7 +64,7 @@ class Storage(Protocol):
         between saves."""
 
     def free_bytes(self) -> int | None:
-        """Return the free space in bytes; None if it is unknown."""
+        """None if the free space is unknown."""
 
     def begin(self, name: CheckpointName) -> None:
         """Begin a checkpoint; any rank may call it. Raises `FileExistsError` if the checkpoint is
@@ -78,10 +74,9 @@ class Storage(Protocol):
         """Write a file of an uncommitted checkpoint to the disk."""
 
     def read_uncommitted(self, name: CheckpointName, file: str) -> bytes | None:
-        """Return the contents of a file of an uncommitted checkpoint; None if it does not exist."""
+        """None if the file does not exist."""
 
-    def remove(self, name: CheckpointName, file: str) -> None:
-        """Remove a file of an uncommitted checkpoint."""
+    def remove(self, name: CheckpointName, file: str) -> None: ...
 
     def claim(self, name: CheckpointName, file: str) -> bool:
         """Create `<file>.claim` in an uncommitted checkpoint. Returns True if this process was
@@ -91,8 +86,7 @@ class Storage(Protocol):
         """Write the manifest, which commits the checkpoint. All other files must be written
         already. One rank calls it."""
 
-    def size(self, name: CheckpointName, file: str) -> int:
-        """Return the size of a file in bytes."""
+    def size(self, name: CheckpointName, file: str) -> int: ...
 
     def read(
         self, name: CheckpointName, file: str, start: int = 0, stop: int | None = None
@@ -112,7 +106,7 @@ class Storage(Protocol):
 class FolderStorage:
     wait_seconds = 0.02
     readers = 2
-    """Number of threads: one waits for the disk while the other hashes."""
+    """One thread waits for the disk while the other hashes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -230,10 +224,9 @@ class FolderStorage:
 
 @contextmanager
 def discarding_after_failure(folder: Storage, name: CheckpointName) -> Iterator[list[str]]:
-    """Yield a list, to which the body adds the names of files that this process may remove: its
-    own, or all if no other process writes any more. If the body raises `OSError`, they are removed,
-    because the disk may be full. (An object store, which may be down, is cleaned at the next
-    start.)"""
+    """If the body raises `OSError`, remove the files whose names the body has added to the list,
+    because the disk may be full. The body may name its own files, or all if no other process writes
+    any more. An object store, which may be down, is cleaned at the next start."""
     files: list[str] = []
     try:
         yield files

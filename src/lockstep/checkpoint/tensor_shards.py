@@ -42,7 +42,7 @@ DTYPES = {
     "complex64": "C64", "uint64": "U64",
     "int64": "I64", "float64": "F64",
 }  # fmt: skip
-"""Torch's name -> safetensors' name."""
+"""Safetensors' name of each dtype, by torch's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,7 @@ class TensorShard:
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> TensorShard:
-        """Parse a shard. Raises `ValueError` for a box outside of its tensor, and for an unknown
-        dtype."""
+        """Raises `ValueError` for a box outside of its tensor, and for an unknown dtype."""
         name, dtype, *boxes = fields
         if not all(isinstance(box, list | tuple) for box in boxes):
             raise ValueError(f"a shard of {name!r} has boxes that are not lists")
@@ -94,12 +93,9 @@ class TensorShard:
 
 class FileLayout:
     """The layout of a safetensors file (https://huggingface.co/docs/safetensors), computed without
-    its data.
-
-    Shards whose size is a multiple of 64 bytes come first, the small ones at the end. The other
-    shards follow by element size, largest first. So each shard is aligned for its dtype and can be
-    used in place.
-    """
+    its data. Shards whose size is a multiple of 64 bytes come first, the small ones at the end. The
+    other shards follow by element size, largest first. So each shard is aligned for its dtype and
+    can be used in place."""
 
     def __init__(
         self, shards: Sequence[TensorShard], metadata: Mapping[str, str] | None = None
@@ -121,7 +117,7 @@ class FileLayout:
         self.header = len(header).to_bytes(8, "little") + header
         self.bytes = len(self.header) + at
         self.starts = {shard: len(self.header) + starts[shard] for shard in shards}
-        """Shard -> its first byte in the file."""
+        """Each shard's first byte in the file."""
 
     def span(self, shard: TensorShard) -> tuple[int, int]:
         return self.starts[shard], self.starts[shard] + shard.bytes
@@ -142,7 +138,7 @@ class ShardCopy:
 
 
 def local_shards(state: Mapping[str, Tensor]) -> dict[str, TensorShard]:
-    """Return this rank's shard of each tensor, by name, without empty shards."""
+    """Return this rank's shard of each tensor, without empty shards."""
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
     items = create_default_local_save_plan(dict(state), is_coordinator=True).items
@@ -198,7 +194,6 @@ def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> It
 
 
 def whole_number(value: Any) -> int:
-    """Check a size or position from JSON, and return it. Raises `ValueError`."""
     if type(value) is not int or not 0 <= value < _LARGEST:
         raise ValueError(f"{value!r} is no size")
     return value
@@ -219,12 +214,10 @@ def check_cover(shards: Iterable[TensorShard]) -> None:
 
 
 def _is_tiled(shape: Sequence[int], boxes: Iterable[TensorShard]) -> bool:
-    """Return True if the boxes cover each element exactly once.
-
-    The number of boxes that cover an element is determined by its differences along all dims, which
-    are nonzero only at corners of boxes. So the boxes tile the shape if and only if their signed
-    corners add up to the signed corners of the full shape.
-    """
+    """True if the boxes cover each element exactly once. The number of boxes that cover an element
+    is determined by its differences along all dims, which are nonzero only at corners of boxes. So
+    the boxes tile the shape if and only if their signed corners add up to the signed corners of the
+    full shape."""
     split = [
         dim for dim, size in enumerate(shape) if any(box.lengths[dim] != size for box in boxes)
     ]
@@ -307,5 +300,4 @@ def _metadata(saved: Sequence[TensorShard]) -> tuple[Metadata, dict[str, list[Te
 
 
 def box_of(offsets: Sequence[int], lengths: Sequence[int]) -> Box:
-    """Return the slices [offset, offset + length)."""
     return tuple(slice(at, at + size) for at, size in zip(offsets, lengths, strict=True))

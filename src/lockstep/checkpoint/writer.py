@@ -47,8 +47,8 @@ NICENESS = 10
 
 
 class SharedFile:
-    """Memory shared with the writer process, initially zero. On Linux it has no name, and is freed
-    with the last process that uses it; elsewhere it is a temporary file."""
+    """Memory shared with the writer process, initially zero. On Linux the file has no name, and is
+    freed with the last process that uses it; elsewhere it is a temporary file."""
 
     def __init__(self, size_bytes: int) -> None:
         self._path: str | None = None
@@ -70,8 +70,7 @@ class SharedFile:
         return [self._descriptor] if self._path is None else []
 
     def close(self) -> None:
-        """Release the memory. Call it when no tensor uses the memory and the other process has
-        ended."""
+        """Call it when no tensor uses the memory and the other process has ended."""
         del self.mapped
         os.close(self._descriptor)
         if self._path is not None:
@@ -80,7 +79,6 @@ class SharedFile:
 
 
 def map_shared_file(name: str, size_bytes: int) -> mmap.mmap:
-    """Map another process's `SharedFile` for reading."""
     descriptor = int(name) if name.isdecimal() else os.open(name, os.O_RDONLY | BINARY)
     return mmap.mmap(descriptor, size_bytes, access=mmap.ACCESS_READ)
 
@@ -159,13 +157,11 @@ def checkpoints_to_delete(
     scores: Scores,
     mode: Literal["min", "max"],
 ) -> list[CheckpointName]:
-    """Return the complete checkpoints to delete, in order, after `newest` is committed.
-
-    Keeps these checkpoints: the `last` newest (at least 1); multiples of `every` steps;
-    `sparse_steps`, if `sparse`; the newest with at most `agreed` steps; the earliest with the best
-    of `scores` (NaN counts as no score); and checkpoints later than `newest`, which were damaged
-    when the run was resumed.
-    """
+    """Return the complete checkpoints to delete, after `newest` is committed. Keeps these
+    checkpoints: the `last` newest (at least 1); multiples of `every` steps; `sparse_steps`, if
+    `sparse`; the newest with at most `agreed` steps; the earliest with the best of `scores` (NaN
+    counts as no score); and checkpoints later than `newest`, which were damaged when the run was
+    resumed."""
     ordered = sorted(name for name in names if name <= newest)
     kept = set(ordered[-last:])
     if every is not None:
@@ -184,11 +180,8 @@ def checkpoints_to_delete(
 def sparse_steps(steps: Sequence[int]) -> set[int]:
     """Return the steps to keep among `steps` (ascending, without duplicates). A step is not kept if
     the distance between its neighbours is at most the distance from the later neighbour to the last
-    step.
-
-    So distances between neighbours double with age, and about 2 log2(n) of n equidistant steps are
-    kept. A step that is deleted now would also be deleted later.
-    """
+    step. So distances between neighbours double with age, and about 2 log2(n) of n equidistant
+    steps are kept. A step that is deleted now would also be deleted later."""
     kept: list[int] = []
     for step, following in itertools.pairwise(steps):
         if not kept or following - kept[-1] > steps[-1] - following:
@@ -218,8 +211,7 @@ def _words(error: OSError) -> str:
 
 
 def note(file: str) -> str:
-    """Return the name of the note for `file`: a small file that says that `file` is written
-    completely."""
+    """Return the name of a small file that says that `file` is written completely."""
     return f"{file}.json"
 
 

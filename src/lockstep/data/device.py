@@ -1,5 +1,3 @@
-"""Copies batches from the host to the device, and to pinned memory."""
-
 from __future__ import annotations
 
 from functools import cache
@@ -13,10 +11,10 @@ from lockstep.base.nested import map_parts
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a copy of the batch on `device`; for the CPU, the batch itself. Tensors in dicts,
-    lists, tuples and dataclasses are copied, and objects by their method `to`. On a device with
-    streams, a separate stream copies while the previous microbatch is computed, and computation
-    that is queued later waits for the copy. The host does not wait if the memory is pinned."""
+    """Copy the batch to `device`: tensors in dicts, lists, tuples and dataclasses, and objects by
+    their method `to`. A separate stream copies while the previous microbatch is computed;
+    computation that is queued later waits for the copy. The host does not wait if the memory is
+    pinned."""
     if device.type == "cpu":
         return batch
     if not accelerator.has_streams(device):

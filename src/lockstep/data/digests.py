@@ -14,7 +14,6 @@ from lockstep.base.counters import Numbers, changed_each_time
 from lockstep.base.errors import DataError, first_few
 
 SAMPLES = 16
-"""Largest number of samples of a dataset that are digested."""
 SECONDS = 0.5
 """Time after which no further sample is fetched for its digest. Ranks compare only the samples that
 all of them have fetched."""
@@ -29,28 +28,20 @@ _UNREAD = "not read"  # instead of a digest
 
 @dataclass(frozen=True, slots=True)
 class DigestRequest:
-    """A request to the process that fetches microbatches, for digests of a few samples."""
-
     again: bool = True
-    """True to make the samples, and a batch by `collate`, a second time, to detect that they are
-    not the same each time."""
+    """Make the samples, and a batch by `collate`, a second time, to detect random changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """The digests of a few samples of one rank's dataset, and what was found meanwhile."""
-
     samples: list[tuple[str, dict[str, str]]]
-    """For each sample: its name, and the digests of its parts by path, such as `[0].label`."""
+    """The digests of each sample's parts, by path such as `[0].label`."""
     changing: str | None
-    """The first part of a sample, or of a batch of `collate`, that differs when it is made again,
-    as text; None if none does."""
+    """The first part of a sample or batch that differs when it is made again."""
     unread: str | None = None
-    """The sample or batch that could not be made, and the error, as text; None if all could be
-    made."""
+    """The sample or batch that could not be made, and the error."""
     counted: str | None = None
-    """The names of the dataset's attributes, of those that are numbers, that each fetch changes, as
-    text; None if there are none."""
+    """The names of the dataset's numeric attributes that each fetch changes."""
 
     @classmethod
     def of(
@@ -62,10 +53,7 @@ class Digests:
         again: bool = True,
         numbers: Callable[[], Numbers] = dict,
     ) -> Digests:
-        """Fetch samples and digest them. `names`: the samples' names. `fetch`: index in `names` ->
-        sample. `collated`: makes a batch by the user's `collate`; None without one. `again`: True
-        to make samples and batch again, to detect changes. `numbers`: returns the dataset's
-        attributes that are numbers."""
+        """`numbers` returns the dataset's numeric attributes."""
         before = numbers()
         began = time.monotonic()
         samples: list[tuple[str, dict[str, str]]] = []
@@ -90,7 +78,7 @@ class Digests:
 
 def _collated_again(collated: Callable[[], Any]) -> tuple[str | None, str | None]:
     """Make a batch by the user's `collate` several times, because a random change may not show at
-    once. Return the values of `Digests.changing` and `Digests.unread` for it."""
+    once."""
     began = time.monotonic()
     try:
         first = sample_digests(collated())
@@ -105,32 +93,25 @@ def _collated_again(collated: Callable[[], Any]) -> tuple[str | None, str | None
 
 
 def spread(length: int) -> list[int]:
-    """Return up to `SAMPLES` evenly spaced indices of a dataset of `length` samples. The first and
-    the last sample are among them."""
+    """Return up to `SAMPLES` evenly spaced indices, the first and the last sample included."""
     count = min(SAMPLES, length)
     indices = [place * (length - 1) // max(count - 1, 1) for place in range(count)]
     return [*indices[:1], *indices[:0:-1]]
 
 
 def sample_digests(sample: Any) -> dict[str, str]:
-    """Return the digest of each part of a sample by path, such as `[0].label`. The digest of a part
-    that cannot be read begins with "not read"."""
+    """The digest of a part that cannot be read begins with "not read"."""
     digests, unread = contents.digest_parts(Reader().parts(sample), _PARTS)
     return digests | {path: f"{_UNREAD} {digests[path]}" for path in unread}
 
 
 def differing_part(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """Return the path of the first part of a sample whose digest differs, or is missing, between
-    two sets of digests by path; None if they are equal."""
     return next((path for path in {**one, **other} if one.get(path) != other.get(path)), None)
 
 
 def check_same_samples(
     name: str, everyone: Sequence[Digests], *, lengths_only: bool = False
 ) -> None:
-    """Raise `DataError` if the digested samples of two ranks differ. `name`: name of the dataset,
-    for the error. `everyone`: the digests of all ranks. `lengths_only`: True to compare only the
-    lengths of the datasets, not the samples' contents."""
     known = [(rank, digests.samples) for rank, digests in enumerate(everyone) if digests.samples]
     for rank, samples in known[1:]:
         first, expected = known[0]
@@ -154,9 +135,6 @@ def check_same_samples(
 def check_unchanged(
     name: str, saved: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
 ) -> None:
-    """Raise `DataError` if a sample has changed since the checkpoint was saved. `name`: name of the
-    dataset. `saved`, `now`: name of a sample -> digests of its parts, from the checkpoint and from
-    this run."""
     for sample, parts in now.items():
         if sample in saved and (part := differing_part(saved[sample], parts)) is not None:
             raise DataError(
@@ -168,9 +146,6 @@ def check_unchanged(
 
 
 def changing(name: str, everyone: Sequence[Digests]) -> str | None:
-    """Return text for the user on the first rank whose sample or batch differed when it was made
-    again; None if there is none. `name`: name of the dataset. `everyone`: the digests of all
-    ranks."""
     for rank, digests in enumerate(everyone):
         if digests.changing is not None:
             return (
@@ -183,9 +158,6 @@ def changing(name: str, everyone: Sequence[Digests]) -> str | None:
 
 
 def counting(name: str, everyone: Sequence[Digests]) -> str | None:
-    """Return text for the user on the first rank where each fetch changes attributes of the dataset
-    that are numbers; None if there is none. `name`: name of the dataset. `everyone`: the digests of
-    all ranks."""
     for rank, digests in enumerate(everyone):
         if digests.counted is not None:
             return (
@@ -198,9 +170,6 @@ def counting(name: str, everyone: Sequence[Digests]) -> str | None:
 
 
 def not_compared(name: str, everyone: Sequence[Digests]) -> str | None:
-    """Return text for the user that names samples, or parts of samples, that could not be digested
-    and so were not compared; None if all were. `name`: name of the dataset. `everyone`: the digests
-    of all ranks."""
     for rank, digests in enumerate(everyone):
         if digests.unread is not None:
             return f"{name}: {digests.unread} on rank {rank}"

@@ -35,15 +35,12 @@ tensors with another alignment."""
 
 
 class SampleRequest(NamedTuple):
-    """A request for a microbatch of a map-style dataset, by the indices of its samples."""
-
     step: int
     microbatch: int
     is_dummy: bool
     epochs: NDArray[np.int64]
     """The epoch of each sample; a microbatch may span two epochs."""
     samples: NDArray[np.int64]
-    """Indices of the samples in the dataset."""
 
     def __str__(self) -> str:
         return f"after step {self.step}, microbatch {self.microbatch}"
@@ -56,7 +53,7 @@ class ShardRequest(NamedTuple):
     microbatch: int
     are_dummies: tuple[bool, ...]
     """One entry for each time that the rank computes the microbatch: True if only to take part in
-    collectives (see `Span.is_dummy`)."""
+    collectives."""
     shard: int
     size: int
     begin: Position | None
@@ -68,8 +65,8 @@ class ShardRequest(NamedTuple):
 
 class Fetcher:
     """Fetches microbatches of a map-style dataset by `fetcher[request]`. With a `seed`, the default
-    random generators are seeded by (seed, epoch, sample) before each call of the dataset's
-    `__getitem__` or `__getitems__`, and by (seed, step, microbatch) before the user's `collate`."""
+    random generators are seeded by (seed, epoch, sample) before each call of the dataset, and by
+    (seed, step, microbatch) before the user's `collate`."""
 
     def __init__(
         self, data: Any, collate: Callable[[list[Any]], Any] | None, seed: int | None
@@ -84,17 +81,14 @@ class Fetcher:
         self._set_epoch = getattr(data, "set_epoch", None)
         self._make: Callable[[SampleRequest], Any] = self._one_by_one
         self.gathers = tensors and collate is None
-        """True if the dataset is a TensorDataset without a user's `collate`: a batch then consists
-        of rows of its tensors, which `gathered` can copy."""
+        """True if a batch consists of rows of a TensorDataset, which `gathered` can copy."""
         if self.gathers:
             self._make = self._by_rows
         elif _fetches_many(data):
             self._make = self._at_once
 
     def __getitem__(self, request: SampleRequest | DigestRequest) -> Any:
-        """Return the batch for a `SampleRequest`, or `Digests` for a `DigestRequest`. Raises
-        `DataError`, and any error of the dataset or of `collate`, with a note that names the
-        samples."""
+        """Errors have a note that names the samples."""
         if isinstance(request, DigestRequest):
             return self._digests(again=request.again)
         self.check_length(request)
@@ -134,9 +128,8 @@ class Fetcher:
     def gathered(
         self, requests: Iterator[SampleRequest]
     ) -> Iterator[tuple[SampleRequest, list[Tensor]]]:
-        """Yield each request with its batch, for a dataset for which `gathers` is true. The rows of
-        several small microbatches are copied at once, each microbatch into an aligned part of one
-        allocation."""
+        """Copy the rows of several small microbatches at once, each microbatch into an aligned part
+        of one allocation."""
         widths = [tensor[:1].nbytes for tensor in self._data.tensors]
         rows = max(GATHERED_BYTES // max(sum(widths), 1), 1)
 
@@ -226,10 +219,7 @@ def batch_of(
     request: SampleRequest | ShardRequest,
     describe: Callable[[], str],
 ) -> Any:
-    """Return a batch of the samples, made by `collate` (None: torch's `default_collate`).
-    `describe`: returns the names of the samples, for errors. If `seed` is given, the default random
-    generators are seeded before the user's `collate`. Raises `DataError`, and any error of
-    `collate`, with a note that names the samples."""
+    """Collate the samples. Errors have a note with `describe()`, the names of the samples."""
     if collate is None:
         try:
             return default_collate(samples)
@@ -254,8 +244,6 @@ def batch_of(
 
 
 def _pieces(columns: list[Tensor], sizes: list[int]) -> list[list[Tensor]]:
-    """Split the tensors `columns` along their rows into batches of these sizes. Each batch has a
-    piece of each column."""
     pieces = zip(*(torch.split(column, sizes) for column in columns), strict=True)
     # .data: autograd would refuse in-place changes of one of several views
     return [[piece.data for piece in batch] for batch in pieces]
@@ -264,9 +252,8 @@ def _pieces(columns: list[Tensor], sizes: list[int]) -> list[list[Tensor]]:
 def _some_requests(
     requests: Iterator[SampleRequest], rows: int, fits: Callable[[int], bool]
 ) -> Iterator[SampleRequest]:
-    """Yield requests until they have `rows` samples together. End earlier after a request whose
-    number of samples does not fit (`fits` returns False): the next request's rows would not be
-    aligned in memory."""
+    """Yield requests for `rows` samples together. End earlier if a request's number of samples does
+    not fit: the next request's rows would not be aligned in memory."""
     for request in islice(requests, GATHERED_REQUESTS):
         yield request
         rows -= len(request.samples)
@@ -275,16 +262,16 @@ def _some_requests(
 
 
 def _fetches_many(data: Any) -> bool:
-    """True if the dataset `data` has `__getitems__`. Torch's Subset always has it, so for a Subset
-    the result is that for the dataset inside."""
+    """Torch's Subset always has `__getitems__`, so for a Subset the result is that for the dataset
+    inside."""
     if type(data) is Subset:
         return _fetches_many(data.dataset)
     return getattr(data, "__getitems__", None) is not None
 
 
 def _reason(samples: list[Any], error: Exception) -> str:
-    """Return the reason why torch's `default_collate` failed on these samples. (In a loader worker,
-    torch's own `error` may be about shared memory instead.)"""
+    """Return why `default_collate` failed. In a loader worker, torch's own `error` may be about
+    shared memory instead."""
 
     def stack(batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
         return torch.stack(batch)

@@ -13,13 +13,11 @@ from lockstep.base import accelerator
 
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the instance behind the functions of `random`
 _seed_python = super(random.Random, _python).seed
-"""A faster `random.seed` for an int, without type checks: it takes a third of the time. Unlike
-`random.seed`, it does not reset `gauss_next`."""
+"""A faster `random.seed` for an int, without type checks. Unlike `random.seed`, it does not reset
+`gauss_next`."""
 
 
 def seed_generators(key: int, device: torch.device) -> None:
-    """Seed the default random generators of Python, numpy and torch (also that on `device`). Takes
-    5 µs."""
     _seed_python(key)
     _python.gauss_next = None
     np.random.seed(key & 0xFFFFFFFF)
@@ -29,10 +27,9 @@ def seed_generators(key: int, device: torch.device) -> None:
 
 
 class PreservedGenerators:
-    """A context that on exit restores the states that the default CPU random generators of Python,
-    numpy and torch had on entry. Takes 20 µs. Inside, numpy's default generator is replaced by
-    another one, because saving its state would take 90 µs. Numpy's buffered second number of a pair
-    of normal deviates is lost."""
+    """Restores the default CPU random generators of Python, numpy and torch on exit. Takes 20 µs.
+    Inside, numpy's default generator is replaced by another one, because saving its state would
+    take 90 µs. Numpy's buffered second number of a pair of normal deviates is lost."""
 
     def __init__(self) -> None:
         self._own = np.random.MT19937(0)

@@ -29,23 +29,21 @@ from lockstep.order import Order
 from lockstep.recipe.data import Stream
 
 CHUNK_POSITIONS = 4096
-"""Number of positions in the run's order for which the indices of samples are computed at once; a
-loader may choose fewer."""
+"""Number of positions in the run's order for which sample indices are computed at once."""
 
 
 @dataclass(slots=True)
 class Span:
-    """A microbatch that a rank is to compute: its samples are at the positions [start, stop) in the
-    run's order of samples."""
+    """A microbatch that a rank is to compute: the positions [start, stop) in the run's order of
+    samples."""
 
     step: int
     index: int
-    """Index of the microbatch in the step."""
     start: int
     stop: int
     is_dummy: bool = False
-    """True if this rank computes the microbatch only to take part in collectives of the forward and
-    backward; its gradient is discarded."""
+    """True if this rank computes the microbatch only to take part in collectives; its gradient is
+    discarded."""
 
 
 @dataclass(slots=True)
@@ -54,11 +52,8 @@ class Microbatch:
 
     step: int
     index: int
-    """Index of the microbatch in the step."""
     is_dummy: bool
-    """See `Span.is_dummy`."""
     size: int
-    """Number of samples."""
     batch: Any
     origin: Origin | None = None
     """The samples' places in a stream; None for a map-style dataset."""
@@ -69,14 +64,13 @@ class SamplesLeftOut:
     """Samples of a map-style dataset that one step leaves out of its global batch."""
 
     step: int
-    """The step's index: the number of steps done before it."""
+    """The number of steps done before."""
     samples: frozenset[int]
-    """Indices of these samples in the dataset."""
+    """Indices in the dataset."""
 
 
 class _BatchLoader:
-    """Fetches the batches of requests by a `Fetcher` or `StreamFetcher`, in order: in this process,
-    or ahead of time in `workers` processes."""
+    """Fetches batches in order, in this process or ahead of time in `workers` processes."""
 
     def __init__(
         self, fetcher: Fetcher | StreamFetcher, workers: int, device: torch.device, *, prefetch: int
@@ -94,7 +88,6 @@ class _BatchLoader:
             self._workers.close()
 
     def _fetched(self, requests: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield each request with the result that the fetcher returns for it."""
         if self._workers is not None:
             submitted, ours = tee(requests)
             for made, request in zip(self._workers.fetch(submitted), ours, strict=False):
@@ -106,19 +99,17 @@ class _BatchLoader:
             yield request, made
 
     def digests(self, *, again: bool = True) -> Digests:
-        """Return digests of some samples, which ranks compare. The samples are fetched in the
-        process that also fetches microbatches (a worker, if there are any). Call it before `fetch`.
-        `again`: True to make them a second time, to detect changes."""
+        """The process that fetches microbatches fetches these samples too. Call it before
+        `fetch`."""
         found: Digests = next(self._fetched(iter([DigestRequest(again)])))[1]
         return found
 
     def _pin(self, batch: Any) -> Any:
-        """Return the batch, copied to pinned memory if the device has streams."""
         return pin(batch) if self._pinned else batch
 
     def _check_structure(self, batch: Any, request: object) -> None:
-        """Raise `DataError` if the structure of the batch (containers, keys and dtypes) differs
-        from that of the first batch."""
+        """Raise if the containers, keys or dtypes of the batch differ from those of the first
+        batch."""
         made = structure(batch)
         if self._structure is None:
             self._structure = made
@@ -133,14 +124,11 @@ class _BatchLoader:
 
 
 class Loader(_BatchLoader):
-    """Fetches one rank's microbatches of a map-style dataset.
-
-    `collate=None`: torch's `default_collate`. `shuffle=False`: the sample at position p of the run
-    has index p. `order`: the order of a user's sampler; None without one. `workers`: number of
-    processes that prefetch `prefetch` microbatches each (batches do not depend on it); 0: this
-    process fetches, and its default random generators keep their state. `ahead`: number of
-    positions for which sample indices are computed at once. `left_out`: samples that one step
-    leaves out of its global batch. `device`: if it has streams, batches are pinned."""
+    """Fetches one rank's microbatches of a map-style dataset. `order` is the order of a user's
+    sampler. Each of `workers` processes prefetches `prefetch` microbatches; with 0 workers, this
+    process fetches, and its default random generators keep their state. `ahead` is the number of
+    positions for which sample indices are computed at once. If `device` has streams, batches are
+    pinned."""
 
     def __init__(
         self,
@@ -163,10 +151,7 @@ class Loader(_BatchLoader):
         super().__init__(self._fetcher, workers, device, prefetch=prefetch)
 
     def fetch(self, spans: Iterable[Span]) -> Iterator[Microbatch]:
-        """Yield the microbatches of `spans`, in order. Only one call may be in progress at a time.
-        Raises `DataError` if the dataset's length changes, if samples cannot be collated, or if a
-        batch's structure differs from the first one's; and any error of the dataset or of
-        `collate`."""
+        """Only one call may be in progress at a time."""
         requests = self._requests(spans)
         only_rows = self._fetcher.gathers and self._workers is None
         for request, batch in (
@@ -200,8 +185,8 @@ class Loader(_BatchLoader):
 
 
 class StreamLoader(_BatchLoader):
-    """Fetches one rank's microbatches of a stream. The arguments are as in `Loader`. Each shard is
-    read by one worker process; if there are more workers than shards, some are idle."""
+    """Fetches one rank's microbatches of a stream. Each shard is read by one worker process; if
+    there are more workers than shards, some are idle."""
 
     def __init__(
         self,
@@ -221,12 +206,10 @@ class StreamLoader(_BatchLoader):
     def fetch(
         self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, Position]
     ) -> Iterator[Microbatch]:
-        """Yield the microbatches of `spans`, in order. Only the lengths of spans matter, not their
-        positions; consecutive spans of one microbatch, which is computed several times, are read
-        once. `microbatches`: number of microbatches in a global batch. `positions`: shard ->
-        position at which it continues; other shards begin at their first sample. Only one call may
-        be in progress at a time. Raises the errors of `StreamFetcher`, and `DataError` if the
-        structures of two batches differ."""
+        """Only the lengths of spans matter, not their positions. Consecutive spans of one
+        microbatch, which is computed several times, are read once. `positions` says where shards
+        continue; other shards begin at their first sample. Only one call may be in progress at a
+        time."""
         requests = self._round_robin(self._requests(spans, microbatches, positions))
         for request, made in self._fetched(requests):
             if request is None:
@@ -258,8 +241,8 @@ class StreamLoader(_BatchLoader):
             yield ShardRequest(step, index, are_dummies, shard, span.stop - span.start, begin)
 
     def _round_robin(self, requests: Iterator[ShardRequest]) -> Iterator[ShardRequest | None]:
-        """Yield the requests, with None inserted where needed, so that all requests for a shard go
-        to one worker process: torch's DataLoader gives requests to its workers in turn."""
+        """Insert None into the requests so that one worker process gets all requests for a shard:
+        torch's DataLoader gives requests to its workers in turn."""
         places: dict[int, int] = {}
         turn = 0
         for request in requests:
@@ -281,12 +264,10 @@ def _some_spans(spans: Iterator[Span], most: int) -> Iterator[Span]:
 
 
 def structure(value: Any, *, is_batch: bool = True) -> Any:
-    """Return the structure of a batch, as a value that is equal for batches of the same structure:
-    the dtype of a tensor, (type, structures of the parts) of a container, text for an array, and
-    None for anything else. A list whose parts have equal structures has one entry for all of them,
-    whatever its length. So does a tuple inside a batch, because it may have one part per sample, as
-    in torchvision's `tuple(zip(*samples))`. `is_batch`: True for the batch itself, False for a part
-    of it."""
+    """Return a value that is equal for batches with the same containers, keys and dtypes. A list
+    whose parts have equal structures has one entry for all of them, whatever its length. So does a
+    tuple inside a batch, because it may have one part per sample, as in torchvision's
+    `tuple(zip(*samples))`."""
     if isinstance(value, Tensor):
         return value.dtype
     kind = type(value)
@@ -306,8 +287,8 @@ def structure(value: Any, *, is_batch: bool = True) -> Any:
 
 
 def structure_difference(then: Any, now: Any, path: str = "batch") -> str | None:
-    """Return text on the first difference between the structures of an earlier and a later batch,
-    such as `batch['x'] is torch.int64 and was torch.float32`; None if they are alike."""
+    """Return text such as `batch['x'] is torch.int64 and was torch.float32`; None if the structures
+    are alike."""
     if then == now:
         return None
     if not (isinstance(then, tuple) and isinstance(now, tuple) and then[0] is now[0]):

@@ -29,10 +29,8 @@ from lockstep.recipe.checks import check_count
 from lockstep.recipe.data import PackedStream, Stream, check_dataset
 
 TOGETHER = 256
-"""Number of documents that are packed as one group."""
 IGNORED_LABEL = -100
-"""The label of a token that is not to be predicted: the first token of a document, and padding at
-the end of a row."""
+"""The label of a token that is not to be predicted: the first token of a document, and padding."""
 NO_DOCUMENT = -1
 """The document id of the padding at the end of a row."""
 Integers = NDArray[np.int64]
@@ -62,15 +60,11 @@ class Document(NamedTuple):
 
 
 def pieces_of(document: int, tokens: int, length: int) -> list[Piece]:
-    """Cut the document with index `document`, which has `tokens` tokens, into pieces of at most
-    `length` tokens; none if it is empty."""
     starts = range(0, max(tokens - 1, min(tokens, 1)), length - 1)
     return [Piece(document, start, min(start + length, tokens)) for start in starts]
 
 
 def packed_rows(lengths: Sequence[int], length: int) -> list[list[Piece]]:
-    """Pack one group of documents into rows of `length` tokens, and return the pieces of documents
-    in each row. `lengths`: number of tokens of each document."""
     pieces = [
         piece
         for document, tokens in enumerate(lengths)
@@ -112,8 +106,6 @@ def row_of(documents: Sequence[Document], length: int) -> dict[str, Tensor]:
 
 
 def document_of(value: Any, name: str) -> Document:
-    """Return the document in a sample of a dataset or stream. `name`: its name for errors. Raises
-    `DataError` if the sample is not a document of token ids."""
     labels = None
     tokens = value
     if isinstance(value, Mapping):
@@ -154,12 +146,12 @@ def _integers(value: Any, name: str) -> Integers:
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
-    """A map-style dataset whose samples are rows, into which the documents of another map-style
-    dataset are packed."""
+    """A map-style dataset of rows, into which the documents of another map-style dataset are
+    packed."""
 
     def __init__(self, data: Any, length: int, lengths: Any) -> None:
-        """`data`: the documents. `length`: number of tokens of a row. `lengths`: number of tokens
-        in each document; None: ask the dataset, or read all documents. Raises `DataError`."""
+        """If `lengths` is None, the dataset is asked for its documents' lengths, or all documents
+        are read."""
         self._data, self._length = data, length
         self._lengths = self._checked(lengths)
         self._latest: tuple[int, list[list[Piece]]] = (-1, [])

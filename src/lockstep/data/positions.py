@@ -1,5 +1,4 @@
-"""The position in a stream's shard at which reading continues, for each kind of stream. It is saved
-in checkpoints."""
+"""The position in a stream's shard at which reading continues. Checkpoints contain it."""
 
 from __future__ import annotations
 
@@ -9,8 +8,6 @@ from lockstep.recipe.data import Mixture, PackedStream, Stream
 
 
 class ShardPosition(NamedTuple):
-    """The position in a shard of a plain stream, which the user's `Stream.open` reads."""
-
     epoch: int = 0
     seen: int = 0
     """Number of the shard's samples that were read in that epoch."""
@@ -22,15 +19,15 @@ class MixturePosition(NamedTuple):
     seen: int
     """Number of samples of the mixture's shard that were read."""
     streams: dict[str, Position]
-    """Name of each of the mixture's streams -> position in its shard."""
+    """The position in each stream's shard, by the stream's name."""
 
 
 class PackedPosition(NamedTuple):
     """The position in a shard of a stream whose documents are packed into rows."""
 
     documents: Position
-    """The position, in the stream of documents, of the first document of the current group
-    (documents that are packed together)."""
+    """The position of the first document of the current group (documents that are packed
+    together)."""
     rows: int
     """Number of the group's rows that were read."""
 
@@ -39,8 +36,6 @@ Position = ShardPosition | MixturePosition | PackedPosition
 
 
 def beginning(stream: Stream) -> Position:
-    """Return the position at the beginning of a shard of the stream; it is the same for all
-    shards."""
     match stream.open:
         case Mixture(streams=streams):
             return MixturePosition(0, {name: beginning(each) for name, each in streams.items()})
@@ -51,8 +46,7 @@ def beginning(stream: Stream) -> Position:
 
 
 def position_in(value: Any) -> Position:
-    """Return the position that a JSON value contains (a pair, as a checkpoint saves it). Raises
-    `ValueError` or `TypeError`."""
+    """Parse a position from a checkpoint's JSON. Raises `ValueError` or `TypeError`."""
     first, second = value
     if isinstance(second, dict):
         return MixturePosition(
@@ -64,8 +58,7 @@ def position_in(value: Any) -> Position:
 
 
 def fits(position: Position, stream: Stream) -> bool:
-    """True if `position` can be a position in a shard of `stream`: it is of the stream's kind and,
-    in a mixture, has the same streams."""
+    """True if `position` is of the stream's kind and, in a mixture, has the same streams."""
     match stream.open, position:
         case Mixture(streams=streams), MixturePosition(streams=positions):
             return streams.keys() == positions.keys() and all(

@@ -1,5 +1,5 @@
-"""The order of samples or batches that a user's sampler gives. The sampler is a function (epoch,
-seed) -> indices, which must return the same indices each time."""
+"""The order of samples or batches that a user's sampler gives: a function (epoch, seed) -> indices,
+which must return the same indices each time."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ def _digest(*parts: Indices) -> str:
 
 
 class SampleOrder(ABC):
-    """The order in which a run takes the samples of a dataset, given by a user's sampler (it
-    replaces `lockstep.order.Order`). The sample at position p of the run is number p % `stride` of
-    epoch p // `stride`. `samples`: length of the dataset. Every rank makes one. Raises `DataError`
-    if the sampler returns something wrong."""
+    """The order in which a run takes the samples of a dataset, given by a user's sampler. The
+    sample at position p of the run is number p % `stride` of epoch p // `stride`. Every rank makes
+    one."""
 
     digest: str
     """The digest of the indices of epoch 0, to compare ranks and a resumed run."""
     field: str
     """Name of the recipe's field that has the sampler."""
     wants: str
-    """Text on the values that the sampler should return, for errors."""
+    """Says in errors what the sampler should return."""
 
     def __init__(self, sampler: Callable[[int, int], Any], seed: int, samples: int) -> None:
         self._sampler, self._seed, self._samples = sampler, seed, samples
@@ -55,8 +54,7 @@ class SampleOrder(ABC):
         """The number of positions of the run that are reserved for an epoch."""
 
     @abstractmethod
-    def indices(self, epoch: int) -> Indices:
-        """Return the dataset indices of an epoch's samples, in order."""
+    def indices(self, epoch: int) -> Indices: ...
 
     def samples(self, positions: Indices) -> tuple[Indices, Indices]:
         """Return, for each position of the run, the epoch and the dataset index of the sample."""
@@ -68,8 +66,8 @@ class SampleOrder(ABC):
         return epochs, chosen
 
     def _sampled(self, epoch: int) -> Any:
-        """Return the result of the user's sampler for an epoch. The default random generators are
-        seeded by (seed, epoch) before the call, and restored after it."""
+        """The default random generators are seeded by (seed, epoch) before the call of the user's
+        sampler, and restored after it."""
         with PreservedGenerators():
             seed_generators(key(self._seed, RandomStream.SAMPLER, epoch), CPU)
             return self._sampler(epoch, self._seed)
@@ -95,8 +93,6 @@ class SampleOrder(ABC):
 
 
 class SampledOrder(SampleOrder):
-    """The order of samples that `Recipe.sampler` gives."""
-
     field = "sampler"
     wants = "it returns the indices of an epoch's samples, in order"
 
@@ -212,8 +208,6 @@ def order_of(
     seed: int,
     samples: int,
 ) -> SampleOrder | None:
-    """Return the order that a recipe's sampler or batch sampler gives; None if the recipe has
-    neither. `samples`: length of the dataset."""
     if sampler is not None:
         return SampledOrder(sampler, seed, samples)
     return None if batch_sampler is None else BatchOrder(batch_sampler, seed, samples)

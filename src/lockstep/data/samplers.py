@@ -148,12 +148,10 @@ def _buckets(lengths: NDArray[Any]) -> list[NDArray[np.int64]]:
 
 
 def _places(length: int, count: int, seed: int, first: int) -> NDArray[np.int64]:
-    """Return the sample indices at `count` consecutive positions from `first` on, in the shuffled
-    order that `seed` gives to `length` samples in each epoch."""
+    """Return the sample indices at `count` consecutive positions of an endless shuffled order."""
     return Order(length, seed).samples(np.arange(first, first + count))[1]
 
 
 def _uniform(count: int, seed: int, epoch: int) -> NDArray[np.float64]:
-    """Return `count` random numbers in [0, 1), which depend only on `seed` and `epoch`."""
     bits = hashed(np.arange(count), key(seed, RandomStream.SAMPLER, epoch)) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53

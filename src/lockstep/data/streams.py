@@ -3,9 +3,9 @@ makes microbatches of them.
 
 Samples are shuffled within windows of W consecutive samples: position p of an epoch is in window p
 // W, and the permutation of each window is derived from the seed. So (epoch, position) is the whole
-state of a shard, and a resumed run reads only one window again. The state of a shard of a mixture
-of streams consists of the states of these streams. The state of a shard of packed documents is the
-state before the current group of documents, and the number of the group's rows that were read.
+state of a shard, and a resumed run reads only one window again. The state of a shard of packed
+documents is the state before the current group of documents, and the number of the group's rows
+that were read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ proportion to its weight."""
 
 
 class SampleName(NamedTuple):
-    """The place of a sample in a stream, for errors and reports. For a row of packed documents, the
+    """The place of a sample in a stream, for errors and reports. A row of packed documents has the
     place of its first document."""
 
     number: int
@@ -54,8 +54,6 @@ class SampleName(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A sample of a shard, with its place."""
-
     name: SampleName
     value: Any
     after: Position
@@ -100,8 +98,6 @@ class StreamFetcher:
     def __getitem__(
         self, request: ShardRequest | DigestRequest | None
     ) -> tuple[Any, Origin] | Digests | None:
-        """Return the batch and its `Origin` for a `ShardRequest`, `Digests` for a `DigestRequest`,
-        and None for None. Raises `DataError`, and any error of the stream or of `collate`."""
         if request is None:
             return None
         if isinstance(request, DigestRequest):
@@ -118,8 +114,8 @@ class StreamFetcher:
         ), origin
 
     def _digests(self, *, again: bool) -> Digests:
-        """Return digests of the first sample of shard 0; in a mixture, of each stream's. That shard
-        may be on one machine only: where it cannot be read, the result names the error instead."""
+        """Digest the first sample of shard 0; in a mixture, of each stream's. That shard may be on
+        one machine only: elsewhere the result names the error instead."""
         first = {"the first sample of shard 0": (self._stream, self._seed)}
         if isinstance(mixture := self._stream.open, Mixture):
             first = {
@@ -142,7 +138,6 @@ class StreamFetcher:
             return Digests([], None, unread=f"{name} ({type(error).__name__}: {error})")
 
     def _collated(self) -> Any:
-        """Return a batch of the first samples of shard 0, made by the user's `collate`."""
         taken = list(islice(_unordered(self._stream, 0, self._seed), COLLATED))
         request = ShardRequest(0, 0, (False,), 0, len(taken), None)
         return batch_of(
@@ -160,9 +155,8 @@ class StreamFetcher:
 def shard_samples(
     stream: Stream, shard: int, *, seed: int, begin: Position, called: str = ""
 ) -> Iterator[Sample]:
-    """Yield a shard's samples from position `begin` on, epoch after epoch, without an end.
-    `called`: text for errors: in a mixture, a space and the stream's name. Raises `DataError` if an
-    epoch has no sample, or ends before the position `begin`, and any error of the stream."""
+    """Yield a shard's samples from position `begin` on, epoch after epoch, without an end. `called`
+    is text for errors: in a mixture, a space and the stream's name."""
     match stream.open, begin:
         case Mixture() as mixture, MixturePosition():
             return _mixed(mixture, shard, seed, begin, called)
@@ -176,8 +170,7 @@ def shard_samples(
 def _in_windows(
     stream: Stream, shard: int, seed: int, begin: ShardPosition, called: str
 ) -> Iterator[Sample]:
-    """Yield the samples of a shard of a plain stream, shuffled within windows, epoch after epoch.
-    One window is in memory at a time."""
+    """Shuffle a plain stream's samples within windows. One window is in memory at a time."""
     epoch, position = begin
     place = _place(shard, called)
     while True:
@@ -209,8 +202,8 @@ def _in_windows(
 def _mixed(
     mixture: Mixture, shard: int, seed: int, begin: MixturePosition, called: str
 ) -> Iterator[Sample]:
-    """Yield the samples of a mixture's shard: for each sample, a stream is chosen according to the
-    weights. All streams are opened first, so that an empty one raises at once."""
+    """Choose a stream for each sample, according to the weights. All streams are opened first, so
+    that an empty one raises at once."""
     positions = dict(begin.streams)
     names = list(mixture.streams)
     opened: list[Iterator[Sample]] = []
@@ -234,9 +227,8 @@ def _mixed(
 
 
 def chosen_streams(weights: NDArray[np.float64], seed: int) -> list[int]:
-    """Return, for each of `BLOCK` consecutive samples of a mixture, the index of the stream that it
-    comes from, in an order that is derived from `seed`. Each stream occurs in proportion to its
-    weight, rounded up or down."""
+    """Return the stream's index for each of `BLOCK` consecutive samples of a mixture. Each stream
+    occurs in proportion to its weight, rounded up or down."""
     places = Order(BLOCK, seed).samples(np.arange(BLOCK))[1]
     offset = (hashed(np.zeros(1, np.int64), seed) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     bounds = np.cumsum(weights / weights.sum())[:-1]
@@ -247,8 +239,6 @@ def chosen_streams(weights: NDArray[np.float64], seed: int) -> list[int]:
 def _packed(
     packed: PackedStream, shard: int, seed: int, begin: PackedPosition, called: str
 ) -> Iterator[Sample]:
-    """Yield the rows of a shard of packed documents. The documents that are packed as one group are
-    in memory at a time."""
     position, given = begin
     samples = shard_samples(packed.stream, shard, seed=seed, begin=position, called=called)
     while True:
@@ -274,9 +264,8 @@ def _packed(
 def _rows_of(
     values: Sequence[Any], length: int, names: Sequence[str]
 ) -> list[tuple[int, dict[str, Tensor]]]:
-    """Pack a group of documents into rows of `length` tokens. Returns (index of the row's first
-    document in the group, row) for each row. `values`, `names`: the documents, and their names for
-    errors."""
+    """Pack a group of documents. Returns (index of the row's first document in the group, row) for
+    each row."""
     documents = list(map(document_of, values, names))
     rows = packed_rows([len(document.tokens) for document in documents], length)
     return [
@@ -308,8 +297,7 @@ def _unordered(stream: Stream, shard: int, seed: int) -> Iterator[Any]:
 
 
 def _seed_of_stream(seed: int, name: str) -> int:
-    """Return the seed of the stream `name` of a mixture. `seed`: the mixture's seed. The result
-    does not depend on the mixture's other streams."""
+    """The seed of a mixture's stream does not depend on the other streams."""
     hashed_name = blake2b(name.encode(), digest_size=8).digest()
     return key(seed, RandomStream.MIXTURE, int.from_bytes(hashed_name, "big"))
 
@@ -328,8 +316,8 @@ def _place(shard: int, called: str) -> str:
 def _opened(
     stream: Stream, shard: int, seed: int, epoch: int, start: int, called: str = ""
 ) -> Iterator[Any]:
-    """Yield the samples of one epoch of a shard, from index `start` on, in the order in which
-    `Stream.open` returns them. The default random generators are seeded before each sample."""
+    """Yield one epoch's samples from index `start` on, as `Stream.open` returns them. The default
+    random generators are seeded before each sample."""
     seed_generators(key(seed, RandomStream.SAMPLE, epoch, shard), CPU)
     number = start
     try:

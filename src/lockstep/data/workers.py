@@ -30,7 +30,7 @@ from lockstep.data.fetch import Fetcher
 from lockstep.data.streams import StreamFetcher
 
 _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
-"""Largest number of bytes in the path of a Unix socket that the system's `sockaddr_un` can hold."""
+"""Largest path of a Unix socket that the system's `sockaddr_un` can hold."""
 _FOLDER = "pymp-"
 """The prefix that multiprocessing gives to the name of a folder for sockets."""
 REST_SECONDS = 0.01
@@ -48,8 +48,7 @@ class LoaderWorkers:
     def __init__(
         self, fetcher: Fetcher | StreamFetcher, count: int, *, pinned: bool, prefetch: int = 2
     ) -> None:
-        """`pinned`: True to copy batches to pinned memory. `prefetch`: number of microbatches that
-        each process fetches ahead. Raises `LaunchError` if the workers cannot have sockets."""
+        """Each process fetches `prefetch` microbatches ahead."""
         self._folder = _new_folder()
         self._current = _Current()
         self._loader = DataLoader(
@@ -70,9 +69,8 @@ class LoaderWorkers:
         self._batches: Any = None
 
     def fetch(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Yield the results of the fetcher for `requests`, in order; requests are read ahead. A
-        call ends the previous one. Raises a worker's exception, with the worker's traceback as its
-        cause."""
+        """Yield the fetcher's results in order; requests are read ahead. A call ends the previous
+        one. A worker's exception is raised with the worker's traceback as its cause."""
         self._current.requests = requests
         if self._batches is None:
             time.sleep(REST_SECONDS)
@@ -103,7 +101,7 @@ class LoaderWorkers:
             ) from error
 
     def close(self) -> None:
-        """End the processes. A process that is still busy after 5 seconds is terminated."""
+        """A process that is still busy after 5 seconds is terminated."""
         batches, self._batches = self._batches, None
         try:
             shut_down_workers(self._loader, batches)
@@ -118,7 +116,6 @@ class WorkerException:
     error: bytes | None
     """The pickled exception; None if it cannot be pickled."""
     text: str
-    """The exception's traceback."""
 
     @classmethod
     def of(cls, error: Exception) -> WorkerException:
@@ -171,8 +168,6 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _new_folder() -> str:
-    """Make a folder for the workers' sockets. Raises `LaunchError` if the path would be too
-    long."""
     limit = _MOST_SOCKET_BYTES - len(f"/{_FOLDER}12345678/listener-12345678")
     folder = temporary_folder(limit)
     length = len(os.fsencode(folder))
@@ -187,14 +182,11 @@ def _new_folder() -> str:
 
 
 def _set_up(folder: str, parent: int, worker: int) -> None:
-    """Set up a worker process. `parent`: process id of the training process.
-
-    The worker's sockets are in `folder`, which the training process removes. The kernel kills the
-    worker together with the training process, because the worker holds copies of sockets on which
-    other ranks wait. After SIGTERM the worker continues for `LATER_SECONDS`, so that the training
-    step can end. It ends if a batch cannot be sent: the queue would just skip the batch, and the
-    training process would wait for ever.
-    """
+    """Set up a worker process. The kernel kills the worker together with the training process,
+    because the worker holds copies of sockets on which other ranks wait. After SIGTERM the worker
+    continues for `LATER_SECONDS`, so that the training step can end. The worker ends if a batch
+    cannot be sent: the queue would just skip the batch, and the training process would wait for
+    ever."""
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     die_with_parent(parent)
     for number in signals("SIGUSR1", "SIGINT"):

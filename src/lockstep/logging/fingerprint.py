@@ -20,8 +20,6 @@ _PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """A tensor of a state dict, as bytes."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -31,7 +29,7 @@ class TensorRecord:
 
 
 def digest(records: Iterable[TensorRecord]) -> str:
-    """Return the fingerprint. `records`: sorted by the names' UTF-8 bytes."""
+    """Return the fingerprint. `records` must be sorted by the names' UTF-8 bytes."""
     hasher = hashlib.sha256(usedforsecurity=False)
     for record in records:
         for text in (record.name.encode(), record.dtype.encode()):
@@ -115,7 +113,6 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _bytes(piece: Tensor) -> memoryview:
-    """Return a contiguous 1-d tensor's little-endian bytes."""
     import torch
 
     width = piece.element_size() // (2 if piece.is_complex() else 1)

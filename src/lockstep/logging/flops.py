@@ -1,8 +1,6 @@
-"""Model FLOPs utilisation (MFU): the model's FLOP/s as a share of its GPU's peak.
-
-As in PaLM (Chowdhery et al., 2022, appendix B), recomputation is not counted. Torch's
-FlopCounterMode counts the forward; a backward has twice as many FLOPs.
-"""
+"""Model FLOPs utilisation (MFU): the model's FLOP/s as a share of its GPU's peak. As in PaLM
+(Chowdhery et al., 2022, appendix B), recomputation is not counted. Torch's FlopCounterMode counts
+the forward; a backward has twice as many FLOPs."""
 
 from __future__ import annotations
 
@@ -58,8 +56,7 @@ class Flops:
     """FLOPs of a model's forward, counted in the first microbatch."""
 
     def __init__(self, model: nn.Module, peak: float | None) -> None:
-        """`peak`: peak FLOP/s of the device. If it is None, or the model is compiled, nothing is
-        counted."""
+        """If `peak` (FLOP/s) is None, or the model is compiled, nothing is counted."""
         self._peak = None if peak is None or is_compiled(model) else peak
         self._forward: float | None = None
 
@@ -77,8 +74,8 @@ class Flops:
         self._forward = counter.get_total_flops() / samples
 
     def utilisation(self, samples_per_second: float, devices: int) -> float | None:
-        """Return the MFU, from 0 to 1; None if nothing was counted. `devices`: number of devices
-        that divide the samples. The counted FLOPs are one device's share of a sample."""
+        """Return the MFU, from 0 to 1; None if nothing was counted. `devices` divide the samples;
+        the counted FLOPs are one device's share of a sample."""
         if not self._forward or self._peak is None:
             return None
         return 3 * self._forward * samples_per_second / (devices * self._peak)

@@ -110,13 +110,12 @@ class MLflow:
 
 
 class Loggers:
-    """A thread that calls the loggers, so that training does not wait. Only one rank makes it; call
-    `close` at the end."""
+    """A thread that calls the loggers, so that training does not wait. Only one rank makes it."""
 
     def __init__(
         self, loggers: Sequence[Logger], run_dir: Path, warn: Callable[[str], None]
     ) -> None:
-        """`warn`: called in that thread when a logger is dropped."""
+        """`warn` is called in that thread when a logger is dropped."""
         self._live = list(loggers)
         self._run_dir = run_dir
         self._warn = warn
@@ -137,7 +136,6 @@ class Loggers:
         self._result = result
 
     def close(self) -> None:
-        """Wait for the loggers, up to `CLOSE_TIMEOUT_SECONDS`."""
         result = self._result
         self._calls.put(lambda logger: logger.end(result))
         self._calls.put(None)

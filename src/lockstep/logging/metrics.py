@@ -22,14 +22,14 @@ from lockstep.base.files import MOST_BYTES, lines_below, write_atomically
 from lockstep.logging.run_files import CHECKSUM
 
 RESERVED_NAMES = frozenset({"step", "time", "not_finite", CHECKSUM})
-"""Keys of a line of metrics.jsonl that are not metrics; no metric may have one of these names."""
+"""Keys of a line of metrics.jsonl that are not metrics."""
 
 _FLUSH_SECONDS = 1.0
 
 
 class MetricsLog(Closing):
-    """Writes `metrics.jsonl` and a TensorBoard file in the folder `path`. Only one rank makes it;
-    call `close` at the end. `write` flushes at most once a second. `clock`: seconds since 1970."""
+    """Writes `metrics.jsonl` and a TensorBoard file in the folder `path`, at most once a second.
+    Only one rank makes it. `clock` returns seconds since 1970."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -39,9 +39,8 @@ class MetricsLog(Closing):
         self._flushed = -math.inf
 
     def write(self, step: int, values: Mapping[str, float], *, checksum: str | None = None) -> None:
-        """Write a row; NaN and infinity become null and are named in `not_finite`. Raises
-        `DataError` for a value that is not a number, and for a reserved name. `checksum`: the
-        gradient's checksum, which only metrics.jsonl gets."""
+        """NaN and infinity become null and are named in `not_finite`. Only metrics.jsonl gets the
+        gradient's `checksum`."""
         now = self._clock()
         self._waiting.append((step, now, _numbers(values), checksum))
         if abs(now - self._flushed) >= _FLUSH_SECONDS:
@@ -57,8 +56,7 @@ class MetricsLog(Closing):
         self._events.resume(step, self._clock())
 
     def flush(self) -> None:
-        """Write the waiting rows. Raises `RunDirectoryError` if the disk is full, or somebody has
-        deleted the file."""
+        """Raises `RunDirectoryError` if the disk is full, or somebody has deleted the file."""
         waiting, self._waiting = self._waiting, []
         if os.fstat(self._rows.fileno()).st_nlink == 0 and not Path(self._rows.name).exists():
             self._rows.close()
@@ -83,7 +81,6 @@ class MetricsLog(Closing):
             raise cannot_write(self._rows.name, error) from error
 
     def close(self) -> None:
-        """Flush and close. A second call does nothing."""
         if not self._rows.closed:
             self.flush()
         self._rows.close()
@@ -124,7 +121,6 @@ def drop_rows_after(step: int, path: Path) -> None:
 
 
 def _is_up_to(step: int, line: str) -> bool:
-    """True for a complete row of one of the first `step` steps."""
     try:
         return bool(json.loads(line)["step"] <= step)
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -155,7 +151,6 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return a metric as a float. Raises `DataError` unless it is a number or a scalar tensor."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

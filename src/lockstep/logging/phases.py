@@ -32,8 +32,8 @@ class _PhaseSeconds:
 
 
 class StreamTimes:
-    """Time that a rank's GPU stream spends in each phase. Times on the host would be wrong: it only
-    queues work."""
+    """Time that a rank's GPU stream spends in each phase. Times on the host would be wrong: the
+    host only queues work."""
 
     def __init__(self, create_event: Callable[[], torch.Event]) -> None:
         self._create_event = create_event
@@ -81,9 +81,8 @@ class Phases:
         self._by_phase = {self.name: self._current}
 
     def enter(self, name: str, *, interrupts: bool = False, on_stream: bool = True) -> str:
-        """Begin another phase of this rank's work. Returns the name of the previous one.
-        `interrupts`: the previous phase continues later. `on_stream`: False if the phase applies to
-        the host only."""
+        """Begin another phase, and return the name of the previous one. `interrupts`: the previous
+        phase continues later. `on_stream` is False if the phase applies to the host only."""
         now, before, current, waited = self._clock(), self.name, self._current, waits.seconds
         took = now - self.since
         current.total += took
@@ -104,7 +103,7 @@ class Phases:
 
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:
-        """Enter a phase in which the host waits while its device executes queued work."""
+        """A phase in which the host waits while its device executes queued work."""
         before = self.enter(WAITING_FOR_DEVICE, interrupts=True, on_stream=False)
         try:
             yield

@@ -30,11 +30,10 @@ _NOTEBOOK_COLUMNS = 100
 
 
 class Progress(Closing):
-    """A progress display on `stream`. One rank makes it before the first step; call `close` at the
-    end. On a terminal and in a notebook, the last line is live, below other output. Elsewhere,
-    lines are written for the first and the last step, and for steps in between, at least 2 seconds
-    apart. It uses no thread. If `stream` breaks, the display ends, not the run. `start`: number of
-    steps done before."""
+    """A progress display on `stream`, without a thread. One rank makes it before the first step,
+    after `start` steps. On a terminal and in a notebook, the last line is live, below other output.
+    Elsewhere, lines are written for the first and the last step, and for steps in between, at least
+    2 seconds apart. If `stream` breaks, the display ends, not the run."""
 
     def __init__(
         self,
@@ -88,7 +87,6 @@ class Progress(Closing):
             self._show(self._estimate.time_left(self._total))
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the results of an evaluation, as a permanent line."""
         self._estimate.evaluation(step)
         numbers = "".join(f"  {name} {_number(value)}" for name, value in values.items())
         self.message(f"evaluation at step {step}/{self._total}{numbers}")
@@ -102,7 +100,7 @@ class Progress(Closing):
             self._end()
 
     def close(self) -> None:
-        """Show the last update, and restore the terminal. A second call does nothing."""
+        """Show the last update, and restore the terminal."""
         if self._has_update or (self._display is not None and self._display.is_live):
             self._show(f"after {_duration(self._clock() - self._began)}")
         self._end()
@@ -179,8 +177,8 @@ _IMPORTANCE = {
     _LR: _MIN_BAR_COLUMNS + 1,
     _EXTRA: 2 * _MIN_BAR_COLUMNS + 1,
 }
-"""Name of a number on the progress line -> the columns that must remain for the bar if the number
-is shown. In order of importance."""
+"""For each number on the progress line, in order of importance: the columns that must remain for
+the bar if the number is shown."""
 
 
 def _numbers(

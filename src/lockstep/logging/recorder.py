@@ -70,18 +70,14 @@ class Recorder:
         lost_holders: Sequence[Holder] = (),
         check_ended: Callable[[Mapping[str, Any]], None] = lambda recorded: None,
     ) -> None:
-        """Raises `RunDirectoryError` on every rank if rank 0 cannot use the directory, or another
-        machine does not have it.
-
-        `launched`: the launcher's directory, which is used first; the second run of this process is
-        in `launched`-2, and so on. Without `run_dir` and `launched`: a new directory in `runs`.
-        `extend`: see `RunDirectory.create`. An ended run is resumed at its last checkpoint if the
-        script only repeats it on the way to a later run. That is so if the launcher has `restarted`
-        this process, if an earlier process continued after that run, or if this process has passed
-        such a run before. `check_ended`: called with the run.json of an ended run; raises
-        `UserError` if it is another run. `again`: True if this process has opened the run before.
-        `lost_holders`: processes on lost machines, from which rank 0 takes over the directory.
-        """
+        """Raises on every rank if rank 0 cannot use the directory, or another machine does not have
+        it. The second run of a process is in `launched`-2, and so on. An ended run is resumed at
+        its last checkpoint if the script only repeats it on the way to a later run. That is so if
+        the launcher has `restarted` this process, if an earlier process continued after that run,
+        or if this process has passed such a run before. `check_ended` gets the run.json of an ended
+        run, and raises `UserError` if it is another run. `again` is True if this process has opened
+        the run before. Rank 0 takes the directory over from `lost_holders`, processes on lost
+        machines."""
         global _runs_in_launched
         if launched is not None:
             _runs_in_launched += not again
@@ -157,8 +153,8 @@ class Recorder:
         code: Mapping[str, str],
         checkpoints: str | None,
     ) -> None:
-        """Write `run.json`. `code`: digests of the recipe's functions. `checkpoints`: folder or
-        URL, unless the default."""
+        """Write `run.json`. `code` has digests of the recipe's functions. `checkpoints` is a folder
+        or URL, unless the default."""
         environment = describe_environment(world.device)
         if self._directory is not None and self.is_resumed:
             self._compare_device(environment["device"], is_bitwise=plan.numerics == "bitwise")
@@ -229,7 +225,7 @@ class Recorder:
 
     def resume(self, step: int, checkpoints: str | None) -> None:
         """Begin the logs of a new run, or continue those of a resumed run after `step`.
-        `checkpoints`: the folder searched for a checkpoint."""
+        `checkpoints` is the folder searched for a checkpoint."""
         self._first_step = step
         if self.is_resumed and not step and checkpoints is not None:
             self.event("no-checkpoint", 0, checkpoints=checkpoints)
@@ -258,8 +254,7 @@ class Recorder:
         *,
         checksum: str | None = None,
     ) -> None:
-        """Record a logging step. `checksum`: the gradient's checksum. Loggers take numbers only,
-        and do not get it."""
+        """Loggers take numbers only, and do not get the gradient's `checksum`."""
         self._write(step, {**values, **extra}, checksum)
         if self._progress is not None:
             names = ("loss", "lr", "samples_per_second")
@@ -273,7 +268,6 @@ class Recorder:
             self._progress.evaluation(step, values)
 
     def flush(self) -> None:
-        """Write the rows of all recorded steps to the files."""
         if self._metrics is not None:
             self._metrics.flush()
 
@@ -344,8 +338,8 @@ class Throughput:
         self.total_samples = 0
 
     def count(self, samples: int, weights: Mapping[str, float] | None) -> None:
-        """Add a step's samples. `weights`: loss term -> its denominator (such as the number of
-        tokens) in the step."""
+        """`weights` has the denominator of each loss term (such as the number of tokens) in the
+        step."""
         self._samples += samples
         self.total_samples += samples
         if weights is not None and len(weights) == 1:

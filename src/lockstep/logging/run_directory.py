@@ -43,9 +43,8 @@ _FOLLOWED = "followed-by.txt"
 _OTHER_FILES = ("out-of-memory.json", "output.txt", _FOLLOWED)
 _PREFIXES = ("events.out.tfevents.", "hang-")
 _LOCK = "lock"
-"""Name of a file that contains the path of the script's next run directory."""
 Holder = dict[str, Any]
-"""Contents of the file `lock`, as JSON: the process that holds the lock, and since when."""
+"""The process that holds the lock, and since when: the contents of the file `lock`, as JSON."""
 _SAVED_DTYPES = frozenset(
     getattr(torch, name)
     for name in (
@@ -59,8 +58,8 @@ _ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")
 
 
 class RunDirectory(Closing):
-    """A run directory to which only this process writes. Made on one rank by `create`; call `close`
-    at the end. It holds a kernel lock on the file `lock`, which ends with the process."""
+    """A run directory to which only this process writes. It holds a kernel lock on the file `lock`,
+    which ends with the process."""
 
     def __init__(self, path: Path, lock: _FileLock, *, is_resumed: bool, extends: bool) -> None:
         self.path = path
@@ -84,9 +83,7 @@ class RunDirectory(Closing):
         """Create the folder and lock it. `resume`: the folder may contain an unfinished run.
         `extend`: it may also contain an ended run, whose result `keep_result` renames. `reopen`: it
         may also contain an ended run that will have the same result, or an evaluation.
-        `lost_holders`: processes on lost machines, from which the folder is taken over. Raises
-        `RunDirectoryError` if another run has locked it or has files there, or if it is not
-        writable."""
+        `lost_holders`: processes on lost machines, from which the folder is taken over."""
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -131,7 +128,6 @@ class RunDirectory(Closing):
         return cls(path, lock, is_resumed=is_resumed, extends=extends)
 
     def recorded(self) -> dict[str, Any]:
-        """Return `run.json`. Raises `RunDirectoryError` if it is damaged."""
         try:
             return read_object(self.path, RUN)
         except (OSError, ValueError) as error:
@@ -153,7 +149,7 @@ class RunDirectory(Closing):
                 file.rename(file.with_stem(f"{file.stem}-{number}"))
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Write JSON. NaN and infinity become null; their paths are listed in `not_finite`."""
+        """NaN and infinity become null; their paths are listed in `not_finite`."""
         not_finite: dict[str, str] = {}
         row = finite(value, not_finite) | ({"not_finite": not_finite} if not_finite else {})
         text = json.dumps(row, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -189,17 +185,16 @@ class RunDirectory(Closing):
 
     @property
     def holder(self) -> Holder | None:
-        """The description of this process in the lock file."""
         return self._lock.holder
 
     def close(self) -> None:
-        """Release the directory; no effect if called again, or in a fork."""
+        """Has no effect if called again, or in a fork."""
         self._lock.release()
 
 
 def _check_kinds(path: Path) -> None:
-    """Raise `RunDirectoryError` if a path that the run will write exists, but is neither a regular
-    file nor a folder."""
+    """Raise if a path that the run will write exists, but is neither a regular file nor a
+    folder."""
     with os.scandir(path) as entries:
         for entry in entries:
             name, is_folder = entry.name, entry.name in _FOLDERS
@@ -220,8 +215,8 @@ def _check_kinds(path: Path) -> None:
 
 
 def note_followed(path: Path, by: Path) -> None:
-    """Record in the directory `path` of a run that has ended that its script has continued with
-    another run, in the directory `by`."""
+    """Record in the directory `path` of an ended run that its script has continued with the run in
+    the directory `by`."""
     with suppress(OSError):  # the directory may have been removed
         if (path / RESULT).exists():
             write_atomically(path / _FOLLOWED, f"{by}\n".encode(errors="surrogateescape"))
@@ -244,8 +239,8 @@ class _FileLock:
 
     @classmethod
     def acquire(cls, path: Path, lost: Sequence[Holder] = ()) -> _FileLock:
-        """Lock the file. Raises `RunDirectoryError` if another process holds the lock, `OSError` if
-        locking fails. `lost`: holders on lost machines, from which the lock is taken over."""
+        """Raises `RunDirectoryError` if another process holds the lock, `OSError` if locking fails.
+        The lock is taken over from holders on lost machines."""
         while True:
             descriptor = open_below(path.parent, path.name, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -312,7 +307,7 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
 
 
 def _holder(descriptor: int) -> Holder | None:
-    """Return the contents of the lock file; None if no run wrote it."""
+    """None if no run wrote the lock file."""
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
         holder = parse_object(os.read(descriptor, 4096).decode())
@@ -349,7 +344,6 @@ def _in_use(descriptor: int, path: Path) -> RunDirectoryError:
 
 
 def check_tensors(state_dict: Mapping[str, Any]) -> None:
-    """Raise `RecipeError` for an entry that cannot be stored in a safetensors file."""
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
             what = f"a {type(value).__name__}"
@@ -366,7 +360,6 @@ def check_tensors(state_dict: Mapping[str, Any]) -> None:
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Return versions, host, CPUs, threads, command line and `device` as JSON."""
     return {
         "versions": {
             "lockstep": __version__,

@@ -46,21 +46,19 @@ _RESULT_KINDS = {
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
-    """Return `run.json`. Raises `RunDirectoryError`."""
     return _read(folder, RUN, _RUN_KINDS)
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """Return `result.json`; None if the run has not ended. Raises `RunDirectoryError`."""
+    """None if the run has not ended."""
     return _read(folder, RESULT, _RESULT_KINDS) if is_there(folder, RESULT) else None
 
 
 def read_rows(
     folder: Path, name: str, fits: Callable[[Mapping[str, Any]], bool], unreadable: dict[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the valid rows of a file of JSON lines. A valid row has a step, and `fits` returns True
-    for it. Counts invalid lines in `unreadable`, except an incomplete last line. Raises
-    `RunDirectoryError`."""
+    """Yield the rows that have a step, and for which `fits` returns True. Counts other lines in
+    `unreadable`, except an incomplete last line."""
     if not is_there(folder, name):
         return
     with readable(folder / name):
@@ -82,14 +80,13 @@ def is_there(folder: Path, name: str) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """True if a value is a valid number of steps."""
     return type(value) is int and value >= 0 and value.bit_length() <= MOST_BITS
 
 
 @contextmanager
 def readable(what: Path | str) -> Iterator[None]:
-    """Convert an `OSError` inside the context into a `RunDirectoryError`, whose text names
-    the file, or else `what`."""
+    """Convert an `OSError` into a `RunDirectoryError`, whose text names the file, or else
+    `what`."""
     try:
         yield
     except OSError as error:

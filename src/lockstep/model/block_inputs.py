@@ -1,6 +1,5 @@
-"""Hooks on the inputs of a model's blocks. A tensor that a block gets as several arguments stays
-one object. If a block uses an input several times, the gradients of these uses are summed before
-those of uses outside the block are added, as under FSDP2."""
+"""Hooks on the inputs of a model's blocks, which make a block compute the same bits as under
+FSDP2."""
 
 from __future__ import annotations
 
@@ -15,10 +14,9 @@ from lockstep.base.torch_private import changed_grad_tensors, tree_flatten, tree
 
 
 def sum_in_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Make each of `blocks`, and `model`, sum the gradients of an input's uses inside it before
-    those of other uses are added, as modules on which `fully_shard` was called do. Modules whose
-    parameters all belong to earlier blocks are left out, because FSDP2 has nothing to gather for
-    them."""
+    """Sum the gradients of an input's uses inside a block before those of its uses elsewhere, as
+    FSDP2 does. Modules whose parameters all belong to earlier blocks are left out, because FSDP2
+    has nothing to gather for them."""
     seen: set[int] = set()
     for module in (*blocks, model):
         own = {id(parameter) for parameter in module.parameters()} - seen
@@ -39,20 +37,17 @@ def _views(*tensors: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _SameAs:
-    """An object passed in place of a tensor that occurs earlier among the arguments of the same
-    call. `place`: the index of that tensor in the flattened arguments."""
+    """Stands for a repeated tensor in a call's flattened arguments; `place` is the index of its
+    first occurrence."""
 
     place: int
 
 
 class RepeatedInputs:
-    """Hooks of a block that keep a tensor one object if it is passed as several arguments. FSDP2
+    """Hooks that keep a tensor one object if it is passed to a block as several arguments. FSDP2
     makes a new tensor for each argument: `query is key` would be False, and nn.MultiheadAttention
-    would compute other bits.
-
-    Create it before the block is sharded and install it afterwards, so that its hooks run around
-    FSDP2's.
-    """
+    would compute other bits. Create the hooks before the block is sharded and install them
+    afterwards, so that they run around FSDP2's."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block

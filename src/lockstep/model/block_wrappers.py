@@ -1,5 +1,5 @@
-"""Wrappers of a block's forward: activation checkpointing and compilation. They do not change the
-names of modules, parameters, or hooks."""
+"""Activation checkpointing and compilation of a block's forward, without changes to the names of
+modules, parameters or hooks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from lockstep.plan import Checkpointing
 
 
 def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
-    """Checkpoint the block's activations: recompute most of them in its backward, with the same
-    random numbers. `full` keeps the block's inputs (Chen et al., Training Deep Nets with Sublinear
-    Memory Cost, 2016). `selective` also keeps the results of matrix products, convolutions and
-    attention, which are expensive to recompute (Korthikanti et al., Reducing Activation
-    Recomputation in Large Transformer Models, 2022). The forward drops the empty cache of keys and
-    values that transformers makes by default, and refuses a filled one with `RecipeError`."""
+    """Recompute the block's activations in its backward, with the same random numbers. `full` keeps
+    the block's inputs (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
+    `selective` also keeps the results of matrix products, convolutions and attention (Korthikanti
+    et al., Reducing Activation Recomputation in Large Transformer Models, 2022). The forward drops
+    the empty cache of keys and values that transformers makes by default."""
     if isinstance(block, BatchNormBase):
         # BatchNorm keeps only its input anyway, and a recomputation would update its running
         # statistics twice
@@ -65,11 +64,10 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
 
 
 class _DrawnAgain:
-    """A context for the recomputation of a checkpointed block, in which the random numbers of the
-    block's forward are drawn again. Make it before the forward. It can be entered several times,
-    for `backward(retain_graph=True)`. torch restores generators only on CUDA and XPU, and only for
-    devices of positional arguments: elsewhere, as on MPS, it silently recomputes with other dropout
-    masks (https://github.com/pytorch/pytorch/issues/127676)."""
+    """Replays a checkpointed block's random numbers during its recomputation; made before the
+    forward. Torch restores generators only on CUDA and XPU, and only for devices of positional
+    arguments: elsewhere, as on MPS, it silently recomputes with other dropout masks
+    (https://github.com/pytorch/pytorch/issues/127676)."""
 
     def __init__(
         self, generators: Sequence[torch.Generator], contexts: Sequence[AbstractContextManager[Any]]
@@ -115,8 +113,8 @@ def _without_cache(item: Any) -> Any:
 
 
 def error_of_compiling(error: BaseException | None, plan: object) -> PlanError | None:
-    """Return a `PlanError` that explains torch's error about a double backward through a compiled
-    block; None for any other error. `plan`: the plan that compiles blocks."""
+    """Explain torch's error about a double backward through a compiled block; None for other
+    errors."""
     said = "does not currently support double backward"
     if not isinstance(error, RuntimeError) or said not in str(error):
         return None
@@ -128,9 +126,8 @@ def error_of_compiling(error: BaseException | None, plan: object) -> PlanError |
 
 
 def compile_forward(block: nn.Module, *, bitwise: bool) -> None:
-    """Compile the block's forward once for each shape of its inputs, so that all ranks execute the
-    same code for a shape, whatever shapes each rank has seen before. `bitwise`: choose
-    deterministic kernels."""
+    """Compile once for each shape of the inputs, so that every rank runs the same code for a
+    shape."""
     # fallback_random: dropout has the same masks as in uncompiled code. deterministic: kernels are
     # not chosen by their time, so all ranks and runs sum in the same order.
     block.forward = torch.compile(

@@ -12,16 +12,14 @@ from torch.distributed.tensor import DTensor
 from lockstep.base.errors import RecipeError, first_few
 
 LARGE_FRACTION = 1 / 8
-"""If the model has no list of modules of one class, a module with at least this fraction of all
-parameters' elements is a block."""
+"""If a model has no list of layers, a module with this fraction of all parameters is a block."""
 
 
 def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """Return the names of the model's blocks, in the order of its modules; no block is inside
-    another one. May be empty. `patterns`: `Recipe.blocks`. None: the members of the outermost lists
-    (`nn.ModuleList`, `nn.Sequential`) whose members have one class; without such lists, the modules
-    that have at least an eighth of all parameters. Modules that share a parameter with a module
-    outside of them are left out. Raises `RecipeError` if the patterns do not name blocks."""
+    """Return the names of the model's blocks, none inside another; may be empty. If `patterns` is
+    None, the blocks are the members of the outermost lists (`nn.ModuleList`, `nn.Sequential`) whose
+    members have one class; without such lists, modules with at least an eighth of all parameters.
+    Modules that share a parameter with a module outside of them are left out."""
     if patterns is None:
         candidates = list(_repeated(model, "")) or list(
             _large(model, "", numel(model) * LARGE_FRACTION)
@@ -52,9 +50,6 @@ def _blocks_matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 def matching_names(
     names: Sequence[str], pattern: str, source: str, example: str = "blocks.*"
 ) -> list[str]:
-    """Return the module names that match a pattern, in which `*` stands for any text. Raises
-    `RecipeError` if none does. `source`, `example`: the beginning of the error's text, and the
-    pattern that it suggests."""
     matching = [name for name in names if fnmatchcase(name, pattern)]
     if not matching:
         raise RecipeError(
@@ -66,8 +61,6 @@ def matching_names(
 
 
 def check_not_nested(names: Sequence[str], field: str) -> None:
-    """Raise `RecipeError` if one of the modules that `Recipe.<field>` names is inside another
-    one."""
     for name in names:
         if outer := next((other for other in names if name.startswith(f"{other}.")), None):
             raise RecipeError(
@@ -77,8 +70,6 @@ def check_not_nested(names: Sequence[str], field: str) -> None:
 
 
 def blocks_with_shared_parameters(model: nn.Module, blocks: Sequence[str]) -> set[str]:
-    """Return the blocks that share a parameter with another block, or with a module outside of all
-    blocks."""
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = next((block for block in blocks if name.startswith(f"{block}.")), "")
@@ -92,8 +83,6 @@ def is_within(name: str, outer: str) -> bool:
 
 
 def outermost(names: list[str]) -> list[str]:
-    """Return the names that are not inside another of these names ("blocks.*" also matches modules
-    inside a block)."""
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
@@ -125,8 +114,6 @@ def module_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def shared_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of each shared parameter: one list for each parameter that occurs under
-    several names in the model."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -134,8 +121,8 @@ def shared_names(model: nn.Module) -> list[list[str]]:
 
 
 def share_parameter(model: nn.Module, names: Sequence[str]) -> None:
-    """Make the parameters with these names one object again, after a shared parameter was replaced
-    under some of its names. It is the DTensor among them if there is one, else the first."""
+    """Tie the parameters with these names again, after one of them was replaced: prefer a DTensor,
+    else use the first."""
     copies = [model.get_parameter(name) for name in names]
     one = next((parameter for parameter in copies if isinstance(parameter, DTensor)), copies[0])
     for name in names:
@@ -144,8 +131,8 @@ def share_parameter(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def pass_through(value: Tensor) -> Tensor:
-    """Return a view of the input. It replaces the forward of a block that a model's forward has
-    skipped, while the block is called only to run its hooks."""
+    """The forward of a block that a model's forward has skipped, while the block is called only to
+    run its hooks."""
     return value.view_as(value)
 
 

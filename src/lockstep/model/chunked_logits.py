@@ -1,15 +1,15 @@
-"""Logits that are computed only inside the cross-entropy, in chunks of tokens: the output of a
-model's head (its last linear layer) under `logits=chunked`.
+"""Logits that are computed only inside the cross-entropy, in chunks of tokens (`logits=chunked`),
+because the full logits of a language model are often its largest tensor.
 
-The whole logits of a language model are often its largest tensor. Here the head returns a
-`ChunkedLogits`, which computes nothing. `F.cross_entropy` of it computes, for some tokens at a
-time, the logits, their loss and their gradient, so that no tensor of all tokens and all classes is
-ever made. The gradients of the hidden states and of the weights are ready after the forward; the
-backward multiplies them by one number. With `reduction="none"` this number differs from token to
-token, so the backward computes the logits again.
+The model's head (its last linear layer) returns a `ChunkedLogits`, which computes nothing.
+`F.cross_entropy` of a `ChunkedLogits` computes the logits, the loss and the gradient of one chunk
+after another. So the forward already computes the gradients of the hidden states and of the
+weights, and the backward multiplies them by one number. With `reduction="none"` this number differs
+from token to token, so the backward computes the logits again.
 
 `torch.nn.functional.linear_cross_entropy` does the same, but under autocast it sums the loss in
-bf16 or fp16, with an error of 1% for 2,048 tokens, and its chunks are too small for CPUs."""
+bf16 or fp16, with an error of 1% for 2,048 tokens, and its chunks are too small for CPUs.
+"""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ OF_HIDDEN = frozenset(
     {"device", "requires_grad", "grad_fn", "is_leaf", "get_device", "is_inference"}
     | accelerator.DEVICE_FLAGS
 )
-"""Names of attributes and methods for which `ChunkedLogits` returns those of its hidden states."""
+"""Attributes and methods that `ChunkedLogits` takes from its hidden states."""
 OF_EACH_LOGIT = frozenset(
     {"div", "true_divide", "divide", "mul", "multiply", "tanh", "sigmoid", "clamp", "exp", "pow"}
     | {"__truediv__", "__rtruediv__", "__mul__", "__rmul__", "__pow__"}
 )
-"""Names of elementwise functions, for which the error explains how to do without them on logits."""
+"""Elementwise functions, for which the error explains how to do without them on logits."""
 
 
 class Head(NamedTuple):
-    """The weights of a head (the linear layer that computes the logits), and the dtypes of its
-    logits: that of the matrix product, and those to which the user's code casts them afterwards."""
+    """The weights of the linear layer that computes the logits, and the dtypes of its logits: that
+    of the matrix product, and those to which the user's code casts them afterwards."""
 
     weight: Tensor
     bias: Tensor | None
@@ -74,11 +74,11 @@ class Head(NamedTuple):
 
 
 class ChunkedLogits(Tensor):
-    """Logits that were not computed. The object has the hidden states and the head from which they
-    can be computed; the tensor itself has the shape and the dtype of the logits, but no memory."""
+    """Logits that were not computed: a tensor with the logits' shape and dtype but no memory, which
+    refers to the hidden states and the head."""
 
     _hidden: Tensor
-    """The hidden states. They have the shape of the logits, except in the dim of classes."""
+    """Has the shape of the logits, except in the dim of classes."""
     _head: Head
     _class_dim: int
 
@@ -140,23 +140,20 @@ class ChunkedLogits(Tensor):
 
 
 def hidden_states(tensor: Tensor) -> Tensor:
-    """Return the hidden states from which `ChunkedLogits` are computed; return any other tensor
-    unchanged."""
+    """Return the hidden states of `ChunkedLogits`; return any other tensor unchanged."""
     return tensor._hidden if isinstance(tensor, ChunkedLogits) else tensor
 
 
 def with_hidden(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `change(tensor)`. For `ChunkedLogits`, return `ChunkedLogits` with the same head,
-    whose hidden states are `change(hidden states)`."""
+    """Apply `change` to the tensor or, for `ChunkedLogits`, to its hidden states."""
     if not isinstance(tensor, ChunkedLogits):
         return change(tensor)
     return ChunkedLogits.of(change(tensor._hidden), tensor._head, tensor._class_dim)
 
 
 def head_name(model: nn.Module, given: str | None, autocast_dtype: torch.dtype | None) -> str:
-    """Return the name of the model's head, the `nn.Linear` that computes the logits. `given`:
-    `Recipe.head`; None: the output embeddings of a Hugging Face model. Raises `RecipeError` and
-    `PlanError`."""
+    """Return the name of the `nn.Linear` that computes the logits. If `given` is None, the head is
+    the output embeddings of a Hugging Face model."""
     modules = dict(model.named_modules())
     head = modules.get(given) if given is not None else _hugging_face_head(model)
     name: str | None = next((name for name, each in modules.items() if each is head), None)
@@ -187,8 +184,6 @@ def head_name(model: nn.Module, given: str | None, autocast_dtype: torch.dtype |
 
 
 def modules_with_weights_of(model: nn.Module, head: str) -> set[nn.Module]:
-    """Return the module named `head`, and the modules of the model that share a parameter with
-    it."""
     own = set(model.get_submodule(head).parameters())
     return {
         module for module in model.modules() if not own.isdisjoint(module.parameters(recurse=False))
@@ -196,8 +191,6 @@ def modules_with_weights_of(model: nn.Module, head: str) -> set[nn.Module]:
 
 
 def chunk_logits(model: nn.Module, name: str) -> None:
-    """Make the model's head return `ChunkedLogits`, in place. `name`: the head's name, from
-    `head_name`."""
     head: Any = model.get_submodule(name)
     forward: Callable[..., Any] = head.forward
 
@@ -240,9 +233,9 @@ def _error(name: str) -> PlanError:
 
 
 def _is_of_the_house(hook: Any) -> bool:
-    """True for gradient hooks of torch and lockstep, such as FSDP2's, which only note that a
-    backward begins. Any other hook expects the gradient of the logits, but would get the gradient
-    of the hidden states."""
+    """True for gradient hooks of torch and lockstep, which only note that a backward begins. Any
+    other hook expects the gradient of the logits, but would get the gradient of the hidden
+    states."""
     return str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", "lockstep")
 
 
@@ -252,9 +245,6 @@ def _detached(head: Head) -> Head:
 
 
 def _dtype_of(name: str, logits: ChunkedLogits, args: Any, kwargs: Any) -> torch.dtype:
-    """Return the dtype that the logits have after a cast. `name`, `args`, `kwargs`: the tensor
-    method of the cast and its arguments. Raises `PlanError` for a move to another device, and for
-    float16."""
     named = {"float": torch.float32, "double": torch.float64, "bfloat16": torch.bfloat16}
     if name in named:
         return named[name]
@@ -272,9 +262,8 @@ def _dtype_of(name: str, logits: ChunkedLogits, args: Any, kwargs: Any) -> torch
 
 
 def _index(logits: ChunkedLogits, index: Any) -> tuple[Any, ...]:
-    """Return the index that selects from the hidden states what `index` selects from the logits,
-    whose last dim is that of the classes. Raises `PlanError` if `index` selects some of the
-    classes."""
+    """Convert an index of the logits, whose last dim is that of the classes, to an index of the
+    hidden states."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, bool) for item in items):
         raise _error("__getitem__")
@@ -298,8 +287,8 @@ def _index(logits: ChunkedLogits, index: Any) -> tuple[Any, ...]:
 
 
 def _behind_one_node(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-    """Return the same three tensors as outputs of one node of autograd's graph; weights without a
-    gradient are returned unchanged."""
+    """Return the same tensors as outputs of one autograd node; weights without a gradient stay as
+    they are."""
     trained = [each for each in (weight, bias) if each is not None and each.requires_grad]
     joined = _Joined.apply(hidden, *trained)  # type: ignore[no-untyped-call]
     found = dict(zip(map(id, trained), joined[1:], strict=True))
@@ -307,9 +296,9 @@ def _behind_one_node(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tup
 
 
 class _Joined(torch.autograd.Function):
-    """The node of the head (the layer that computes the logits) in autograd's graph. As for a
-    linear layer, its backward runs after the loss's backward and before the weights' gradients are
-    accumulated. FSDP2's hooks on the head's output are on this node."""
+    """The head's node in autograd's graph. As for a linear layer, its backward runs after the
+    loss's backward and before the weights' gradients are accumulated. FSDP2's hooks on the head's
+    output are on this node."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Any) -> Any:
@@ -339,7 +328,6 @@ class _LossOptions:
         )
 
     def divisor(self, target: Tensor) -> Tensor:
-        """Return the number by which the sum of the losses is divided for `reduction="mean"`."""
         counts = target != self.ignore_index
         if self.weight is None:
             return counts.sum()
@@ -410,9 +398,8 @@ def _check_call(input: Any, target: Any, size_average: Any, reduce: Any, reducti
 
 
 def _rows_of_chunk(hidden: Tensor, classes: int) -> int:
-    """Return the number of tokens in a chunk, which depends on shapes only. The logits of a chunk
-    are about as large as the hidden states of all tokens; but a chunk has enough tokens to keep the
-    device busy, and at most half of all tokens."""
+    """Return the number of tokens in a chunk, which depends on shapes only. A chunk's logits are
+    about as large as all hidden states."""
     least = MIN_ROWS_OF_ACCELERATOR if accelerator.is_accelerator(hidden) else MIN_ROWS
     tokens, features = hidden.shape
     return max(1, min(max(least, tokens * features // max(1, classes)), -(-tokens // 2)))
@@ -435,7 +422,7 @@ def _chunks(head: Head, hidden: Tensor, target: Tensor) -> Iterator[_Chunk]:
 
 class _Gradients:
     """The gradients of a loss by the hidden states and by the head's weight and bias, summed over
-    chunks of tokens; None for a gradient that is not needed."""
+    chunks; None where not needed."""
 
     def __init__(self, head: Head, hidden: Tensor, needed: Sequence[bool]) -> None:
         def zeros(tensor: Tensor | None, is_needed: bool) -> Tensor | None:
@@ -451,8 +438,7 @@ class _Gradients:
 
     @uncounted()
     def add(self, chunk: _Chunk, slope: Tensor) -> None:
-        """Add the gradients from one chunk of tokens. `slope`: the gradient of the chunk's logits.
-        (The matrix products run in the forward, but are counted as FLOPs of the backward.)"""
+        """Add the gradients from one chunk; `slope` is the gradient of the chunk's logits."""
         slope = slope.to(self._head.dtypes[0])
         if self.hidden is not None:
             self.hidden[chunk.rows] = slope @ self._head.weight
@@ -474,7 +460,7 @@ def _cast_head(weight: Tensor, bias: Tensor | None, dtypes: tuple[torch.dtype, .
 
 class ChunkedTotal(torch.autograd.Function):
     """The sum of the cross-entropy of all tokens, computed in chunks. Its forward computes the
-    gradients too, and its backward multiplies them by the incoming gradient."""
+    gradients too."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,6 @@
 """Checks that every rank builds the same model, although its factory may read the rank, the clock
-or an unseeded generator. Structure (names, classes, shapes and dtypes) is compared first, because
-ranks with different parameters would deadlock in their collectives. Then checksums of the initial
-values are compared, for all tensors whose values this rank has computed."""
+or an unseeded generator. Structure is compared before checksums, because ranks with different
+parameters would deadlock in their collectives."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from lockstep.comm.world import World
 
 
 def check_structure(model: Any, world: World) -> None:
-    """Raise `RecipeError` on all ranks if two ranks have different modules, parameters or buffers.
-    Every rank calls it."""
+    """Every rank calls it. All ranks raise if two ranks have different modules, parameters or
+    buffers."""
     first, *others = world.gather_values(_structure(model))
     for rank, other in enumerate(others, start=1):
         if other != first:
@@ -27,9 +26,6 @@ def check_structure(model: Any, world: World) -> None:
 
 
 def _first_difference(first: list[Any], other: list[Any]) -> tuple[str, str]:
-    """Return the name of the first module, parameter or buffer that differs between two ranks'
-    models, and the difference as text. `first`, `other`: the results of `_structure` on the two
-    ranks."""
     here, there = dict(first), dict(other)
     for name in {**here, **there}:
         mine, theirs = here.get(name), there.get(name)
@@ -40,9 +36,8 @@ def _first_difference(first: list[Any], other: list[Any]) -> tuple[str, str]:
 
 
 def check_checksums(checksums: Mapping[str, int], world: World) -> None:
-    """Raise `RecipeError` on all ranks if two ranks have different checksums for the same parameter
-    or buffer. Every rank calls it. `checksums`: name -> checksum of the initial value on this
-    rank."""
+    """Every rank calls it. All ranks raise if two ranks have different checksums for the same
+    name."""
     if world.size == 1:
         return
     seen: dict[str, tuple[int, int]] = {}
@@ -58,8 +53,8 @@ def check_checksums(checksums: Mapping[str, int], world: World) -> None:
 
 
 def checksums_of(model: Any) -> dict[str, int]:
-    """Return name -> checksum of the values, for every parameter and buffer of the model that is
-    neither sparse, quantized, lazy nor on the meta device."""
+    """Return the checksum of every parameter and buffer that is neither sparse, quantized, lazy nor
+    on the meta device."""
     return {
         name: tensor_checksum(tensor)
         for name, tensor in (_tensors(model) if isinstance(model, nn.Module) else ())
@@ -69,8 +64,8 @@ def checksums_of(model: Any) -> dict[str, int]:
 
 
 def tensor_checksum(tensor: Tensor) -> int:
-    """Return the CRC-32C of the tensor's elements in memory order. Copies the tensor only if its
-    memory has gaps."""
+    """Return the CRC-32C of the elements in memory order. The tensor is copied only if its memory
+    has gaps."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu()
     dense = dense.permute(sorted(range(dense.dim()), key=dense.stride, reverse=True)).contiguous()
     # A tensor of one element may have any stride and still be contiguous; it could then not be

@@ -1,12 +1,9 @@
 """One process on several devices: naive model parallelism, and `torch.nn.DataParallel`.
 
-Naive model parallelism: each layer is on one device, and activations move between them. Each device
-has consecutive layers. Everything else, including the batches and the model's output, is on the
-first device, `home`. A layer's output moves to `home`, unless it is the input of the next layer (as
-in a list of layers).
-
-DataParallel splits each microbatch over several GPUs. Each forward copies the model to the other
-GPUs, and one Python process drives them all: `replicate` is faster."""
+Naive model parallelism puts consecutive layers on each device. Everything else, including the
+batches and the model's output, is on the first device, `home`. A layer's output moves to `home`,
+unless it is the input of the next layer.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +34,10 @@ from lockstep.model.pipeline.stages import balanced_runs
 class PlacedLayer:
     name: str
     feeds_next: bool
-    """True if the layer's output is the input of the next layer."""
 
 
 def devices_of(home: torch.device, count: int) -> list[torch.device]:
-    """Return `count` devices for the layers, `home` first; on a CPU, all of them are the CPU.
-    Raises `PlanError`."""
+    """Return `count` devices, `home` first; on a CPU, all of them are the CPU."""
     if not accelerator.is_accelerator(home):
         return [home] * count
     there = accelerator.count()
@@ -57,12 +52,10 @@ def devices_of(home: torch.device, count: int) -> list[torch.device]:
 def layers_of(
     model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[str]
 ) -> list[PlacedLayer]:
-    """Return the layers that can be placed on different devices, in order; may be empty.
-    `patterns`: `Recipe.blocks`. `parts`: names of the modules that the model calls one after
-    another, if they are known. If `patterns` are given, or there are no `parts`, the layers are the
-    model's blocks; otherwise they are the `parts` (or the members of a part that is an
-    `nn.Sequential` and not a block). No layer shares a parameter with another module. Raises
-    `RecipeError`."""
+    """Return the layers that can be on different devices, in order; may be empty. The layers are
+    the blocks if `patterns` are given or the sequential `parts` are unknown; otherwise they are the
+    parts, where an `nn.Sequential` that is not a block is replaced by its members. No layer shares
+    a parameter with another module."""
     blocks = blocks_of(model, patterns)
     if patterns is None and parts:
         names = [
@@ -88,10 +81,9 @@ def layers_of(
 def device_indices(
     names: Sequence[str], nbytes: Sequence[int], rest_bytes: int, wanted: int | tuple[int, ...]
 ) -> list[int]:
-    """Return the index of each layer's device, ascending. `names`, `nbytes`: the name and size of
-    each layer. `rest_bytes`: size of the parameters and buffers outside of layers, which are on the
-    first device and are balanced too. `wanted`: `Plan.split`, the number of devices, or the number
-    of layers on each. Raises `RecipeError`."""
+    """Return the index of each layer's device, ascending. `rest_bytes` is the size of all tensors
+    outside the layers, which are on the first device. `wanted` is the number of devices, or the
+    number of layers on each."""
     listed = first_few(names) or "none"
     if isinstance(wanted, tuple):
         if sum(wanted) != len(names):
@@ -118,8 +110,7 @@ def split_over_devices(
     wanted: int | tuple[int, ...],
 ) -> None:
     """Move every parameter and buffer to its layer's device, and wrap the layers' forwards so that
-    they move their inputs there. `wanted`: `Plan.split`. Raises `RecipeError`, also from the
-    forward, if code between layers uses tensors of two devices."""
+    they move their inputs there."""
     names = [layer.name for layer in layers]
     modules = [model.get_submodule(name) for name in names]
     nbytes = [sum(tensor.nbytes for tensor in module_tensors(module)) for module in modules]
@@ -144,9 +135,8 @@ def split_over_devices(
 def move_tensors(
     value: Any, device: torch.device, copies: list[tuple[Any, list[Any]]] | None = None
 ) -> Any:
-    """Return `value` with the tensors in its tuples, lists and mappings moved to `device`; the same
-    object if nothing moves. `copies`: a list to which each list or mapping that had to be copied is
-    added, as (the copy, its members)."""
+    """Move the tensors in tuples, lists and mappings to `device`; return the same object if nothing
+    moves. Each list or mapping that had to be copied is added to `copies`, with its members."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -182,8 +172,7 @@ def _members(part: nn.Module, name: str, blocks: Sequence[str]) -> Iterator[str]
 def _check_shared(
     names: Sequence[str], modules: Sequence[nn.Module], numbers: Sequence[int]
 ) -> None:
-    """Raise `RecipeError` if two layers on different devices share a buffer. `numbers`: the index
-    of each layer's device. (A module that shares a parameter is not a layer.)"""
+    """Raise if layers on different devices share a buffer."""
     holders: dict[int, int] = {}
     for place, module in enumerate(modules):
         for tensor in module_tensors(module):
@@ -229,8 +218,8 @@ def _identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 @contextmanager
 def _current_device(device: torch.device, home: torch.device) -> Iterator[None]:
-    """A context in which `device` is the current GPU. Its default generator continues the sequence
-    of the generator of `home`, the first device, as on a single GPU."""
+    """Make `device` the current GPU, whose default generator continues the sequence of `home`'s
+    generator."""
     if device == home or not accelerator.is_accelerator(device):
         yield
         return
@@ -263,9 +252,6 @@ def _explain(model: nn.Module) -> None:
 
 
 def gpus_of(home: torch.device, count: int) -> list[int]:
-    """Return the indices of the first `count` GPUs, for torch's DataParallel. Raises `PlanError`
-    for too few GPUs, or if `home`, this process's device, is of a type that DataParallel does not
-    support."""
     if accelerator.is_accelerator(home) and not accelerator.runs_data_parallel(home):
         raise PlanError(
             f"data_parallel={count} on {home.type}; torch.nn.DataParallel works only on CUDA and"
@@ -281,9 +267,8 @@ def gpus_of(home: torch.device, count: int) -> list[int]:
 
 
 def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
-    """Make `torch.nn.DataParallel` run the model's forward: each GPU gets a slice, along dim 0, of
-    every tensor argument. The model and its output stay on the first GPU. Raises `RecipeError` for
-    a model with BatchNorm."""
+    """Run the model's forward by `torch.nn.DataParallel`. The model and its output stay on the
+    first GPU."""
     modules = model.named_modules()
     layer = next((name for name, each in modules if isinstance(each, BatchNormBase)), None)
     if layer is not None:

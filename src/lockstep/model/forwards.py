@@ -1,4 +1,4 @@
-"""Runs forwards outside of training steps, of a model that is whole on this rank or split into a
+"""Forwards outside of training steps, of a model that is whole on this rank or split into a
 pipeline's stages."""
 
 from __future__ import annotations
@@ -21,21 +21,18 @@ class Forwards(Protocol):
     """The ranks that together hold the model: those of the pipeline, or this rank alone."""
 
     @property
-    def has_output(self) -> bool:
-        """True if this rank gets the model's output, as the rank of a pipeline's last stage
-        does."""
+    def has_output(self) -> bool: ...
 
     @property
-    def last_stage(self) -> int:
-        """The index of the pipeline's stage that computes the model's output."""
+    def last_stage(self) -> int: ...
 
     def parts_by_stage(self) -> Mapping[int, Sequence[nn.Module]]:
-        """Return, for each of this rank's pipeline stages, the modules that the stage calls in
-        order. A model without a pipeline is stage 0."""
+        """Return the modules that each of this rank's pipeline stages calls, in order; a model
+        without a pipeline is stage 0."""
 
     def try_forward(self, arguments: Arguments | Chunks, run: Run) -> Any:
-        """Return the model's output for these arguments; None on ranks that do not have it. `run`:
-        calls each stage. An error on one rank is raised on all ranks."""
+        """Return the model's output; None on ranks that do not have the output. An error on one
+        rank is raised on all ranks."""
 
 
 class WholeModel:
@@ -45,8 +42,7 @@ class WholeModel:
     last_stage = 0
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        """`world`: any group of ranks that contains this rank; this rank's device is taken from
-        it."""
+        """`world` may be any group that contains this rank."""
         self.world = replace(world, rank=0, size=1, group=None, owns_group=False)
         self._model = model
 

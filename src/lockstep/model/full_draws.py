@@ -1,5 +1,4 @@
-"""Draws random numbers for DTensors: every rank draws the numbers of the full tensor, and keeps
-those of its shard."""
+"""Random numbers for DTensors that do not depend on the sharding."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ _FILLING = frozenset(
 
 
 class FullDraws(TorchFunctionMode):
-    """A context in which random functions of a DTensor draw the same numbers as one process does
-    for the full tensor. (Torch would draw each rank's shard separately.) The default generators
-    must have the same seeds on all ranks."""
+    """A dispatch mode in which every rank draws the numbers of the full DTensor and keeps those of
+    its shard. Torch would draw each rank's shard separately. The default generators must have the
+    same seeds on all ranks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -9,7 +9,6 @@ from torch import Tensor
 
 
 def functions_named(*names: str) -> frozenset[Any]:
-    """Return the functions and methods of torch with these names."""
     found = (getattr(owner, name, None) for owner in (torch, Tensor) for name in names)
     return frozenset(each for each in found if each is not None)
 

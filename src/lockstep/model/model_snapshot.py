@@ -17,10 +17,9 @@ from lockstep.model.shard import reshard
 
 
 class ModelSnapshot:
-    """A snapshot of a model's modules, of their modes (training or evaluation) and parameters, of
-    which parameters are trainable, and of the optimizers' parameter groups.
-
-    A change between steps on one rank only would silently change that rank's gradients."""
+    """Modules, modes (training or evaluation), parameters, trainable flags and parameter groups at
+    one step. A change between steps on one rank only would silently change that rank's
+    gradients."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model = model
@@ -47,9 +46,8 @@ class ModelSnapshot:
         self._storages = self._storages_now()
 
     def begin_loop(self, world: World) -> None:
-        """Record the modules' modes (training or evaluation) before the first step of a training
-        loop. Every rank calls it. Raises `RecipeError` on all ranks if a module has different modes
-        on two ranks."""
+        """Record the modes before the first step. Every rank calls it; all raise if a module has
+        different modes on two ranks."""
         self._modes = [module.training for module in self._modules]
         evaluating = [
             name for name, training in zip(self._names, self._modes, strict=True) if not training
@@ -65,8 +63,8 @@ class ModelSnapshot:
                 )
 
     def check(self) -> list[str]:
-        """Restore the modules' modes (training or evaluation), and return the names of modules
-        whose mode had changed since the snapshot. Raises `RecipeError` for other changes."""
+        """Restore the modules' modes, and return the names of modules whose mode had changed.
+        Raises `RecipeError` for other changes."""
         self.check_parts()
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
@@ -83,8 +81,6 @@ class ModelSnapshot:
         return self._restore_modes()
 
     def check_parts(self) -> None:
-        """Raise `RecipeError` if one of the model's modules or parameters was replaced since the
-        snapshot, or the parameter groups of an optimizer have changed."""
         if self._members_now() != self._members:
             # a forward of the script may have left parameters gathered
             reshard(self._model)
@@ -116,7 +112,7 @@ class ModelSnapshot:
             )
 
     def note_trainable(self) -> None:
-        """Record in the snapshot which parameters are trainable now, as after `run.freeze`."""
+        """Accept which parameters are trainable now, as after `run.freeze`."""
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
 
     def _restore_modes(self) -> list[str]:
@@ -141,8 +137,6 @@ class ModelSnapshot:
         ]
 
     def _replaced(self) -> str:
-        """Return the kind and name of the model's first module or parameter that is not the same
-        object as in the snapshot, for an error."""
         then = iter(self._members)
         for name, module in zip(self._names, self._modules, strict=True):
             owned: dict[str, dict[str, Any]] = {
@@ -157,9 +151,6 @@ class ModelSnapshot:
 
 
 def remark_on_modes(changed: Sequence[str], step: int) -> str:
-    """Return the text of a warning about modules whose mode (training or evaluation) was found
-    changed before a step, and was restored. `changed`: their names. `step`: the number of steps
-    made."""
     what = "the model" if "" in changed else first_few([repr(name) for name in changed])
     return (
         f"after step {step}, set back the mode (training or evaluation) of {what}, which changed "

@@ -59,35 +59,35 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Parallelized:
-    """The objects that run a model that `parallelize` has changed. `pipeline`: None if the model is
-    not split into stages. `shared_parameters`: parameters that several sequential parts of the
-    model use, if these are on different ranks of a pipeline, or with bitwise numerics."""
+    """The objects that run a model that `parallelize` has changed. `pipeline` is None if the model
+    is not split into stages. `shared_parameters` are used by parts of the model on different ranks
+    of a pipeline, or, with bitwise numerics, by several parts."""
 
     streams: ModuleRandomStreams | None
-    """Seeds the random numbers of each of the model's sequential parts (modules that it calls one
-    after another); None if these are not known."""
+    """Seeds each sequential part's random numbers; None if the model's sequential parts are
+    unknown."""
     pipeline: Pipeline | None
     shared_parameters: Sequence[SharedParameter]
     cut: SequenceCut | None
-    """Calls the model with this rank's tokens of each sequence, or with one chunk after another;
-    None if the model is called with whole sequences."""
+    """Calls the model with parts of each sequence; None if the model is called with whole
+    sequences."""
     experts: Mapping[str, Experts]
-    """Name -> module of experts, for the modules in this rank's pipeline stages whose experts are
-    divided over the ranks of the `expert` axis."""
+    """Modules of experts, by name, whose experts are divided over the ranks of the `expert`
+    axis."""
     expert_leaves: Sequence[Leaves]
-    """With bitwise numerics, the leaves of autograd's graph for the parameters of each module of
-    experts that is divided over ranks."""
+    """With bitwise numerics, the leaves of autograd's graph for the parameters of each divided
+    module of experts."""
     separate: SeparateParts | None
-    """Hooks that compute each of the model's sequential parts as if it were in its own process;
-    None without bitwise numerics, or if these parts are not known."""
+    """Hooks that compute each sequential part as if it were in its own process; None without
+    bitwise numerics, or if the parts are unknown."""
     whole_experts: Sequence[str]
     """Names of the modules of experts, which the `tensor` axis does not shard."""
     eager_experts: Sequence[str]
     """Names of modules of transformers that were made to compute one expert after another, so that
     their bits do not depend on the number of ranks."""
     expert_patterns: Sequence[str] | None
-    """The patterns of names, from `Recipe`, that give the modules of experts; None: these modules
-    are found by the shapes of their parameters."""
+    """`Recipe`'s patterns of module names; None if modules of experts are found by their
+    parameters' shapes."""
 
 
 def parallelize(
@@ -105,11 +105,8 @@ def parallelize(
     experts: Sequence[str] | None,
     exchange: SyncBatchNormExchange,
 ) -> Parallelized:
-    """Change the model in place so that this rank holds its shards and stages of the parameters,
-    and computes with them as the plan says. Every rank calls it. `autocast_dtype`: None without
-    autocast. `begin`: seeds the default generators with a key. `blocks`, `tensor`, `stages`,
-    `sequence`, `head`, `experts`: as in `Recipe`. `exchange`: says if the running forward computes
-    a dummy microbatch, whose result is not used. Raises `RecipeError` and `PlanError`."""
+    """Shard and split the model in place as the plan says. Every rank calls it. `autocast_dtype` is
+    None without autocast; `begin` seeds the default generators."""
     model = initial.module
     block_names = blocks_of(model, blocks)
     parts = sequential_parts(model, stages)
@@ -239,8 +236,8 @@ def parallelize(
 def _find_experts(
     model: nn.Module, mesh: Mesh, plan: Plan, names: Sequence[str] | None
 ) -> Mapping[str, Experts]:
-    """Return, by name, the modules of experts whose experts the plan divides over ranks, or, with
-    bitwise numerics on one rank, those that must compute the same bits as if they were divided."""
+    """Return, by name, the modules of experts that the plan divides over ranks, and, with bitwise
+    numerics on one rank, those that must compute the same bits as if they were divided."""
     if (ranks := mesh.axis("expert").size) == 1:
         return stacked_experts(model, names) if plan.numerics == "bitwise" else {}
     found = find_experts(model, names)
@@ -258,12 +255,9 @@ def _place_experts(
     *,
     materialize: Callable[[nn.Module], None],
 ) -> tuple[Mapping[str, Experts], list[Leaves], list[str]]:
-    """Divide the experts of this rank's stages over the ranks of the `expert` axis. Return the
-    divided modules of experts, the leaves of autograd's graph for their parameters, and the names
-    of the modules that now compute one expert after another. With bitwise numerics, experts that
-    are not divided compute the same bits as divided ones. `found`: name -> module of experts.
-    `roots`: the names of the modules that this rank has of a pipeline, or [""] for the whole
-    model."""
+    """Divide the experts of this rank's stages over the ranks of the `expert` axis. Returns the
+    divided modules, their leaves of autograd's graph, and the names of modules that now compute one
+    expert after another."""
     ranks, bitwise = mesh.axis("expert"), plan.numerics == "bitwise"
     if ranks.size == 1:
         compute_by_rows(found, ranks, exchange)
@@ -323,8 +317,6 @@ def _check_styles_under_context(plan: Plan, styles: Mapping[str, str]) -> None:
 
 
 def check_plan_devices(plan: Plan, home: torch.device) -> None:
-    """Raise `PlanError` if this process lacks the devices that the plan needs. `home`: the
-    process's device, or the first of several."""
     if plan.offload and home.type == "cpu":
         raise PlanError(
             "offload=yes on a CPU, where parameters already are; it moves them from a GPU; leave "
@@ -336,8 +328,8 @@ def check_plan_devices(plan: Plan, home: torch.device) -> None:
 
 
 def _keep_own_stages(initial: InitialModel, stages: Stages, mesh: Mesh) -> list[str]:
-    """Remove the parameters and buffers of other ranks' pipeline stages from the model. Return the
-    names of the modules in this rank's stages."""
+    """Remove other pipeline stages' parameters and buffers. Returns the names of the modules in
+    this rank's stages."""
     pipeline = mesh.stages
     own = stages.parts_on_rank(pipeline.rank)
     # each stage is on one rank only: another rank also computes its values, to check them
@@ -373,8 +365,8 @@ def _is_within_any(name: str, parts: Sequence[str]) -> bool:
 
 
 def _blocks_within(parts: Sequence[str], blocks: Sequence[str]) -> list[str]:
-    """Return the names of the blocks inside the modules `parts`. A module of `parts` that is inside
-    a block counts as a block."""
+    """Return the blocks inside the modules `parts`. A module of `parts` that is inside a block
+    counts as a block."""
     found = []
     for part in parts:
         if any(part.startswith(f"{block}.") for block in blocks):

@@ -14,9 +14,8 @@ from lockstep.base.torch_private import own_parameters
 def place_parameters(
     module: nn.Module, mesh: DeviceMesh, placement_of: Callable[[str], Placement]
 ) -> None:
-    """Replace the parameters that belong to the module itself (not to submodules) by DTensors on
-    `mesh` (one axis), without communication: every rank must have the same values before.
-    `placement_of`: a function from a parameter's name to its placement."""
+    """Replace the module's own parameters (not those of submodules) by DTensors, without
+    communication: every rank must already have the same values."""
     for name, parameter in list(own_parameters(module).items()):
         if parameter is None or isinstance(parameter, DTensor):
             continue

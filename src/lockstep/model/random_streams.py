@@ -1,13 +1,13 @@
-"""Random streams of modules: each sequential part of a model (one of the modules that it calls one
-after another) draws from default generators with its own seed, its stream. So dropout does not
+"""Random streams of modules: each sequential part of a model (one of the modules that the model
+calls one after another) draws from default generators with the part's own seed. So dropout does not
 depend on the rank that computes the part.
 
-[Note: streams] A part's stream starts when the previous part ends. So the generator's state that
-`torch.utils.checkpoint` saves for a recomputation is the state of the part's stream, and the
-recomputation draws the same numbers as the forward, even if forwards of other microbatches ran in
-between, as in a pipeline. If several parts are checkpointed together, their recomputation must
-start the streams of the later parts too. For this, the forward records which stream follows which,
-by their seeds."""
+[Note: streams] A part's stream starts when the previous part ends. So the generator state that
+`torch.utils.checkpoint` saves is the state of the part's stream, and a recomputation draws the same
+numbers as the forward, even if forwards of other microbatches ran in between, as in a pipeline. If
+several parts are checkpointed together, their recomputation must start the streams of the later
+parts too. For this, the forward records which stream follows which, by their seeds.
+"""
 
 from __future__ import annotations
 
@@ -41,26 +41,21 @@ least (number of parts) x (number of microbatches before their backward) are nee
 
 
 class ModuleRandomStreams:
-    """Seeds the default generators when each of a model's sequential parts begins. This is done
-    under every plan, so that one process has the same dropout masks as a pipeline. Call `start` or
-    `set_position` before each microbatch's forward, with a tuple of integers that identifies the
-    microbatch (seed, step, index and others). The first part draws from `key(*position)`, part i
-    from `key(*position, i, n)` in the model's n-th forward of this microbatch, and code after the
-    last of P parts (such as the loss) from `key(*position, P, n)`. If no part can draw, everything
-    draws from `key(*position)`."""
+    """Seeds the default generators when each of a model's sequential parts begins. One process
+    seeds them too, so that it has a pipeline's dropout masks. A microbatch is identified by its
+    `position`, a tuple of integers. The first part draws from `key(*position)`, part i from
+    `key(*position, i, n)` in the model's n-th forward of this microbatch, and code after the last
+    of P parts (such as the loss) from `key(*position, P, n)`."""
 
     def __init__(
         self, model: nn.Module, parts: Sequence[str], begin: Callable[[int], None]
     ) -> None:
-        """`parts`: names of the model's sequential parts, from `stages.sequential_parts`. `begin`:
-        a function that seeds the default generators with an integer."""
         self._begin = begin
         self._position: tuple[int, ...] | None = None
         modules = [model.get_submodule(name) for name in parts]
         draw = [_may_draw(module) for module in modules]
         self.are_several = any(draw)
-        """False if no sequential part can draw random numbers. Then only `start` seeds the
-        generators, and no part does."""
+        """False if no part can draw: then only `start` seeds the generators."""
         # A part that cannot draw needs no stream; the loss always gets one.
         self._needed = [*draw, True]
         self._places: dict[int, list[int]] = {}
@@ -73,26 +68,22 @@ class ModuleRandomStreams:
         self._handles = [module.register_forward_hook(self._ended) for module in hooked]
 
     def start(self, position: tuple[int, ...], part: int = 0) -> None:
-        """Seed the generators for the first forward of the microbatch `position`. `part`: the index
-        of the sequential part that is computed first, such as the first of a pipeline's stage."""
+        """Seed the generators for a microbatch's first forward, which begins with the sequential
+        part of index `part`."""
         self.set_position(position)
         self._begin(key(*position, part, 0) if part and self.are_several else key(*position))
 
     def set_position(self, position: tuple[int, ...]) -> None:
-        """Set the microbatch whose forward begins, if the caller has seeded the generators for its
-        first part already."""
+        """Name the microbatch whose forward begins, if its first part's generators are already
+        seeded."""
         self._position = position
         self._calls.made.clear()
 
     def stop(self) -> None:
-        """Stop seeding generators until the next `start` or `set_position`. For forwards outside of
-        microbatches."""
         self._position = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context for forwards outside of microbatches, in which parts do not seed the
-        generators."""
         position, self._position = self._position, None
         try:
             yield
@@ -126,8 +117,8 @@ class ModuleRandomStreams:
 
 
 class _Calls(threading.local):
-    """The number of forwards of each sequential part in the current microbatch, separate for each
-    thread, because several threads may compute chunks of a microbatch. Keys: the modules' ids."""
+    """Forwards of each sequential part in the current microbatch, by the module's id. Each thread
+    counts its own, because several threads may compute chunks of a microbatch."""
 
     def __init__(self) -> None:
         self.made: dict[int, int] = {}

@@ -1,14 +1,13 @@
 """Makes a model's buffers, such as BatchNorm's running statistics, independent of the assignment of
 microbatches to ranks.
 
-Each microbatch's forward updates scratch buffers, which replace BatchNorm's own. A microbatch
-changes a running statistic r to keep * r + gain. Every rank gathers (keep, gain) of all
-microbatches and applies them in the order of microbatches, so the buffers are equal on all ranks
-and at any world size. Self-updating buffers (those that a module names as changed by its forward:
+Each microbatch's forward updates scratch buffers instead of BatchNorm's own. A microbatch changes a
+running statistic r to keep * r + gain. Every rank gathers (keep, gain) of all microbatches and
+applies them in the order of microbatches. Self-updating buffers (which a module's forward changes:
 the vectors of `spectral_norm`, the codes of a vector quantizer) are updated once a step, from the
-first microbatch; every microbatch's forward starts with the values from before the step. Changes of
-other buffers are refused: at once if the change increases the tensor's version; a change through
-`.data`, which does not, only in steps in which the buffers' bits are compared."""
+first microbatch. Changes of other buffers are refused: at once if the change increases the tensor's
+version; a change through `.data` only in steps that compare the buffers' bits.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +48,8 @@ class _ScratchBuffers:
         return scratch
 
     def renew(self) -> None:
-        """Make new scratch buffers. (Autograd has saved the old ones, so they cannot be zeroed in
-        place.)"""
+        """Make new scratch buffers. Autograd has saved the old ones, so they cannot be zeroed in
+        place."""
         self.taken = {name: torch.zeros_like(buffer) for name, buffer in self.kept.items()}
 
     def swap_in(self, module: nn.Module, _: Any) -> None:
@@ -61,9 +60,8 @@ class _ScratchBuffers:
         own_buffers(module).update(self.kept)
 
     def row(self) -> Tensor:
-        """Return this microbatch's update of the running statistics, as a float64 vector (keep,
-        number of forwards of the layer, gain of each mean, gain of each variance), and make new
-        scratch buffers."""
+        """Return this microbatch's update and make new scratch buffers. The float64 vector has:
+        keep, number of forwards of the layer, gain of each mean, gain of each variance."""
         calls = self.taken["num_batches_tracked"].double()
         momentum = self.module.momentum
         gains = torch.cat([self.taken["running_mean"], self.taken["running_var"]]).double()
@@ -74,9 +72,8 @@ class _ScratchBuffers:
         return torch.cat([torch.stack([keep, calls]), gains])
 
     def apply(self, rows: Tensor, gate: Tensor | None) -> None:
-        """Apply the updates of all microbatches to the module's buffers, in order. `rows`: one
-        result of `row` for each microbatch. `gate`: a bool tensor; if it is False, nothing changes;
-        None: True."""
+        """Apply one row of updates for each microbatch, in order. If the bool tensor `gate` is
+        False, nothing changes."""
         mean, variance = self.kept["running_mean"], self.kept["running_var"]
         rows, gate = rows.to(mean.device), gate if gate is None else gate.to(mean.device)
         running = torch.cat([mean, variance]).double()
@@ -133,8 +130,8 @@ class RunningStatistics:
             for key in own
             if (name := f"{prefix}.{key}" if prefix else key) in self._others
         }
-        """Name of a buffer that no forward may change (neither BatchNorm's nor self-updating) ->
-        the module's dict that holds it, and its key there."""
+        """The dict and key that hold each buffer that no forward may change, by the buffer's
+        name."""
         named = dict(model.named_parameters())
         self._watched = [*self._others.values(), *named.values()]
         self._names = [
@@ -147,8 +144,6 @@ class RunningStatistics:
 
     @property
     def updates(self) -> bool:
-        """True if the model has a buffer that its forward may update: BatchNorm's, or
-        self-updating."""
         return bool(self._scratches or self._updating)
 
     def close(self) -> None:
@@ -156,9 +151,8 @@ class RunningStatistics:
             hook.remove()
 
     def begin(self, *, compare: bool) -> None:
-        """Record the versions of all parameters and buffers that a forward must not change. Called
-        before the first forward of a step. `compare`: also copy the buffers' bits, to find changes
-        that do not increase a tensor's version."""
+        """Record the versions of all tensors that a forward must not change. `compare` also copies
+        the buffers' bits, to find changes that do not increase a tensor's version."""
         if self._others:  # a buffer may have been replaced since the last step
             self._others |= {
                 name: buffer
@@ -175,8 +169,8 @@ class RunningStatistics:
         self.discard()
 
     def note_microbatch(self) -> None:
-        """Record the updates of buffers by the microbatch's forward that has just ended. Updates by
-        a recomputation in the backward (activation checkpointing) are ignored."""
+        """Record the buffer updates of the forward that has just ended. A recomputation in the
+        backward (activation checkpointing) is ignored."""
         if self._scratches:
             rows = [scratch.row().to(self._world.device) for scratch in self._scratches]
             self._rows.append(torch.cat(rows))
@@ -184,17 +178,16 @@ class RunningStatistics:
             updating.note_microbatch()
 
     def discard(self) -> None:
-        """Discard the updates of buffers by forwards that are not to be recorded: recomputations in
-        the backward, and forwards for another model."""
+        """Discard buffer updates of forwards that do not count: recomputations in the backward, and
+        forwards for another model."""
         for scratch in self._scratches:
             scratch.renew()
         for updating in self._updating:
             updating.discard()
 
     def check(self, *, compare: bool) -> None:
-        """Raise `RecipeError` if a forward has changed a parameter, a buffer that is neither
-        BatchNorm's nor self-updating, or the shape of a self-updating buffer. `compare`: as in
-        `begin`; if True, every rank calls it, and all raise the same error."""
+        """Raise if a forward has changed a tensor that it must not change. If `compare` is True,
+        every rank calls it, and all raise the same error."""
         changed = self._changed()
         if compare and self._compares:
             flag = torch.tensor([changed is not None])
@@ -220,8 +213,8 @@ class RunningStatistics:
             )
 
     def _changed(self) -> str | None:
-        """Return text that names the first buffer or parameter that a forward must not change and
-        that has changed since `begin`; None if there is none."""
+        """Name the first buffer or parameter that a forward must not change and that has changed
+        since `begin`."""
         if (found := versions(self._watched)) != self._versions:
             pairs = zip(self._names, found, self._versions, strict=True)
             return next(name for name, now, then in pairs if now != then)
@@ -234,9 +227,9 @@ class RunningStatistics:
         return next(filter(None, (updating.reshaped() for updating in self._updating)), None)
 
     def commit(self, assignment: MicrobatchAssignment, count: int, *, apply: bool | Tensor) -> None:
-        """Gather the updates of the buffers by all `count` microbatches of the step, and apply them
-        if the optimizer's step was applied. Every rank calls it. `apply`: True if the step was
-        applied, False if it was skipped; a scalar bool tensor if that is only known on the GPU."""
+        """Gather the buffer updates of all `count` microbatches and apply them. Every rank calls
+        it. `apply` is False if the optimizer's step was skipped; a scalar bool tensor if that is
+        only known on the GPU."""
         for updating in self._updating:
             updating.commit(assignment, self._data, count, apply=apply)
         if not self._scratches:
@@ -256,8 +249,7 @@ class RunningStatistics:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return a copy of this rank's shard of the tensor, as bytes; empty if the tensor is sparse or
-    quantized."""
+    """Copy this rank's shard of the tensor as bytes; empty if the tensor is sparse or quantized."""
     part = to_local(tensor)
     if part.layout != torch.strided or part.is_quantized:
         return torch.empty(0, dtype=torch.uint8)
@@ -266,13 +258,12 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 ATTRIBUTE = "self_updating_buffers"
-"""The attribute of a module, or of its class, with the names of the buffers that its forward
-updates."""
+"""A module, or its class, lists in this attribute the buffers that its forward updates."""
 
 
 def self_updating(module: nn.Module) -> Sequence[str]:
-    """Return the names of a module's direct buffers that its forward updates: those that it names
-    in `self_updating_buffers`, and those of torch's `spectral_norm`. Raises `RecipeError`."""
+    """Return the names of a module's own buffers that its forward updates, including those of
+    torch's `spectral_norm`."""
     names = list(getattr(module, ATTRIBUTE, ()))
     # the module that torch.nn.utils.parametrizations.spectral_norm makes
     if type(module).__name__ == "_SpectralNorm":
@@ -291,9 +282,8 @@ def self_updating(module: nn.Module) -> Sequence[str]:
 
 
 class SelfUpdatingBuffers:
-    """The buffers of one module that its forward updates. Each microbatch's forwards get copies of
-    the values from before the step, which they may change; the copies of the first microbatch
-    become the new values."""
+    """One module's buffers that its forward updates. Each microbatch's forward changes copies of
+    the values from before the step; the copies of the first microbatch become the new values."""
 
     def __init__(self, prefix: str, module: nn.Module, names: Sequence[str]) -> None:
         self._prefix = f"{prefix}." if prefix else ""
@@ -309,26 +299,22 @@ class SelfUpdatingBuffers:
         ]
 
     def discard(self) -> None:
-        """Drop the copies that a forward may have changed, so that the next forward (of another
-        microbatch, or a recomputation in the backward) starts with the values from before the
-        step."""
+        """Drop the copies that a forward may have changed; the next forward starts with the values
+        from before the step."""
         self._taken: dict[str, Tensor] | None = None
 
     def begin(self) -> None:
-        """Drop the updates of the step before, at the beginning of a step."""
         self._first = None
         self.discard()
 
     def note_microbatch(self) -> None:
-        """Called after a microbatch's forward. Keeps the buffers as this rank's first microbatch of
-        the step has updated them."""
+        """Keep the buffers as this rank's first microbatch of the step has updated them."""
         if self._first is None and self._taken is not None:
             self._first = self._taken
         self.discard()
 
     def reshaped(self) -> str | None:
-        """Return text that names a buffer whose shape this rank's first microbatch has changed;
-        None if there is none."""
+        """Name a buffer whose shape this rank's first microbatch has changed."""
         for name, updated in (self._first or {}).items():
             if updated.shape != self.kept[name].shape:
                 return (
@@ -340,9 +326,9 @@ class SelfUpdatingBuffers:
     def commit(
         self, assignment: MicrobatchAssignment, data: World, count: int, *, apply: bool | Tensor
     ) -> None:
-        """Set the buffers, on all ranks, to their values after the forward of the first of all
-        `count` microbatches. Every rank calls it. `apply`: False if the step was skipped; a scalar
-        bool tensor if that is only known on the GPU."""
+        """Set the buffers, on all ranks, to their values after the first microbatch's forward.
+        Every rank calls it. `apply` is False if the optimizer's step was skipped; a scalar bool
+        tensor if that is only known on the GPU."""
         by_rank = assignment.indices_by_rank(count)
         owner = next(rank for rank, indices in enumerate(by_rank) if 0 in indices)
         for name, buffer in self.kept.items():

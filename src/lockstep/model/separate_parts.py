@@ -1,9 +1,11 @@
-"""Computes the sequential parts of a model (the modules that it calls one after another) as if each
-were in its own process, for numerics=bitwise: one process then computes the bits of any pipeline.
+"""Computes the sequential parts of a model (the modules that the model calls one after another) as
+if each were in its own process, so that with numerics=bitwise one process computes the bits of any
+pipeline.
 
 Between two parts, a tensor and its gradient have the strides of a new tensor, as if they had been
-received. A parameter that several parts share is a separate leaf of autograd's graph in each part.
-So gradients are first summed within each part, and then over the parts, in their order."""
+received. A parameter that several parts share is a separate leaf of autograd's graph in each part,
+so gradients are summed within each part first, and then over the parts in order.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,20 @@ from lockstep.base.torch_private import (
 
 
 class SeparateParts:
-    """The hooks on this rank's sequential parts that make each compute as if it were in its own
+    """The hooks that make each of this rank's sequential parts compute as if it were in its own
     process."""
 
     def __init__(
         self, model: nn.Module, parts: Sequence[str], shared: Sequence[str], *, last: str
     ) -> None:
-        """`parts`: names of this rank's sequential parts, in the order in which the model calls
-        them. `shared`: names of the parameters that several parts of the whole model have. `last`:
-        name of the last part of the whole model."""
+        """`parts` are this rank's; `shared` (names of parameters that several parts use) and `last`
+        (the last part) are of the whole model."""
         modules = {name: model.get_submodule(name) for name in parts}
         once = {id(each): each for name, each in modules.items() if name != last}
         self._handles = [each.register_forward_hook(_separate) for each in once.values()]
         self.leaves: dict[str, list[PartLeaf]] = {}
-        """Name of a shared parameter -> its leaves, in the order of this rank's parts that have it.
-        The first of these parts has no entry: there the parameter itself is the leaf."""
+        """The leaves of each shared parameter, in the order of this rank's parts. The first of
+        these parts has no entry: there the parameter itself is the leaf."""
         self._in_place: list[PartLeaf] = []
         """The leaves that replace a shared parameter in the forward that is running now."""
         named = dict(model.named_parameters())
@@ -55,8 +56,7 @@ class SeparateParts:
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:
-        """A context that takes the running forward's leaves out of the modules, and puts them back
-        at its end, so that other forwards may run inside."""
+        """Take the running forward's leaves out of the modules while other forwards run."""
         aside = [(leaf, leaf.take_out()) for leaf in list(self._in_place)]
         try:
             yield
@@ -65,18 +65,16 @@ class SeparateParts:
                 leaf.put_in(used)
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 class PartLeaf:
-    """A separate leaf of autograd's graph for a parameter that several sequential parts share,
-    which one part uses in its forward, so that this part's gradient is summed by itself."""
+    """A separate leaf of autograd's graph for a shared parameter, which one sequential part uses in
+    its forward, so that this part's gradient is summed by itself."""
 
     def __init__(self, shared: nn.Parameter, part: nn.Module, in_place: list[PartLeaf]) -> None:
-        """`shared`: the parameter. `part`: the module that uses the leaf. `in_place`: a list that
-        contains this object while a forward of the part runs."""
+        """`in_place` contains this object while a forward of the part runs."""
         self.shared = shared
         self.part = part
         self.parameter = nn.Parameter(shared.detach())
@@ -94,18 +92,16 @@ class PartLeaf:
         self._replaced: nn.Parameter | None = None
 
     def install(self) -> list[Any]:
-        """Register hooks by which the part's forwards use the leaf. Return the hooks' handles."""
         return [
             self.part.register_forward_pre_hook(self._before_forward),
             self.part.register_forward_hook(self._after_forward, prepend=True, always_call=True),
         ]
 
     def tensors(self) -> list[Tensor]:
-        """Return the leaf that the latest forward has used, in a list."""
         return [self.parameter if self.gathered is None else self.gathered]
 
     def take(self) -> list[Tensor | None]:
-        """Return the gradient of the leaf of the latest forward, in a list, and set it to None."""
+        """Return the gradient of the leaf of the latest forward, in a list, and clear `.grad`."""
         (leaf,) = self.tensors()
         gradient, leaf.grad = leaf.grad, None
         return [gradient]
@@ -118,7 +114,6 @@ class PartLeaf:
         self._in_place.append(self)
 
     def take_out(self) -> nn.Parameter:
-        """Put the shared parameter back into the modules of the part, and return the leaf."""
         own, name = self._owners[0]
         used, replaced = own[name], self._replaced
         assert isinstance(used, nn.Parameter)
@@ -160,8 +155,8 @@ class PartLeaf:
 
 
 def check_separable(model: nn.Module, parts: Sequence[str]) -> None:
-    """Raise `RecipeError` if two of the model's sequential parts are the same module object, with
-    trained parameters."""
+    """Raise if two of the model's sequential parts are the same module object, with trained
+    parameters."""
     first: dict[int, str] = {}
     for name in parts:
         module = model.get_submodule(name)
@@ -175,8 +170,6 @@ def check_separable(model: nn.Module, parts: Sequence[str]) -> None:
 
 
 def _separate(_: nn.Module, __: Any, output: Any) -> Any:
-    """Return the output of a part with each tensor, and its gradient, in the strides of a new
-    tensor. A forward hook."""
     return tree_map(_separated, output)
 
 
@@ -187,8 +180,8 @@ def _separated(value: Any) -> Any:
 
 
 class _Separate(torch.autograd.Function):
-    """The identity function, except that the result, and the gradient of the input, have the
-    strides of new contiguous tensors."""
+    """The identity, except that the result, and the gradient of the input, have the strides of new
+    contiguous tensors."""
 
     generate_vmap_rule = True
 
@@ -197,8 +190,7 @@ class _Separate(torch.autograd.Function):
         return _as_new(tensor.detach())
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is saved."""
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -210,8 +202,6 @@ class _Separate(torch.autograd.Function):
 
 
 def _as_new(tensor: Tensor) -> Tensor:
-    """Return the tensor if it has the strides of a new contiguous tensor of its shape, else a copy
-    that has them."""
     sizes = [max(size, 1) for size in tensor.shape]
     strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
     return tensor if tensor.stride() == strides else tensor.reshape(-1).view(tensor.shape)

@@ -1,5 +1,5 @@
-"""The `shard` axis: FSDP2 shards parameters, gradients and optimizer state over the ranks of the
-axis. `FsdpReducer` reduces the gradients."""
+"""The `shard` axis: FSDP2 shards parameters, gradients and optimizer state. `FsdpReducer` reduces
+the gradients."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ SHARDED = re.compile(
     r"[Tt]ensors? (at index \d+ )?appears to not have been used in the graph|got mixed torch.Tensor"
     r" and DTensor|Cannot access data pointer of Tensor that doesn't have storage"
 )
-"""Matches torch's error messages in code that uses sharded parameters outside of their module's
-forward."""
+"""Matches torch's errors in code that uses sharded parameters outside of their module's forward."""
 CALLED_BEFORE_MODEL = re.compile(
     "requires running forward through the root module first"
     "|'FSDPCommContext' object has no attribute"  # after a forward that has failed
@@ -54,17 +53,16 @@ def reshard(model: nn.Module) -> None:
 
 
 def reset_after_error(model: nn.Module) -> None:
-    """Restore, after a forward that has raised an error, the sharded parameters and FSDP2's state
-    at the beginning of a step."""
+    """Return FSDP2 to its state at the beginning of a step, after a forward that has raised an
+    error."""
     for group in fsdp_groups(model):
         if is_fsdp_root(group):
             group.reset_iter_state()
 
 
 def gather_whole(model: nn.Module) -> None:
-    """Make each forward all-gather all parameters of the model before it begins, and keep them
-    gathered until `reshard`. Gradients are not reduced in the backward. So several forwards and
-    backwards can run in turn. `model`: a model, or a module that `shard` has sharded."""
+    """Make each forward all-gather all parameters and keep them gathered until `reshard`. Backwards
+    do not reduce gradients, so several forwards and backwards can run in turn."""
     groups = fsdp_groups(model)
     versions: dict[str, int] = {}
     for group in groups:
@@ -86,8 +84,7 @@ def gather_whole(model: nn.Module) -> None:
 
 
 def error_of_change(name: str) -> RecipeError:
-    """Return the error for a forward that has changed the parameter `name` in place, with sharded
-    parameters."""
+    """The error for a forward that has changed the sharded parameter `name` in place."""
     return RecipeError(
         f"the model's forward changed its parameter {name!r} (as nn.Embedding does by max_norm):"
         " under shard a copy that is gathered for the forward, and dropped; change it between"
@@ -97,8 +94,8 @@ def error_of_change(name: str) -> RecipeError:
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """A context in which parameters are all-gathered, so that modules have the same tensors as in a
-    forward. Every rank enters it."""
+    """All-gather the parameters, so that modules have the same tensors as in a forward. Every rank
+    enters the context."""
     groups = fsdp_groups(model)
     for group in groups:
         group.unshard()
@@ -109,9 +106,8 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unreduced(model: nn.Module) -> Iterator[None]:
-    """A context in which backwards accumulate gradients on the all-gathered parameters, and do not
-    reduce them over ranks. FSDP2 would reduce zeros if a backward computed only gradients of
-    inputs."""
+    """Make backwards accumulate gradients on the all-gathered parameters, without reduction over
+    ranks. FSDP2 would reduce zeros if a backward computed only gradients of inputs."""
     groups = fsdp_groups(model)
     for group in groups:
         group.set_requires_gradient_sync(False, recurse=False)
@@ -124,10 +120,9 @@ def unreduced(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def weights_backward(model: nn.Module) -> Iterator[None]:
-    """A context for a backward that computes only gradients of weights, after another one has
-    computed the gradients of inputs. FSDP2 gathers when a backward reaches a module's output, and
-    reduces when it reaches the module's input; this backward does neither. So the context gathers
-    all parameters of `model` first, and reduces all gradients at its end. Every rank enters it."""
+    """Gather the parameters and reduce the gradients of a backward that computes only gradients of
+    weights. FSDP2 gathers when a backward reaches a module's output, and reduces when it reaches
+    the module's input; such a backward reaches neither. Every rank enters the context."""
     groups = fsdp_groups(model)
     if not all(map(gathers_in_forward, groups)):  # see `gather_whole`
         yield
@@ -167,16 +162,14 @@ def shard(
     used_after_forward: Collection[nn.Module] = (),
     experts: Sequence[str] = (),
 ) -> None:
-    """Shard the parameters of `model` over `Mesh.shards`, block by block, in place. Every rank
-    calls it. `free_after_forward`: free a block's all-gathered parameters after its forward and
-    all-gather them again for its backward. `free_root`: the same for parameters outside the blocks
-    (useless for a whole model, whose backward starts with them). `offload`: keep shards and their
-    gradients in CPU memory. `materialize`: called with a module just before it is sharded, so that
-    a rank never holds more than one full block besides its shards. `short`: weights to all-gather
-    in autocast's precision, None for none. `keep_casts`: False frees autocast's casts of weights
-    after each block's forward. `used_after_forward`: modules whose weights are not freed after the
-    forward. `experts`: names of the modules of experts that are divided over ranks. Raises
-    `RecipeError`."""
+    """Shard the parameters over `Mesh.shards`, block by block, in place. Every rank calls it.
+    `free_after_forward` frees a block's all-gathered parameters between its forward and its
+    backward; `free_root` does the same for parameters outside the blocks. `offload` keeps shards
+    and their gradients in CPU memory. `materialize` is called with a module just before the module
+    is sharded, so that a rank never holds more than one full block besides its shards. `short`
+    gives the weights to all-gather in autocast's precision. `keep_casts=False` frees autocast's
+    casts of weights after each block's forward. `used_after_forward` are modules whose weights are
+    not freed after the forward."""
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise RecipeError(
@@ -222,8 +215,7 @@ def shard(
 
 
 def _check_dtypes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Raise `RecipeError` if trained parameters that FSDP2 would gather together have different
-    dtypes."""
+    """Raise if trained parameters that FSDP2 would gather together have different dtypes."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     seen: set[int] = set()
     for group in (*blocks, model):
@@ -242,12 +234,10 @@ def _check_dtypes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def unmark(model: nn.Module, compiled: Sequence[str]) -> None:
-    """Remove the attribute by which FSDP2 marks the modules of a sharded model. If a module has it,
-    transformers calls the layers that LayerDrop skips (Wav2Vec2, HuBERT), and so trains a different
-    model.
-
-    Modules in `compiled` blocks keep it for torch.compile. Modules with a `generate` method keep it
-    too: by it, transformers makes equally many forwards on all ranks."""
+    """Remove the attribute by which FSDP2 marks modules, except in `compiled` blocks, because
+    torch.compile needs it. If a module has the attribute, transformers calls the layers that
+    LayerDrop skips (Wav2Vec2, HuBERT), and so trains a different model. Modules with a `generate`
+    method keep it: by it, transformers makes equally many forwards on all ranks."""
     for name, module in model.named_modules():
         if not hasattr(module, "generate") and not any(
             is_within(name, block) for block in compiled
@@ -263,9 +253,8 @@ def shard_parts(
     experts: Sequence[str],
     **how: Any,
 ) -> None:
-    """Shard each of the modules `parts` by itself, because a pipeline calls them separately.
-    `parts`: name of a module -> names of the blocks inside it. `experts`, `how`: as in `shard`.
-    Raises `RecipeError` if two of the modules share a parameter."""
+    """Shard each module separately, because a pipeline calls them separately. `parts` maps the
+    module's name to its blocks; `how` goes to `shard`."""
     shared = shared_names(model)
     for names in shared:
         holders = [part for part in parts if any(name.startswith(f"{part}.") for name in names)]
@@ -286,8 +275,8 @@ def shard_parts(
 
 
 def error_of_order(calls: str) -> RecipeError:
-    """Return the error for two ranks of which one gathers or reduces another block than the other.
-    `calls`: text that names both ranks' collectives."""
+    """The error for ranks that gather or reduce different blocks; `calls` describes both ranks'
+    collectives."""
     return RecipeError(
         f"{calls}; with sharded parameters, all ranks must call the same blocks in the same order,"
         " equally often; they may skip a block between others that get a tensor with a gradient;"
@@ -297,8 +286,7 @@ def error_of_order(calls: str) -> RecipeError:
 
 
 def error_of_sharding(error: BaseException | None, plan: object) -> UserError | None:
-    """Return an error that explains torch's error about sharded parameters; None for an error that
-    it does not know. `plan`: the plan that shards them."""
+    """Explain torch's error about sharded parameters; None for other errors."""
     if isinstance(error, CallsDiffer) and error.calls is not None:
         return error_of_order(
             " and ".join(f"rank {rank} {call}" for rank, call in error.calls.items())
@@ -338,8 +326,8 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
 
 
 def modules_of(group: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules inside `group`, a module of `fsdp_groups`, whose parameters FSDP2 gathers
-    with it: those outside of all inner groups."""
+    """Yield the modules inside `group`, a module of `fsdp_groups`, that are outside of all inner
+    groups."""
     yield group
     for child in group.children():
         if not isinstance(child, FSDPModule):
@@ -348,11 +336,11 @@ def modules_of(group: nn.Module) -> Iterator[nn.Module]:
 
 class SkippedBlockGuard:
     """Hooks that make a forward all-gather also the blocks that it does not call (as with
-    LayerDrop), so that all ranks make the same collectives. Create the object before the model is
+    LayerDrop), so that all ranks make the same collectives. Create the guard before the model is
     sharded and install it afterwards, so that its hooks run around FSDP2's."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Any], *, gathers_ahead: bool) -> None:
-        """`blocks`: the blocks, in the order of their calls. `gathers_ahead`: all-gather a block's
+        """`blocks` are in the order of their calls. `gathers_ahead` all-gathers a block's
         parameters while the previous block runs."""
         self._model = model
         self._blocks = list(blocks)
@@ -389,8 +377,8 @@ class SkippedBlockGuard:
         return self._pass_through(skipped, output) if skipped else None
 
     def _pass_through(self, skipped: range, value: Any) -> Any:
-        """Pass one tensor of `value` through the skipped blocks, of which only the hooks run.
-        Return `value` with this tensor replaced by the result. `skipped`: indices of the blocks."""
+        """Pass one tensor of `value` through the skipped blocks, of which only the hooks run, and
+        put the result back into `value`."""
         leaves, structure = tree_flatten(value)
         tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         place = next((place for place in tensors if leaves[place].requires_grad), None)

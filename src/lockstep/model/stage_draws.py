@@ -17,10 +17,10 @@ from lockstep.model.tensor.random_functions import draws
 
 
 class StageDraws(TorchFunctionMode):
-    """A context in which a random function raises `RecipeError` if it draws numbers for a parameter
-    or a gradient, or in the shape of one, unless the call has a `generator`. The default generators
-    have the same seeds on all ranks of the pipeline, so each stage would draw the numbers that one
-    process draws for the first stage."""
+    """A mode in which a random function without a `generator` raises `RecipeError` if it draws
+    numbers for a parameter or a gradient, or in the shape of one. The default generators have the
+    same seeds on all ranks of the pipeline, so each stage would draw the numbers that one process
+    draws for the first stage."""
 
     def __init__(self, models: Iterable[nn.Module], pipeline: int) -> None:
         super().__init__()
@@ -42,8 +42,6 @@ class StageDraws(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _name(self, drawn: Tensor | Size) -> str | None:
-        """Return the name of the parameter for which random numbers are drawn; None if there is
-        none."""
         if isinstance(drawn, Tensor):
             return self._by_identity.get(id(drawn)) or self._by_shape.get(drawn.shape)
         return self._by_shape.get(drawn)

@@ -1,11 +1,13 @@
 """SyncBatchNorm: the samples of every microbatch are split over the data ranks, and statistics are
-computed over all of its slices. All ranks compute their slices of microbatch 0 together, then of
-microbatch 1, and so on. Outputs and gradients equal those of one process. Each layer exchanges
-(mean, variance, number of values) in the forward and two sums per channel in the backward, so every
-rank must run the same layers in the same order: a layer in a branch that only some ranks take
-deadlocks until the process group's timeout. Outside of a step's microbatches, nothing is split or
-exchanged. Each slice has its own random numbers (so dropout masks and a random `collate` depend on
-the number of ranks here), and its own loss: the mean or the sum over its samples."""
+computed over all of its slices.
+
+Outputs and gradients equal those of one process. Each layer exchanges (mean, variance, number of
+values) in the forward and two sums per channel in the backward, so every rank must run the same
+layers in the same order: a layer in a branch that only some ranks take deadlocks until the process
+group's timeout. Outside of a step's microbatches, nothing is split or exchanged. Each slice has its
+own random numbers (so dropout masks and a random `collate` depend on the number of ranks), and its
+own loss.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,16 @@ from lockstep.plan import Plan
 
 
 class SyncBatchNormExchange:
-    """The state that all SyncBatchNorm layers of a session share: the ranks with which they
-    exchange statistics, and what this rank computes now. A copy of a model shares it."""
+    """What all SyncBatchNorm layers of a session share: the ranks with which they exchange
+    statistics, and what this rank computes now. A copy of a model shares it."""
 
     def __init__(self) -> None:
         self.world: World | None = None
         """The ranks over which the samples of each microbatch are split; None if they are not
         split."""
         self.is_dummy: bool | None = None
-        """True while this rank computes a dummy forward, because it has no slice of the microbatch;
-        False while it computes a slice; None outside of microbatches."""
+        """True during a dummy forward (this rank has no slice of the microbatch); False while this
+        rank computes a slice; None outside of microbatches."""
 
     def __deepcopy__(self, _: Any) -> SyncBatchNormExchange:
         return self
@@ -74,8 +76,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def use_exchange(model: nn.Module, exchange: SyncBatchNormExchange) -> None:
-    """Give the model's `nn.SyncBatchNorm` layers the forward of `SyncBatchNorm` in this module,
-    which uses `exchange`. Raises `RecipeError` if a layer has a process group."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             if module.process_group is not None:
@@ -100,9 +100,8 @@ def split_microbatches(
     microbatch: int,
 ) -> MicrobatchAssignment:
     """Return the assignment of microbatches to ranks. If a model has a SyncBatchNorm in training
-    mode, it is changed to split the samples of each microbatch over the data ranks. Every rank
-    calls it. `microbatch`: the number of samples of a microbatch. Raises `RecipeError` if other
-    settings do not allow the split."""
+    mode, each microbatch is split over all data ranks. Every rank calls it. `microbatch` is a
+    number of samples."""
     mine = [
         (name, type(layer).__name__, isinstance(layer, nn.SyncBatchNorm))
         for name, layer in training_batchnorms(models)
@@ -128,7 +127,6 @@ def split_microbatches(
 
 
 def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, BatchNormBase]]:
-    """Return the names and the layers of BatchNorm (including SyncBatchNorm) in training mode."""
     return [
         (name, module)
         for model in models
@@ -139,8 +137,8 @@ def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, BatchNor
 
 class _Normalise(torch.autograd.Function):
     """BatchNorm of this rank's slice of a microbatch, with the statistics over all ranks' slices.
-    Returns (output, mean, variance, number of values per channel). The last three are in float64,
-    without gradient, and used for the running statistics; the variance is uncorrected."""
+    Returns (output, mean, variance, number of values per channel). The last three are float64
+    without gradient, for the running statistics; the variance is uncorrected."""
 
     @staticmethod
     def forward(

@@ -1,5 +1,4 @@
-"""Contexts and tolerances for trials: forwards that belong to no microbatch, and that check a model
-before the first step or inside its first forward."""
+"""Contexts and tolerances for forwards that belong to no microbatch, and that check a model."""
 
 from __future__ import annotations
 
@@ -21,22 +20,20 @@ ROUNDINGS, SHORT_ROUNDINGS = 16.0, 4.0
 `ROUNDINGS` is in units of the dtype's epsilon to the power of 3/4 (1e-4 in float32);
 `SHORT_ROUNDINGS`, for shorter dtypes, in units of the epsilon (3% in bfloat16)."""
 SMALL = 1e-2
-"""A parameter whose elements are all smaller than this (in magnitude) counts as zero: an error in
-the computation behind it would not show in the model's output."""
+"""A parameter whose elements are all smaller in magnitude counts as zero: an error behind it would
+not show in the model's output."""
 
 _is_inside = ContextVar("inside a trial", default=False)
 
 
 def in_trial() -> bool:
-    """Return True while a module's output is checked by further forwards of it, inside a
-    microbatch's forward."""
+    """Return True while further forwards of a module check its output, inside a microbatch's
+    forward."""
     return _is_inside.get()
 
 
 @contextmanager
 def trial() -> Iterator[None]:
-    """A context in which `in_trial` returns True: for forwards that check a module, inside a
-    microbatch's forward."""
     before = _is_inside.set(True)
     try:
         yield
@@ -45,8 +42,8 @@ def trial() -> Iterator[None]:
 
 
 def tolerance(tensor: Tensor) -> float:
-    """Return the largest relative difference that rounding explains between `tensor`, a model's
-    output, and the same output computed in another order."""
+    """Return the largest relative difference that rounding explains between a model's output
+    `tensor` and the same output computed in another order."""
     eps = epsilon(tensor)
     return ROUNDINGS * eps**0.75 if eps <= SINGLE else SHORT_ROUNDINGS * eps
 
@@ -64,8 +61,8 @@ def epsilon(tensor: Tensor) -> float:
 
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """A context for forwards outside of microbatches. No gradients are computed in it, and at its
-    end the default generators and the model's buffers are restored."""
+    """Run forwards without gradients, and restore the default generators and the model's buffers at
+    the end."""
     buffers = {each: each.clone() for each in model.buffers()}
     try:
         with torch.no_grad(), accelerator.preserved_generators(device):
@@ -80,8 +77,8 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def nothing_dropped(model: nn.Module) -> Iterator[None]:
-    """A context in which all modules are in evaluation mode, so that dropout drops nothing, except
-    BatchNorm, which normalizes with the statistics of the batch."""
+    """Put all modules into evaluation mode, so that dropout drops nothing, except BatchNorm, which
+    normalizes with the statistics of the batch."""
     modes = [(each, each.training) for each in model.modules()]
     try:
         for each, _ in modes:
@@ -94,9 +91,8 @@ def nothing_dropped(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def all_in_use(model: nn.Module) -> Iterator[None]:
-    """A context in which trained parameters that are (nearly) zero have random values, so that a
-    branch behind a zero gate or layer contributes to the output. A parameter that several ranks
-    hold gets the same values on each of them."""
+    """Give trained parameters that are (nearly) zero random values, the same on all ranks, so that
+    a branch behind a zero gate or layer contributes to the output."""
     generator, before = torch.Generator(), []
     reshard(model)  # forwards may have left parameters gathered
     try:
@@ -120,7 +116,7 @@ def all_in_use(model: nn.Module) -> Iterator[None]:
 
 
 def _forget_copies(model: nn.Module) -> None:
-    """Free the model's all-gathered parameters, and autocast's cached casts of parameters, so that
-    the next forward uses the changed values."""
+    """Free all-gathered parameters and autocast's cached casts, so that the next forward uses the
+    changed values."""
     reshard(model)
     torch.clear_autocast_cache()

@@ -1,4 +1,4 @@
-"""Handles autocast's casts of the weights that FSDP2 shards.
+"""Autocast's casts of the weights that FSDP2 shards.
 
 FSDP2 gathers the weights of torch's layers in autocast's precision: casting a gathered weight gives
 the same bits as gathering the casts of its shards. Other code that used such a weight in another
@@ -6,9 +6,9 @@ operation would get a rounded weight; `check_uses` detects this in the first bac
 
 For any other weight, a matrix product under autocast saves the cast weight for its backward. FSDP2
 cannot free these casts, so they would keep the full model in bf16 on every rank. So after the
-forward of a block, `drop_casts` replaces each such cast by a function that makes it again, with the
-same bits, from the weight that FSDP2 gathers for the block's backward. Other tensors that autograd
-has saved are kept."""
+forward of a block, `drop_casts` replaces each saved cast by a function that makes the cast again,
+with the same bits, from the weight that FSDP2 gathers for the block's backward.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), ("weight",)),
     nn.MultiheadAttention: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
 }
-"""Modules of torch -> the parameters that their forwards use only in matrix products and
+"""Modules of torch, with the parameters that their forwards use only in matrix products and
 convolutions."""
 SMALL_PART = 200
 """A weight is small, and is gathered in its own dtype, if it has less than 1 / 200 of the elements
@@ -61,8 +61,8 @@ VIEWS = (
 """Matches the names of autograd's nodes for view operations, without their ending `Backward0`."""
 _PRODUCTS = r"Addmm|Mm|Bmm|Baddbmm|Addbmm|Addmv|Mv|Dot|Linear|\w*Convolution"
 _OTHERS = rf"(?!({VIEWS}|{_PRODUCTS})Backward)\w+Backward\d"
-"""Matches the names of autograd's nodes for torch's own operations that are neither matrix products
-and convolutions nor views."""
+"""Matches autograd's nodes for torch's operations that are neither products, convolutions nor
+views."""
 _TWO_DTYPES = (
     r"[^\n]*(have the same dtype|should be the same|expected scalar"
     r" type)[^\n]*(BFloat16|Half)[^\n]*"
@@ -75,17 +75,17 @@ _A_FORWARD_OF_ITS_OWN = (
 
 @dataclass(frozen=True, slots=True)
 class AutocastWeights:
-    """The weights of a model that FSDP2 may all-gather in `dtype`, autocast's precision. `owners`:
-    the module of each of these weights, and the weight's name in that module."""
+    """The weights that FSDP2 may all-gather in autocast's `dtype`. `owners` has each weight's
+    module, and its name there."""
 
     dtype: torch.dtype
     owners: Collection[tuple[nn.Module, str]]
 
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype) -> Self:
-        """Find the float32 weights that autocast to `dtype` casts whenever their module computes:
-        weights of torch's layers and of transformers' `Conv1D`, if the class's forward is
-        unchanged. Call it before the model's forwards are changed."""
+        """Find the float32 weights that autocast casts whenever their module computes: weights of
+        torch's layers and of transformers' `Conv1D`, if the class's forward is unchanged. Call it
+        before the model's forwards are changed."""
         kinds = dict(_WEIGHTS)
         if transformers := sys.modules.get("transformers.pytorch_utils"):
             kinds[transformers.Conv1D] = ("weight",)
@@ -100,8 +100,7 @@ class AutocastWeights:
 
     def gather_short(self, groups: Iterable[nn.Module]) -> None:
         """Make FSDP2 all-gather these weights in `dtype`, except weights that another module also
-        uses, and small ones: a router may be called outside of autocast. `groups`: the modules on
-        which `fully_shard` was called."""
+        uses, and small ones: a router may be called outside of autocast."""
         for group in groups:
             held = fsdp_parameter_group(group)
             parameters = [] if held is None else held.fsdp_params
@@ -113,10 +112,9 @@ class AutocastWeights:
 
 
 def check_uses(groups: Iterable[nn.Module], loss: Tensor) -> None:
-    """Raise `PlanError` if the graph of `loss` uses a weight that is gathered in autocast's
-    precision in operations other than matrix products and convolutions. Compiled code and the
-    user's autograd.Functions cannot be checked. `groups`: the modules on which `fully_shard` was
-    called."""
+    """Raise if the graph of `loss` uses a weight that is gathered in autocast's precision in
+    operations other than matrix products and convolutions. Compiled code and the user's
+    autograd.Functions cannot be checked."""
     held = filter(None, map(fsdp_parameter_group, groups))
     parameters = [each for group in held for each in group.fsdp_params]
     names = {id(gathered): name for name, gathered in filter(None, map(gathered_short, parameters))}
@@ -138,9 +136,8 @@ def check_uses(groups: Iterable[nn.Module], loss: Tensor) -> None:
 
 
 def error_of_autocast(error: BaseException | None, plan: object) -> PlanError | None:
-    """Return an error that explains torch's error about a product of two dtypes, which occurs if
-    weights are gathered in autocast's precision and used without autocast; None for any other
-    error. `plan`: the plan that shards the weights."""
+    """Explain torch's error about a product of two dtypes, which occurs if weights are gathered in
+    autocast's precision and used without autocast; None for other errors."""
     if not isinstance(error, RuntimeError) or not (said := re.search(_TWO_DTYPES, str(error))):
         return None
     return PlanError(
@@ -151,8 +148,8 @@ def error_of_autocast(error: BaseException | None, plan: object) -> PlanError | 
 
 
 def _name_of(node: Node, names: Mapping[int, str]) -> str | None:
-    """Return the name of the weight whose gradient the node of autograd's graph accumulates,
-    directly or through views; None for another node. `names`: the weight's id -> its name."""
+    """Return the name of the weight whose gradient the node accumulates, directly or through
+    views."""
     while (
         re.match(f"{VIEWS}Backward", node.name())
         and (following := node.next_functions[0][0]) is not None
@@ -176,9 +173,8 @@ View = Callable[[Tensor], Tensor]
 
 
 def drop_casts(group: nn.Module, *, is_root: bool) -> None:
-    """Stop autograd from keeping, from forward to backward, casts of the weights that FSDP2 gathers
-    with the module `group`. `is_root`: True for the module that holds the blocks; of its forward,
-    only the operations after the last block are searched for casts."""
+    """Stop autograd from keeping casts of `group`'s weights from forward to backward. If `is_root`,
+    only the operations after the last block are searched."""
     parameters = fsdp_parameter_group(group)
     compared: set[str] = set()
 
@@ -208,8 +204,8 @@ def _is_output_of_block(node: Any) -> bool:
 
 
 def _may_be_cast(weight: Tensor) -> bool:
-    """True if autocast may cast the weight: a plain float32 tensor of two dims or more. (Norms and
-    biases have one dim, and a cast of these would be small.)"""
+    """True for a plain float32 tensor of two dims or more; autocast's casts of norms and biases are
+    small."""
     return weight.dim() > 1 and weight.dtype is torch.float32 and not is_distributed(weight)
 
 
@@ -219,10 +215,9 @@ def drop_from_graph(
     is_end: Callable[[Any], bool],
     compared: set[str],
 ) -> None:
-    """Replace saved casts of the weights, in autograd's graph from the `waiting` nodes back to the
-    nodes for which `is_end` is true, by functions that make them again in the backward. `weights`:
-    a weight's id -> its name. `compared`: names of weights of which a cast made in the backward was
-    compared with that of the forward; the backward adds names."""
+    """Replace saved casts of the weights, from the `waiting` autograd nodes back to those for which
+    `is_end` is true, by functions that make the casts again in the backward. The backward adds to
+    `compared` the names of weights whose new cast was compared with that of the forward."""
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
@@ -252,9 +247,8 @@ def _in_its_place(cast: _Cast, tensor: Tensor) -> _Cast:
 
 
 def _again_and_compared(expected: Tensor, name: str, compared: set[str], cast: _Cast) -> Tensor:
-    """Make a cast of a weight again, in the backward. Raises `PlanError` if it differs from the
-    forward's cast. `expected`: the sum of the bits of the forward's cast. `name`: the weight's
-    name, which is added to `compared`."""
+    """Make a weight's cast again in the backward. Raises `PlanError` if the sum of its bits is not
+    `expected`."""
     again = cast.again()
     if again.untyped_storage().nbytes():
         if not torch.equal(_sum_of_bits(again), expected):
@@ -275,9 +269,8 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """Describes how to make a tensor again that autograd has saved, a cast of a weight: apply
-    `views` to the gathered weight, cast the result to `dtype`, and view it with `size`, `stride`
-    and `offset`."""
+    """Makes a saved cast of a weight again: apply `views` to the gathered weight, cast to `dtype`,
+    and view with `size`, `stride` and `offset`."""
 
     weight: Tensor
     views: tuple[View, ...]
@@ -288,8 +281,8 @@ class _Cast:
 
     @classmethod
     def of(cls, tensor: Tensor, weights: Mapping[int, str]) -> _Cast | None:
-        """Return an object that can make `tensor` again; None if the tensor is not a cast of one of
-        these weights, or was changed after the cast."""
+        """Return None if `tensor` is not a cast of one of these weights, or was changed after the
+        cast."""
         cast = base_of(tensor)
         if type(cast.grad_fn).__name__ != CAST or version(cast) or is_distributed(cast):
             return None
@@ -319,9 +312,8 @@ class _Cast:
         return source
 
     def again(self) -> Tensor:
-        """Return the cast of the weight, made again. If the memory of the gathered weight is freed,
-        return a tensor without memory: a backward also unpacks saved tensors that it does not
-        use."""
+        """Make the cast again. If the gathered weight is freed, return a tensor without memory: a
+        backward also unpacks saved tensors that it does not use."""
         if not self.weight.untyped_storage().nbytes():
             device = self.weight.device
             freed = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
@@ -337,8 +329,8 @@ def _is_cast_or_view(kind: Any) -> bool:
 
 
 def _view_of(node: Any, place: int) -> View | None:
-    """Return the view operation, as a function of the base tensor, whose backward is `node`; None
-    for another operation. `place`: the index of the view among the operation's outputs."""
+    """Return the view operation whose backward is `node`, as a function of the base tensor; None
+    for other operations. `place` is the index of the view among the operation's outputs."""
 
     def saved(*names: str) -> dict[str, Any]:
         return {name: saved_value(node, name) for name in names}

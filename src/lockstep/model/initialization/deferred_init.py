@@ -1,13 +1,13 @@
 """Deferred initialization: builds a model without values, and computes the initial value of each
 tensor separately.
 
-Under `KeyedInit`, each random operation of the model's factory draws from a generator that is
-seeded by the operation's number, so its result does not depend on earlier operations.
-`DeferredModel.build` runs the user's factory on fake tensors and logs every operation that writes;
-`materialize` replays only the operations on which one tensor depends. Tensors that are made from
-values (lists, NumPy, a file), and results that depend on such tensors only, are computed at once. A
-value that the factory's Python code needs (`.item()`, `if mask.any():`) is computed by replaying
-the log."""
+Each random operation of the model's factory draws from a generator that is seeded by the
+operation's number, so its result does not depend on earlier operations. `DeferredModel.build` runs
+the factory on fake tensors and logs every operation that writes; `materialize` replays only the
+operations on which one tensor depends. Tensors that are made from values (lists, NumPy, a file) are
+computed at once. A value that the factory's Python code needs (`.item()`, `if mask.any():`) is
+computed by replaying the log.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class DeferredModel:
     computed one tensor at a time."""
 
     module: Any
-    """The model that the factory made: its parameters and buffers are on the meta device, other
-    tensors that the factory made have their values."""
+    """Its parameters and buffers are on the meta device; other tensors that the factory made have
+    their values."""
 
     def __init__(
         self,
@@ -71,13 +71,12 @@ class DeferredModel:
             for name, tensor in named(remove_duplicate=False)
         }
         self.names = {id(tensor): name for name, tensor in reversed(self._names.items())}
-        """The `id()` of a parameter or buffer of `module` -> its first name in `module`."""
+        """The first name in `module` of each parameter or buffer, by `id()`."""
 
     @classmethod
     def build(cls, factory: Callable[[], Any], key: int) -> DeferredModel:
-        """Run `factory`, which makes a model, without computing the values of its tensors. Raises
-        `CannotDefer` if that is not possible, or if `factory` raises. `key`: the seed of the
-        initial values."""
+        """Run `factory` without computing values. Raises `CannotDefer` if that is not possible, or
+        if `factory` raises. `key` seeds the initial values."""
         recorder = InitRecorder(key)
         with _older_objects_frozen():
             try:
@@ -104,17 +103,15 @@ class DeferredModel:
 
     @property
     def constant_bytes(self) -> int:
-        """Number of bytes of the tensors that the factory made from NumPy arrays, lists and files;
-        they stay in memory as long as this object."""
+        """Bytes of the tensors that the factory made from NumPy arrays, lists and files."""
         made = sum(value.nbytes() for value in self._log.constants.values())
         given = (each for each in self._sources.values() if isinstance(each, Tensor))
         return made + sum(each.nbytes for each in given)
 
     @torch.no_grad()
     def materialize(self, tensor: str | Tensor) -> Tensor:
-        """Compute the initial value of one parameter or buffer. `tensor`: its name, or the module's
-        tensor. Returns a new plain tensor on the CPU. Needs memory only for this tensor and those
-        from which it is computed, and does not change the state of torch's default generator."""
+        """Compute the initial value of one parameter or buffer as a new CPU tensor. The state of
+        torch's default generator does not change."""
         meta = self._names[tensor] if isinstance(tensor, str) else tensor
         source = self._sources[id(meta)]
         if isinstance(source, Tensor):
@@ -124,8 +121,8 @@ class DeferredModel:
 
 
 def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder) -> DeferredModel:
-    """Return the deferred model. Moves the parameters and buffers of `module` to the meta device,
-    and gives all other fake tensors that the factory has made their values, in place."""
+    """Move the parameters and buffers to the meta device, and give all other fake tensors that the
+    factory has made their values, in place."""
     named = {
         id(tensor): (name, tensor)
         for name, tensor in (*module.named_buffers(), *module.named_parameters())
@@ -150,8 +147,8 @@ def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder)
 
 @contextmanager
 def _older_objects_frozen() -> Iterator[None]:
-    """A context in which `gc.get_objects` leaves out the objects that existed before, such as
-    torch's modules, so that the search for the factory's tensors is fast."""
+    """Hide the objects that exist now, such as torch's modules, from `gc.get_objects`, so that the
+    search for the factory's tensors is fast."""
     if is_frozen():  # objects that other code has frozen could not be told apart from ours
         yield
         return
@@ -171,8 +168,8 @@ def _fakes(recorder: InitRecorder) -> list[Any]:
 
 
 def _check(recorder: InitRecorder, tensors: list[tuple[str, Any]]) -> None:
-    """Raise `CannotDefer` if the value of one of the (name, tensor) pairs cannot be computed later
-    and by itself."""
+    """Raise if the value of one of the (name, tensor) pairs cannot be computed later and by
+    itself."""
     seen: dict[int, str] = {}
     for name, tensor in tensors:
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
@@ -192,8 +189,8 @@ def _check(recorder: InitRecorder, tensors: list[tuple[str, Any]]) -> None:
 
 
 def _reason(error: Exception, recorder: InitRecorder) -> str:
-    """Return text for `CannotDefer`: the operation that raised `error`, and the last line of code
-    outside of torch and this package that led to it."""
+    """Name the operation that raised `error`, and the last line of code outside of torch and this
+    package that led to it."""
     place, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -240,8 +237,8 @@ def _fake_attributes() -> frozenset[str]:
 
 @contextmanager
 def fake_parameters_keep_class(fake_class: Any, is_fake: Callable[[Any], bool]) -> Iterator[None]:
-    """A context in which a fake parameter has the subclass of `nn.Parameter` that the user's code
-    constructs, and in which `module.to` keeps parameters with their attributes."""
+    """Let a fake parameter have the subclass of `nn.Parameter` that the user's code constructs, and
+    let `module.to` keep parameters with their attributes."""
     make: Any = nn.Parameter.__new__
     swap: Any = torch.utils.swap_tensors
 

@@ -1,5 +1,5 @@
-"""A model with its initial values. These are computed when the model is built, or later and only
-for the tensors that this rank holds."""
+"""A model with its initial values, which are computed at once, or later and only for the tensors
+that this rank holds."""
 
 from __future__ import annotations
 
@@ -35,27 +35,24 @@ class InitialModel:
 
     module: Any
     deferred: DeferredModel | None
-    """The deferred model, which computes values of single tensors; None if the module was
-    initialized at once."""
+    """None if the module was initialized at once."""
     reason: str | None
-    """The reason why the module was initialized at once, although it was to be deferred; None if it
-    was deferred, or was not to be."""
+    """Why the module could not be deferred; None if it was deferred, or was not to be."""
 
     checksums: dict[str, int] = field(default_factory=dict)
-    """Name of a parameter or buffer -> checksum of its initial value, for those that this rank has
-    computed. Empty with one rank."""
+    """Checksums of the initial values that this rank has computed, by name. Empty with one rank."""
     given: frozenset[str] = frozenset()
-    """First names of the parameters and buffers whose values are loaded later, as from a
-    checkpoint; their initial values are not computed."""
+    """First names of the tensors whose values are loaded later, as from a checkpoint; their initial
+    values are not computed."""
 
     @classmethod
     def build(
         cls, factory: Callable[[], Any], key: int, mesh: Mesh, *, without_values: bool = False
     ) -> InitialModel:
-        """Call the factory, and return its model. The initial values depend only on the seed `key`,
-        not on the plan. Every rank calls it. `without_values`: leave tensors empty; a factory whose
-        initialization cannot be deferred is called under the caller's dispatch modes. Raises
-        `RecipeError` if the models of two ranks differ in structure."""
+        """Call the factory. Initial values depend only on the seed `key`. Every rank calls it;
+        raises if two ranks' models differ in structure. `without_values` leaves tensors empty; a
+        factory whose initialization cannot be deferred is called under the caller's dispatch
+        modes."""
         deferred, reason = None, None
         if mesh.torch_mesh is not None or without_values:
             try:
@@ -77,8 +74,8 @@ class InitialModel:
         return initial
 
     def materialize(self, part: nn.Module, device: torch.device) -> None:
-        """Replace those parameters and buffers of `part`, a module of the model, that are on the
-        meta device by tensors with their initial values, under all of their names in the model."""
+        """Replace the meta tensors of `part`, a module of the model, by their initial values, under
+        all of their names in the model."""
         if self.deferred is None:
             return
         values = {
@@ -93,9 +90,8 @@ class InitialModel:
                     named[name] = values.get(id(tensor), tensor)
 
     def compute_checksums(self, parts: Iterable[str]) -> None:
-        """Compute the checksums of the initial values of these modules, which other ranks hold, so
-        that `check_values` can compare them with the values on those ranks. `parts`: their
-        names."""
+        """Compute checksums of modules that other ranks hold, for the comparison by
+        `check_values`."""
         if self.deferred is not None:
             for part in parts:
                 module = self.module.get_submodule(part)
@@ -104,8 +100,8 @@ class InitialModel:
                         self.checksums[name] = tensor_checksum(self.deferred.materialize(tensor))
 
     def check_values(self, world: World) -> None:
-        """Raise `RecipeError` on all ranks if two ranks have computed different initial values for
-        one parameter or buffer. Every rank calls it."""
+        """Every rank calls it. All ranks raise if two ranks have computed different initial values
+        for one tensor."""
         check_checksums(self.checksums, world)
 
     def _value(self, tensor: Tensor, deferred: DeferredModel, device: torch.device) -> Tensor:

@@ -1,7 +1,10 @@
-"""Logs all ATen operations of a model's factory that write to a storage, and replays those on which
-the value of one tensor depends. The log refers to storages; a tensor is a view: a storage with
-size, strides and offset. So making a view needs no entry, an operation on a slice is a write to the
-storage, and `p.data.copy_(q)` and `p.data = q` need no special rule."""
+"""Logs the ATen operations of a model's factory that write to a storage, and replays those on which
+one tensor depends.
+
+The log refers to storages; a tensor is a view: a storage with size, strides and offset. So making a
+view needs no entry, an operation on a slice is a write to the storage, and `p.data.copy_(q)` and
+`p.data = q` need no special rule.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,14 @@ from lockstep.keys import key as key_of
 
 
 class OperationSeeds:
-    """Counts the random operations of a model's factory, and seeds the default generators: at the
-    start by a key, and before each random operation by the key and the operation's number."""
+    """Seeds the default generators before each random operation of a model's factory, by a key and
+    the operation's number."""
 
     def __init__(self, key: int) -> None:
         self._key = key
         self.count = 0
 
     def start(self) -> None:
-        """Seed Python's, NumPy's and torch's default generators by the key."""
         random.seed(self._key)
         np.random.seed(self._key & 0xFFFFFFFF)
         torch.default_generator.manual_seed(self._key)
@@ -64,8 +66,8 @@ class LoggedOperation:
     args: Any
     kwargs: Any
     outputs: tuple[StorageView | None, ...]
-    """For each tensor that the operation returned: its view if the operation made its storage, or
-    None if the storage existed before."""
+    """For each tensor that the operation returned: its view if the operation made its storage, else
+    None."""
     reads: frozenset[int]
     writes: frozenset[int]
     fresh: frozenset[int]
@@ -86,11 +88,11 @@ class OperationLog:
         self._entries: list[LoggedOperation] = []
         self._writers: dict[int, list[int]] = {}
         self.storages: dict[int, Any] = {}
-        """The storages that occurred, by address. They are kept alive, so that addresses stay
+        """The storages that occurred, by address. The log keeps them alive, so that addresses stay
         unique; fake storages have no memory."""
         self.constants: dict[int, torch.UntypedStorage] = {}
-        """Address of a storage -> its values, for copies of tensors that had values (from lists,
-        NumPy or files) when an operation on a tensor without values used them."""
+        """Values of storages, by address: copies of tensors from lists, NumPy or files, made when
+        an operation on a fake tensor used them."""
 
     def keep(self, storage: Any) -> int:
         address = storage_address(storage)
@@ -107,8 +109,8 @@ class OperationLog:
         return view.offset == 0 and is_full and _is_dense(view)
 
     def replay(self, views: Iterable[StorageView]) -> list[Tensor]:
-        """Run the logged operations on which `views` depend. Return, for each view, a tensor with
-        the values that it has after all operations of the log."""
+        """Run the logged operations on which `views` depend. Returns a tensor with the final values
+        of each view."""
         views = list(views)
         storages = {view.storage for view in views}
         operations = self._slice(storages)
@@ -133,8 +135,8 @@ class OperationLog:
             torch.set_default_dtype(dtype)
 
     def _slice(self, wanted: set[int]) -> list[int]:
-        """Return the indices of the log's entries on which the final contents of these storages
-        depend, ascending."""
+        """Return the indices of the entries on which the final contents of these storages depend,
+        ascending."""
         needed: set[int] = set()
         live: set[int] = set()  # each has exactly one pair in next_writes
         next_writes: list[tuple[int, int]] = []

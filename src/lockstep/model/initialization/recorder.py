@@ -35,16 +35,16 @@ write."""
 
 
 class CannotDefer(LockstepError):
-    """The error for a model whose initial values cannot be computed later, tensor by tensor. The
-    text names the operation that prevents it, and its line in the user's code."""
+    """Raised if a model's initial values cannot be computed later, tensor by tensor. The text names
+    the operation that prevents it, and its line in the user's code."""
 
 
 class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that seeds torch's default CPU generator by `key` and n (`keys.key(key, n)`) before
-    the n-th random operation inside. An operation with a `generator` argument draws from that
-    generator; `torch.manual_seed` inside has no effect. Python's and NumPy's generators are seeded
-    once at the start; at the end, all three default generators are seeded. Operations in other
-    threads, and on devices other than the CPU, are not covered."""
+    """Seeds torch's default CPU generator by `keys.key(key, n)` before the n-th random operation
+    inside. An operation with a `generator` argument draws from that generator; `torch.manual_seed`
+    inside has no effect. Python's and NumPy's generators are seeded once at the start; at the end,
+    all three are seeded. Operations in other threads, and on devices other than the CPU, are not
+    covered."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -71,8 +71,8 @@ class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
-    """Logs operations on fake tensors, which have no values, so that these can be computed later;
-    executes operations on tensors that have values. Seeds random operations as `KeyedInit`."""
+    """Seeds random operations as `KeyedInit` does, logs operations on fake tensors, and executes
+    operations on tensors that have values."""
 
     def __init__(self, key: int) -> None:
         super().__init__(key)
@@ -95,8 +95,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         )
 
     def values(self, tree: Any) -> Any:
-        """Return `tree` with each fake tensor replaced by a tensor with its value, computed from
-        the log."""
+        """Replace each fake tensor in `tree` by a tensor with its value, computed from the log."""
         views = [self.view(item) for item in tensor_leaves(tree) if self.is_fake(item)]
         values = iter(self.log.replay(views))
         return tree_map(lambda item: next(values) if self.is_fake(item) else item, tree)
@@ -144,9 +143,8 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _constant(self, item: Any) -> Any:
-        """Return a fake tensor in place of a tensor with values, and keep a copy of the values in
-        the log, because NumPy could change them later without an operation of torch. Returns
-        anything else unchanged."""
+        """Return a fake tensor in place of a tensor with values, and log a copy of the values,
+        because NumPy could change them later without an operation of torch."""
         if not isinstance(item, Tensor) or self.is_fake(item):
             return item
         copy = item.detach().clone()
@@ -182,8 +180,8 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         )
 
     def _outputs(self, out: Any) -> tuple[tuple[StorageView | None, ...], set[int]]:
-        """Return the views of an operation's outputs (see `LoggedOperation.outputs`), and the
-        addresses of the storages that it has made."""
+        """Return the views for `LoggedOperation.outputs`, and the addresses of the storages that
+        the operation has made."""
         outputs: list[StorageView | None] = []
         new: set[int] = set()
         for tensor in tensor_leaves(out):
@@ -204,7 +202,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
 
     def _overwritten(self, func: Any, written: list[StorageView], inputs: list[Tensor]) -> set[int]:
         """Return the address of the storage that an operation overwrites completely and does not
-        read, as a set; empty if there is none."""
+        read, as a set."""
         if schema(func).name not in OVERWRITES or not self.log.is_whole(written[0]):
             return set()
         others = {storage_address(tensor.untyped_storage()) for tensor in inputs[1:]}
@@ -219,8 +217,8 @@ def _generator(args: Any, kwargs: Any) -> torch.Generator | None:
 
 
 def _is_empty(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if the operation makes an empty tensor on the CPU, as code does that then gives it the
-    storage of a file or of a copy."""
+    """True if the operation makes an empty CPU tensor, as code does that then gives it the storage
+    of a file or of a copy."""
     on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
     return func is torch.ops.aten.empty.memory_format and 0 in args[0] and on_cpu
 

@@ -14,12 +14,11 @@ from torch import Tensor
 from lockstep.base.errors import RecipeError
 
 Around = Callable[[int], AbstractContextManager[Any]]
-"""(index of a pipeline stage) -> the context in which the stage's forward runs. A model without a
+"""Maps a pipeline stage's index to the context in which the stage's forward runs. A model without a
 pipeline is stage 0."""
 Run = Callable[[int, Callable[["Arguments"], Any], Any], Any]
-"""(index of a stage, the stage's forward, the `Arguments` with which it is called or `Chunks` of
-them) -> the stage's output, or `Chunks` of outputs. The last stage's result is passed to
-`PipelineMicrobatch.score`."""
+"""Calls a stage's forward: (stage index, forward, arguments) -> output. `Chunks` of arguments give
+`Chunks` of outputs."""
 
 
 class Arguments(NamedTuple):
@@ -30,8 +29,8 @@ class Arguments(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Any) -> Arguments:
-        """Return the arguments that a result of `Recipe.inputs` describes: a tuple of arguments, a
-        dict of keywords, or one argument."""
+        """`inputs` is a result of `Recipe.inputs`: a tuple of arguments, a dict of keywords, or one
+        argument."""
         if isinstance(inputs, dict):
             return cls((), dict(inputs))
         return cls(inputs if isinstance(inputs, tuple) else (inputs,), {})
@@ -48,9 +47,6 @@ class Chunks(NamedTuple):
 
 
 def within(around: Around) -> Run:
-    """Return a `Run` that calls a stage's forward in the context that `around` returns for the
-    stage."""
-
     def run(stage: int, forward: Callable[[Arguments], Any], arguments: Arguments) -> Any:
         with around(stage):
             return forward(arguments)
@@ -60,22 +56,21 @@ def within(around: Around) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class PipelineLoss:
-    """The loss of a microbatch that the last stage computes. `total` and `grad_output` are scalars;
-    the backward accumulates the gradient of `grad_output * total`."""
+    """A microbatch's loss. `total` and `grad_output` are scalars; the backward accumulates the
+    gradient of `grad_output * total`."""
 
     total: Tensor
     grad_output: Tensor
     record: Sequence[Tensor | float]
-    """Numbers of this microbatch that `Pipeline.run` returns on every rank, such as the value and
-    the weight of the loss."""
+    """Numbers that `Pipeline.run` returns on every rank, such as the value and the weight of the
+    loss."""
 
 
 class StageTerm(NamedTuple):
     """A part of a microbatch's loss that is computed in a stage's forward."""
 
     scaled: Tensor
-    """The term, as a scalar, already multiplied by its factor. The backward accumulates its
-    gradient."""
+    """A scalar, already multiplied by its factor. The backward accumulates its gradient."""
     record: Sequence[Tensor | float]
     """Numbers that are added, one by one, to those of the same microbatch's
     `PipelineLoss.record`."""
@@ -87,14 +82,13 @@ class PipelineMicrobatch:
     microbatches in the same order. Functions that only other ranks call may be any function."""
 
     position: tuple[int, ...]
-    """The indices from which the microbatch's random numbers are seeded (see
-    `ModuleRandomStreams.start`)."""
+    """The indices from which the microbatch's random numbers are seeded."""
     inputs: Callable[[], Arguments | Chunks]
-    """Returns the arguments of the model's first part. Called on the first rank, twice: to see
-    their shapes, and in the first stage's forward."""
+    """Returns the model's arguments. Called on the first rank, twice: to see their shapes, and in
+    the first stage's forward."""
     score: Callable[[Any], Any]
-    """(the model's output) -> `PipelineLoss`. In a forward without backward it may return any
-    value. Called on the last rank."""
+    """Computes the loss from the model's output, on the last rank. In a forward without backward it
+    may return any value."""
     is_dummy: bool = False
     """True if this rank computes the microbatch only because other ranks' forwards have
     collectives, which all ranks must call. Its gradient is zero."""
@@ -102,17 +96,17 @@ class PipelineMicrobatch:
     """True if this pipeline computes a microbatch of another pipeline, to compare the gradients of
     both."""
     run: Run | None = None
-    """Calls a stage's forward for this microbatch. None: the stage's forward is called as it is."""
+    """None: the stage's forward is called as it is."""
     before: Callable[[], object] = lambda: None
-    """Called before each stage's forward, on its rank."""
+    """Called before each stage's forward, on the stage's rank."""
     term: Callable[[], StageTerm | None] = lambda: None
-    """Called after each stage's forward, on its rank. Returns a part of the loss, or None; always
-    None in a forward without backward."""
+    """Called after each stage's forward, on the stage's rank. Returns a part of the loss, or None;
+    always None in a forward without backward."""
 
 
 class Boundary(NamedTuple):
-    """A description of the tensors that a stage passes to the next one, for microbatches whose
-    inputs have the same shapes. It is the same on every rank."""
+    """Describes the tensors that a stage passes to the next one, for microbatches whose inputs have
+    the same shapes. The description is the same on every rank."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -121,14 +115,11 @@ class Boundary(NamedTuple):
     single: bool
     """True if the stage's output is a tensor, False if it is a tuple."""
     chunks: int | None
-    """Number of the sequence's chunks, if a stage computes each by itself: the fields above
-    describe the tensors of the first chunk, then those of the second, and so on. None if it does
-    not."""
+    """Number of the sequence's chunks, if a stage computes each by itself; the other fields then
+    list the tensors of one chunk after another. None for whole sequences."""
 
     @classmethod
     def of(cls, value: Any, part: str) -> Boundary:
-        """Return the description of `value`, the output of a stage whose last part is called
-        `part`. Raises `RecipeError` if `value` is not a tensor or a tuple of tensors."""
         if isinstance(value, Chunks):
             return cls.joined(Chunks(tuple(cls.of(each, part) for each in value.each)), part)
         tensors = value if isinstance(value, tuple) else (value,)
@@ -163,8 +154,7 @@ class Boundary(NamedTuple):
 
     @classmethod
     def joined(cls, boundary: Boundary | Chunks, part: str) -> Boundary:
-        """Return one description for all chunks of a sequence. `boundary`: the description for each
-        chunk. A description for whole sequences is returned unchanged."""
+        """Return one description for all chunks of a sequence."""
         if isinstance(boundary, Boundary):
             return boundary
         chunks: Sequence[Boundary] = boundary.each
@@ -189,8 +179,7 @@ class Boundary(NamedTuple):
         return cls(tuple(map(tuple, shapes)), tuple(dtypes), tuple(gradients), single, chunks)
 
     def arguments(self, tensors: tuple[Tensor, ...]) -> Arguments | Chunks:
-        """Return the arguments with which the next stage is called. `tensors`: the tensors that it
-        has received, which this boundary describes."""
+        """Return the next stage's arguments from the tensors that the stage has received."""
         if self.chunks is None:
             return self._arguments_of_one(tensors)
         width = len(tensors) // self.chunks
@@ -202,8 +191,8 @@ class Boundary(NamedTuple):
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """The description without the sizes of the tensors' dims. It is the same for all
-        microbatches in one call of a schedule."""
+        """The description without the sizes of dims, the same for all microbatches in one call of a
+        schedule."""
         sizes = tuple(map(len, self.shapes))
         return self.dtypes, self.gradients, self.single, self.chunks, sizes
 
@@ -214,8 +203,8 @@ class Boundary(NamedTuple):
         )
 
     def check(self, value: Any, part: str) -> None:
-        """Raise `RecipeError` if `value`, a stage's output for a microbatch, does not have the
-        shapes and dtypes described here. `part`: name of the stage's last part."""
+        """Raise if a stage's output does not have the shapes and dtypes described here. `part`
+        names the stage's last part."""
         boundary = Boundary.of(value, part)
         if boundary != self:
             raise RecipeError(
@@ -234,23 +223,22 @@ class Boundary(NamedTuple):
 
 
 def received_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the tensors that a stage has received, in a form that the stage's first part may
-    change in place, and whose gradients can be sent back to the previous stage."""
+    """Return received tensors in a form that a stage may change in place, and whose gradients can
+    be sent back."""
     return _StageInputs.apply(*tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def sendable_outputs(value: Any, scaled: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return the tensors in a stage's output in a form that can be sent to the next stage and
-    detached in place: contiguous, and no views. `scaled`: a scalar loss of this stage, whose
-    gradient the backward of these tensors also accumulates."""
+    """Return a stage's output tensors as contiguous tensors that are no views, so that they can be
+    sent, and detached in place. Their backward also accumulates the gradient of `scaled`, a scalar
+    loss of this stage."""
     chunks = value.each if isinstance(value, Chunks) else (value,)
     tensors = [each for one in chunks for each in (one if isinstance(one, tuple) else (one,))]
     return _StageOutputs.apply(scaled, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _StageInputs(torch.autograd.Function):
-    """The identity on received tensors. The results share memory with the arguments. The backward
-    makes the gradients contiguous."""
+    """The identity, without a copy. The backward makes the gradients contiguous."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -263,8 +251,8 @@ class _StageInputs(torch.autograd.Function):
 
 
 class _StageOutputs(torch.autograd.Function):
-    """The identity on a stage's outputs. The results are contiguous, and no views. The backward
-    passes the gradient 1 to the scalar."""
+    """The identity, with contiguous results that are no views. The backward passes the gradient 1
+    to the scalar."""
 
     @staticmethod
     def forward(ctx: Any, scaled: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:

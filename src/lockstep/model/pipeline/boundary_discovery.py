@@ -2,7 +2,8 @@
 rank on every rank.
 
 For each combination of input shapes, one microbatch is computed, stage by stage. Torch's own shape
-inference repeats every part and the loss for each schedule, and deadlocks if one rank fails."""
+inference repeats every part and the loss for each schedule, and deadlocks if one rank fails.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class PipelineFailure:
         self._world = world
 
     def raise_on_all_ranks(self, compute: Callable[[], Any]) -> Any:
-        """Return `compute()`. If it fails on any rank, every rank raises. Every rank calls it."""
+        """Return `compute()`. Every rank calls it, and every rank raises if `compute` fails on any
+        rank."""
         self.error, result = None, None
         try:
             result = compute()
@@ -53,7 +55,7 @@ class PipelineFailure:
         return result
 
     def raise_if_any(self) -> None:
-        """Raise on every rank if any rank has an error. Every rank calls it."""
+        """Every rank calls it, and every rank raises if any rank has an error."""
         # an exchange between hosts, which does not wait for devices
         if self._world.any(self.error is not None):
             self.raise_known()
@@ -74,8 +76,8 @@ class PipelineFailure:
 
 
 class SequentialCheck:
-    """Checks that a model's forward only calls the given parts, one after another. Create it before
-    the model is parallelized, because it keeps the modules' original forwards."""
+    """Checks that a model's forward only calls the given parts, one after another. Create the check
+    before the model is parallelized, because it keeps the modules' original forwards."""
 
     def __init__(self, model: nn.Module, parts: Sequence[str]) -> None:
         self._forward = model.forward
@@ -84,9 +86,9 @@ class SequentialCheck:
         self._forwards = {id(module): module.forward for module in model.modules()}
 
     def check(self, call: Callable[[Callable[..., Any]], Any]) -> None:
-        """Raise `RecipeError` unless the model's forward passes each part the output of the
-        previous part, and returns the output of the last one. `call`: a function that calls its
-        argument with the model's inputs. The parts are not computed, so they need no values."""
+        """Raise unless the model's forward passes each part the output of the previous part, and
+        returns the output of the last one. `call` calls its argument with the model's inputs. The
+        parts are not computed, so they need no values."""
         handed: list[_Placeholder] = []
         original: Any = nn.Module.__call__
         known = {id(module) for module in self._modules}
@@ -140,8 +142,8 @@ class _NotSequential(Exception):
 
 
 class _Placeholder:
-    """Takes the place of a part's output in `SequentialCheck`. The model's forward can only pass it
-    on to the next part."""
+    """Replaces a part's output in `SequentialCheck`. The model's forward can only pass it on to the
+    next part."""
 
     def __init__(self, part: str) -> None:
         self._part = part
@@ -157,8 +159,8 @@ FAILED = -1
 
 
 class BoundaryDiscovery:
-    """The boundaries (descriptions of what each stage passes to the next one) for all combinations
-    of input shapes that have occurred. Every rank of the pipeline makes the same calls on it."""
+    """The descriptions of what stages pass on, for all combinations of input shapes that have
+    occurred. Every rank of the pipeline makes the same calls."""
 
     def __init__(
         self, model: nn.Module, forwards: StageForwards, world: World, failure: PipelineFailure
@@ -172,23 +174,22 @@ class BoundaryDiscovery:
         self._sequential_check = SequentialCheck(model, self._stages.parts)
         self._checked_modes: set[bool] = set()
         self._known: dict[tuple[int, bool], list[Boundary]] = {}
-        """(hash of the shapes and dtypes of a microbatch's inputs, True if there is a backward) ->
-        the boundary after each stage except the last."""
+        """The boundary after each stage except the last, by (hash of the inputs' shapes and dtypes,
+        True if there is a backward)."""
 
     def routes(
         self, microbatches: Sequence[PipelineMicrobatch], *, backward: bool
     ) -> list[list[Boundary]]:
         """Return, for each microbatch, the descriptions of what each stage except the last passes
-        to the next one. Every rank calls it."""
+        on. Every rank calls it."""
         keys = [(signature, backward) for signature in self._signatures(microbatches)]
         for index in self._undiscovered(keys):
             self._known[keys[index]] = self._discover(microbatches[index], backward)
         return [self._known[key] for key in keys]
 
     def _undiscovered(self, keys: Sequence[tuple[int, bool]]) -> list[int]:
-        """Return the index of the first microbatch for each key that is not known yet; if ranks
-        must run the same forwards, for each key that is not known on any of them. `keys`: the key
-        in `_known` of each microbatch."""
+        """Return the first microbatch of each key that is unknown, here or on any rank that must
+        run the same forwards."""
         new = torch.zeros(len(keys))
         for key in set(keys) - self._known.keys():
             new[keys.index(key)] = 1.0
@@ -198,8 +199,8 @@ class BoundaryDiscovery:
 
     def _signatures(self, microbatches: Sequence[PipelineMicrobatch]) -> list[int]:
         """Return a hash of the shapes and dtypes of each microbatch's inputs, computed on the first
-        rank of the pipeline and sent to all. The host does not wait for its device. Raises on every
-        rank if the first rank fails."""
+        rank and sent to all. The host does not wait for its device. Raises on every rank if the
+        first rank fails."""
         numbers = torch.zeros(len(microbatches), dtype=torch.int64)
         if self.world.rank == 0:
             try:
@@ -226,16 +227,15 @@ class BoundaryDiscovery:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
     def _check_sequential(self, inputs: Arguments | Chunks) -> None:
-        """Check that the model's forward calls only the parts in order, once in training mode and
-        once in evaluation mode. Called on the first rank. `inputs`: the arguments of the model."""
+        """Check the model's forward in training mode and in evaluation mode. Called on the first
+        rank."""
         if self._model.training not in self._checked_modes:
             one = inputs.each[0] if isinstance(inputs, Chunks) else inputs
             self._sequential_check.check(one.call)
             self._checked_modes.add(self._model.training)
 
     def _discover(self, microbatch: PipelineMicrobatch, backward: bool) -> list[Boundary]:
-        """Return the boundary after each stage except the last, found by computing the microbatch's
-        stages one after another. Every rank calls it."""
+        """Compute one microbatch's stages one after another. Every rank calls it."""
 
         def compute(stage: int, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
             with (
@@ -262,9 +262,8 @@ class BoundaryDiscovery:
         return route
 
     def try_forward(self, arguments: Arguments | Chunks, run: Run) -> Any:
-        """Call the stages one after another, outside of training steps and without gradients.
-        `arguments`: the model's arguments. `run`: calls each stage's forward. Every rank calls it.
-        Returns the model's output on the last rank, None on other ranks."""
+        """Call the stages one after another, without gradients. Every rank calls it. Returns the
+        model's output on the last rank, None elsewhere."""
 
         def compute(stage: int, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
             given = arguments
@@ -285,8 +284,7 @@ class BoundaryDiscovery:
     ) -> tuple[list[Boundary], Any]:
         """Compute the first `count` stages one after another. Every rank calls it. Returns the
         boundaries after these stages (without the last stage's) and, on the last stage's rank, the
-        model's output; None on other ranks. `compute`: (stage, received tensors, boundaries before
-        the stage) -> the stage's output."""
+        model's output."""
         route: list[Boundary] = []
         value: tuple[Tensor, ...] = ()
         last_output = None
@@ -314,9 +312,7 @@ class BoundaryDiscovery:
     def _sent_to_next_stage(
         self, stage: int, value: tuple[Tensor, ...], boundary: Boundary
     ) -> tuple[Tensor, ...]:
-        """Send the output of a stage, `value`, to the rank of the next stage, or receive it there.
-        Returns the tensors if the next stage is on this rank. `boundary`: the description of the
-        output."""
+        """Send a stage's output to the rank of the next stage, or receive the output there."""
         source, target = stage % self._stages.ranks, (stage + 1) % self._stages.ranks
         if source == target or self.world.rank not in (source, target):
             return value

@@ -1,11 +1,11 @@
 """The `pipeline` axis: each rank has some stages of the model, and microbatches go through all
 stages.
 
-Torch's schedules order the forwards, backwards, sends and receives. This module adds to them: the
-last stage's forward computes the loss, multiplied by a factor for each microbatch; microbatches of
-different shapes may be in one call of a schedule; each part of the model draws random numbers from
-a stream of its own; and if a forward fails, the schedule runs to its end before every rank
-raises."""
+Torch's schedules order the forwards, backwards, sends and receives. This module adds: a loss factor
+for each microbatch; microbatches of different shapes in one call of a schedule; a random stream for
+each part of the model; and a schedule that runs to its end if a forward fails, before every rank
+raises.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ from lockstep.plan import Schedule
 
 class Pipeline:
     """The stages of one model on one rank. Every rank of the pipeline makes one, and calls its
-    methods in the same order. `model`: this rank's parts must have values before the first call.
-    `together`: for each axis whose ranks call collectives in a stage's forward, the ranks along it,
-    which hold shards of the same parameters or tokens of the same sequences."""
+    methods in the same order. This rank's parts of `model` must have values before the first call.
+    `together` has, for each axis whose ranks call collectives in a stage's forward, the ranks along
+    the axis."""
 
     def __init__(
         self,
@@ -74,15 +74,14 @@ class Pipeline:
         self.try_forward = self._discovery.try_forward
         self._after: Callable[[int], object] = lambda _: None
         self.on_gradient: Callable[[int, int], None] | None = None
-        """Called with the stage's index in `modules` and the microbatch's index in `run`, when a
-        backward has completed the microbatch's gradient of the stage's weights."""
+        """Called with the stage's index in `modules` and the microbatch's index in `run`, once the
+        microbatch's gradient of the stage's weights is complete."""
         self.on_exchange: Callable[[int, Sequence[int], Sequence[Tensor]], None] | None = None
         """Called in `run` with the microbatch's index, the position of the exchange (the index of
         the stage's forward or backward among all of the microbatch's, then `RECEIVED` or `SENT`),
         and the tensors that the stage receives or sends. The loss counts as sent."""
         self.leaves: Sequence[PartLeaf] = ()
-        """The leaves of autograd's graph for parameters that several parts of the model share (see
-        `SeparateParts`)."""
+        """The leaves of autograd's graph for parameters that several parts of the model share."""
         self.expert_leaves: Sequence[Leaves] = ()
         """For each module of experts that is divided over ranks, the tensors in place of its
         parameters that get the gradients for each rank's rows."""
@@ -91,13 +90,13 @@ class Pipeline:
         self._routes: list[list[Boundary]] = []
         self._results: dict[int, Any] = {}
         self._rows: dict[int, list[Sequence[Tensor | float]]] = {}
-        """Index of a microbatch -> the numbers that each of this rank's stages has computed for all
-        ranks (`StageTerm.record`, `PipelineLoss.record`)."""
+        """The numbers that each of this rank's stages has computed for all ranks, by the
+        microbatch's index."""
 
     @property
     def exchange(self) -> SyncBatchNormExchange | None:
-        """The exchange of SyncBatchNorm's statistics between the ranks that each compute a slice of
-        a microbatch's samples; None if microbatches are not split over pipelines."""
+        """The exchange of SyncBatchNorm's statistics; None if microbatches are not split over
+        pipelines."""
         return self._forwards.exchange
 
     @exchange.setter
@@ -105,9 +104,9 @@ class Pipeline:
         self._forwards.exchange = exchange
 
     def watch(self, around: Around, after: Callable[[int], object]) -> None:
-        """Set the context of each stage's forward and loss (`around`), and a function that `run`
-        calls after each forward (`after`). Both take the stage's index in `modules`. `after` is
-        called in the order of microbatches, not for dummy microbatches."""
+        """Set the context of each stage's forward and loss, and a function that `run` calls after
+        each forward, in the order of microbatches and not for dummy microbatches. Both take the
+        stage's index in `modules`."""
         self._forwards.around, self._after = around, after
 
     @property
@@ -117,7 +116,6 @@ class Pipeline:
 
     @property
     def has_output(self) -> bool:
-        """True on the last rank."""
         return self.world.rank == self.last_rank
 
     @property
@@ -130,11 +128,11 @@ class Pipeline:
         return self._forwards.parts
 
     def run(self, microbatches: Sequence[PipelineMicrobatch], columns: int = 1) -> Tensor:
-        """Compute forward and backward of all microbatches. Adds the gradient of Σ grad_output *
-        total (see `PipelineLoss`) over the microbatches to the `.grad` of this rank's parameters.
-        Returns every microbatch's `PipelineLoss.record`, of `columns` numbers: shape (microbatches,
-        columns), float64, the same on every rank. If a forward fails, every rank raises; the
-        gradients are then invalid."""
+        """Compute forward and backward of all microbatches, and add the gradient of Σ grad_output *
+        total to the `.grad` of this rank's parameters. Returns every microbatch's
+        `PipelineLoss.record`, of `columns` numbers: shape (microbatches, columns), float64, the
+        same on every rank. If a forward fails, every rank raises; the gradients are then
+        invalid."""
         if not microbatches:
             return torch.zeros((0, columns), dtype=torch.float64, device=self.world.device)
         self._run_all(microbatches, backward=True)
@@ -158,7 +156,7 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, microbatches: Sequence[PipelineMicrobatch]) -> list[Any]:
         """Compute the forward only. Returns each microbatch's `score` on the last rank, an empty
-        list on other ranks. All activations between stages are in memory at once: pass a few
+        list elsewhere. All activations between stages are in memory at once: pass a few
         microbatches at a time."""
         if not microbatches:
             return []
@@ -180,7 +178,7 @@ class Pipeline:
     def _starts(self) -> list[int]:
         """Return the indices of the microbatches with which a new call of the schedule begins: the
         first one, and each one whose tensors between stages differ in more than their shapes from
-        the previous microbatch's. Ranks that must run the same forwards get the same result."""
+        the previous microbatch's."""
         kinds = list(map(_signatures, self._routes))
         starts = [
             0,
@@ -249,9 +247,8 @@ class Pipeline:
         return SEVERAL_STAGES_A_RANK[schedule](stages, count, loss, scale_grads=False), stages
 
     def weights(self) -> list[list[nn.Parameter]]:
-        """Return the tensors that get gradients in the backward of each of this rank's stages: the
-        stage's parameters, except that a leaf replaces a parameter that an earlier part of the
-        model also has."""
+        """Return the tensors that get gradients in each stage's backward: the stage's parameters,
+        except that a leaf replaces a parameter that an earlier part of the model also has."""
         seen: set[nn.Parameter] = set()
         leaves = []
         for stage, module in enumerate(self.modules):
@@ -271,8 +268,7 @@ class Pipeline:
     def _forward(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
         """Run a stage's forward for torch's schedule. If the forward fails, return zeros, so that
         no rank waits for its output; every rank raises after the schedule. But if the forward has
-        collectives, raise at once, because the other ranks would wait in them. `local`: the stage's
-        index in `modules`. `index`: the microbatch's."""
+        collectives, raise at once, because the other ranks would wait in them."""
         try:
             return self._compute(stage, local, index, received)
         except Exception as error:
@@ -351,8 +347,8 @@ class _StageModule(nn.Module):
         self.parts = nn.ModuleList(parts)
         self.leaves = nn.ParameterList(leaves)
         self.expert_leaves = expert_leaves
-        """Returns the tensors in place of the experts' parameters in the last forward. If
-        parameters are sharded, they exist only once the forward has gathered the parameters."""
+        """Returns the tensors in place of the experts' parameters in the last forward. With sharded
+        parameters, these tensors exist only once the forward has gathered the parameters."""
         self.compute = compute
         self.received: tuple[Tensor, ...] = ()
         """The tensors from the previous stage with which the last forward was called."""

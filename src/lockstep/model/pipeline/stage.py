@@ -1,7 +1,6 @@
-"""The stages that a rank has of a pipeline: their forwards for one microbatch, and a subclass of
-torch's `PipelineStage`, which allows microbatches of different shapes, handles missing gradients,
-and frees memory early. This module imports torch's schedules, which takes long, so it is imported
-only for pipelines."""
+"""The forwards of a rank's pipeline stages, and a subclass of torch's `PipelineStage` that allows
+microbatches of different shapes, handles missing gradients, and frees memory early. Imports torch's
+schedules, which takes long, so this module is imported only for pipelines."""
 
 from __future__ import annotations
 
@@ -49,26 +48,24 @@ class VariableShapeStage(PipelineStage):
     submod: Any
     routes: Sequence[Sequence[Boundary]]
     """For each microbatch in the present call of the schedule, the description of what each stage
-    except the last passes to the next one."""
+    except the last passes on."""
     losses: list[Tensor]
     first: int
     """The index in `Pipeline.run` of the first microbatch in the present call of the schedule."""
     around: Callable[[int], AbstractContextManager[Any]]
-    """(index of a microbatch in the call of the schedule) -> the context in which its backward
-    runs."""
+    """Maps a microbatch's index in the call of the schedule to the context of its backward."""
     on_missing_gradient: Callable[[], None]
     on_gradient: Callable[[int], None] | None
     """Called with the index in `Pipeline.run` of each microbatch, once its gradient of the stage's
     weights is complete."""
     on_exchange: Callable[[int, Sequence[int], Sequence[Tensor]], None] | None
-    """See `Pipeline.on_exchange`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         keep_gradients(self)
         self.received: dict[int, tuple[Tensor, ...]] = {}
-        """Index of a microbatch in the call of the schedule -> the tensors received from the
-        previous stage, kept until the microbatch's backward."""
+        """The tensors received from the previous stage, by the microbatch's index in the call of
+        the schedule, until its backward."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:
@@ -140,7 +137,7 @@ class VariableShapeStage(PipelineStage):
     @property
     def _forward_place(self) -> int:
         """The index of this stage's forward among the forwards and backwards of a microbatch in all
-        stages, in their order."""
+        stages."""
         return int(self.stage_index)
 
     @property
@@ -184,14 +181,15 @@ class VariableShapeStage(PipelineStage):
 
 
 def _allocates_at_receive(info: Any) -> bool:
-    """True from torch 2.15 on, where `info` describes a tensor that a stage receives, which is
-    allocated when it is received. Before, `info` has a buffer for each microbatch."""
+    """True from torch 2.15 on, where a received tensor is allocated when it is received. Before,
+    `info` has a buffer for each microbatch."""
     return hasattr(info, "allocate_buffer")
 
 
 class StageForwards:
-    """Calls the parts of this rank's stages one after another, with the random numbers that belong
-    to the microbatch and the part. `together`: as in `Pipeline`."""
+    """Calls the parts of this rank's stages one after another, with the random numbers of the
+    microbatch and the part. `together` has, for each axis whose ranks call collectives in a stage's
+    forward, the ranks along the axis."""
 
     def __init__(
         self,
@@ -209,8 +207,6 @@ class StageForwards:
             for stage in self.own
         }
         self.exchange: SyncBatchNormExchange | None = None
-        """The exchange of SyncBatchNorm's statistics between the ranks that each compute a slice of
-        a microbatch's samples; None if microbatches are not split."""
         self.around: Around = lambda _: nullcontext()
         self.streams = streams
         self._together = together
@@ -222,9 +218,7 @@ class StageForwards:
         received: tuple[Tensor, ...],
         route: Sequence[Boundary],
     ) -> Any:
-        """Return the output of a stage for a microbatch. `received`: the tensors from the previous
-        stage; empty for the first stage. `route`: the description of what each stage before this
-        one passes on."""
+        """Return a stage's output. `route` describes what each stage before this one passes on."""
         self.streams.start(microbatch.position, self.stages.ranges[stage].start)
         if stage == 0:
             arguments = microbatch.inputs()
@@ -236,8 +230,6 @@ class StageForwards:
         return microbatch.run(stage, partial(self.called, stage), arguments)
 
     def called(self, stage: int, arguments: Arguments) -> Any:
-        """Return the output of a stage's parts, called one after another. `arguments`: the
-        arguments of its first part."""
         first, *others = self.parts[stage]
         value = first(*arguments.positional, **arguments.keywords)
         for part in others:
@@ -247,15 +239,15 @@ class StageForwards:
     @property
     def lockstep_ranks(self) -> Sequence[World]:
         """For each axis whose ranks call collectives in the forwards, the ranks along it, which
-        must run the same forwards at the same time. Empty if there is no such axis."""
+        must run the same forwards at the same time."""
         if (exchange := self._exchange_in_training) is None:
             return self._together
         return () if exchange.world is None else (exchange.world,)
 
     @contextmanager
     def computing(self, microbatch: PipelineMicrobatch) -> Iterator[None]:
-        """A context that tells SyncBatchNorm whether the microbatch is a dummy. It is entered in
-        the microbatch's forward, and in its backward because of activation checkpointing."""
+        """Tell SyncBatchNorm whether the microbatch is a dummy, in its forward, and in its backward
+        because of activation checkpointing."""
         exchange = self._exchange_in_training
         if exchange is None:
             yield
@@ -273,8 +265,7 @@ class StageForwards:
 
 @contextmanager
 def unchanged_buffers(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """A context that restores the values of the modules' buffers (such as running statistics) at
-    its end."""
+    """Restore the values of the modules' buffers (such as running statistics) at the end."""
     kept = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
     try:
         yield

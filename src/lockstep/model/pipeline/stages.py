@@ -21,21 +21,19 @@ STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zer
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """A parameter that several parts of the model share, whose gradients are summed over the ranks
-    of the pipeline that have these parts, in the order of `ranks`. Only the first of these ranks
-    includes it in the norm of the gradient."""
+    """A parameter that several parts of the model share. Gradients are summed over `ranks`, in this
+    order. Only the first of these ranks includes it in the norm of the gradient."""
 
     name: str
     ranks: tuple[int, ...]
-    """The ranks of the pipeline that have the parameter. With bitwise numerics, each part of the
-    model that has the parameter has a gradient, so a rank occurs once for each of its parts."""
+    """The ranks of the pipeline that have the parameter. With bitwise numerics, a rank occurs once
+    for each of its parts that has the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The split of a model into stages, each of which runs consecutive parts of the model. Stage s
-    is on rank s mod `ranks` of the pipeline. `parts`: names of the model's parts, in the order of
-    their calls."""
+    """The split of a model into stages of consecutive parts. Stage s is on rank s mod `ranks` of
+    the pipeline. `parts` has the names of the model's parts, in the order of their calls."""
 
     parts: tuple[str, ...]
     ranges: tuple[range, ...]
@@ -54,10 +52,9 @@ class Stages:
         costs: Sequence[float] | None = None,
         bitwise: bool = False,
     ) -> Stages:
-        """Split `model` into stages for a pipeline of `ranks` ranks, with `per_rank` stages on
-        each. Raises `RecipeError`. `patterns`: `Recipe.stages`. `costs`: the relative cost of
-        computing each part; None: its number of parameters. `bitwise`: True for bitwise numerics
-        (see `SharedParameter.ranks`). Call it before any parameter is removed from the model."""
+        """Split `model` for a pipeline of `ranks` ranks, before any parameter is removed from the
+        model. `costs` is the relative cost of computing each part; None: its number of
+        parameters."""
         if not (parts := sequential_parts(model, patterns)):
             raise RecipeError(
                 f"pipeline={ranks} and a model ({type(model).__name__}) that is not an"
@@ -84,7 +81,6 @@ class Stages:
         return cls(tuple(parts), ranges, ranks, shared)
 
     def on_rank(self, rank: int) -> range:
-        """Return the indices of the stages on one rank of the pipeline, in ascending order."""
         return range(rank, len(self.ranges), self.ranks)
 
     def last_part(self, stage: int) -> str:
@@ -95,11 +91,10 @@ class Stages:
 
 
 def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """Return the names of the model's parts that its forward calls one after another, in this
-    order. Empty if the order is unknown. The parts of an `nn.Sequential` are its members. Otherwise
-    they are the modules that `patterns` name, in the order of the patterns; modules that match the
-    same pattern are in the model's order. Raises `RecipeError` if these modules cannot be parts, or
-    do not contain every parameter and buffer of the model."""
+    """Return the names of the parts that the model's forward calls one after another; empty if the
+    order is unknown. The parts of an `nn.Sequential` are its members. Otherwise they are the
+    modules that `patterns` name, in the order of the patterns. Raises if the parts do not contain
+    every parameter and buffer."""
     if patterns is None:
         if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
             return []
@@ -120,8 +115,7 @@ def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[s
 
 def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
     """Split `costs` into `count` non-empty contiguous runs so that the largest sum of a run is as
-    small as possible; of several such splits, return the one with the smallest sum of squares. A
-    run is a range of indices in `costs`."""
+    small as possible; of several such splits, return the one with the smallest sum of squares."""
     most = _best(costs, count, lambda cost: cost, max, math.inf)[-1][0]
     table = _best(costs, count, lambda cost: cost * cost, lambda one, other: one + other, most)
     runs: list[range] = []
@@ -134,11 +128,10 @@ def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
 
 
 def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
-    """Split `count` microbatches into consecutive calls of torch's schedules. Returns, for each
-    call, (index of the first microbatch, index after the last one, name of the schedule). Torch's
-    1F1B needs at least as many microbatches as stages; fewer are run by the GPipe schedule. Torch's
-    interleaved schedules need a number of microbatches that is a multiple of the number of rounds;
-    the remaining ones are a second call."""
+    """Split `count` microbatches into consecutive calls of torch's schedules: (first microbatch,
+    index after the last, schedule). Torch's 1F1B needs at least as many microbatches as stages;
+    GPipe runs fewer. Torch's interleaved schedules need a multiple of the number of rounds; a
+    second call runs the rest."""
     if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.ranges)):
         return [(0, count, schedule)] if count else []
     if schedule == "1f1b":
@@ -149,8 +142,8 @@ def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int,
 
 
 def check_microbatches(count: int, stages: Stages) -> None:
-    """Raise `RecipeError` if there are fewer microbatches than stages. `count`: number of
-    microbatches that one pipeline computes in a step with a full global batch."""
+    """Raise if one pipeline computes fewer microbatches than it has stages in a step with a full
+    global batch."""
     if count < len(stages.ranges):
         raise RecipeError(
             f"{counted(count, 'microbatch')} per step in a pipeline of {len(stages.ranges)} stages;"
@@ -163,9 +156,8 @@ def check_microbatches(count: int, stages: Stages) -> None:
 def shared_parameters(
     model: nn.Module, parts: Sequence[str], ranks: Sequence[int], *, each_part: bool
 ) -> tuple[SharedParameter, ...]:
-    """Return the parameters that parts of the model on several ranks of the pipeline share.
-    `ranks`: the rank of each part. `each_part`: also return parameters that several parts on one
-    rank share; `SharedParameter.ranks` then has a rank for each part."""
+    """Return the parameters that parts on several ranks of the pipeline share; with `each_part`,
+    also those that several parts on one rank share. `ranks` has the rank of each part."""
     holders: dict[int, list[int]] = {}
     for part, rank in zip(parts, ranks, strict=True):
         for parameter in model.get_submodule(part).parameters():
@@ -180,8 +172,8 @@ def shared_parameters(
 
 
 def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
-    """Remove the parameters and buffers that are in none of the parts with these names (set them to
-    None). All modules stay, so the names of the remaining tensors do not change."""
+    """Set the parameters and buffers outside the named parts to None. All modules stay, so the
+    names of the remaining tensors do not change."""
     held = {id(tensor) for name in names for tensor in module_tensors(model.get_submodule(name))}
     for module in model.modules():
         for tensors in (own_parameters(module), own_buffers(module)):
@@ -236,9 +228,8 @@ def _check_statistics(model: nn.Module, parts: Sequence[str], ranges: Sequence[r
 
 
 def _units(trainable: Sequence[bool]) -> list[range]:
-    """Return groups of consecutive parts that a split must not separate, as ranges of indices: each
-    group is a part with trainable parameters, and the following parts without any. `trainable`: for
-    each part, True if it has trainable parameters."""
+    """Return groups of consecutive parts that a split must not separate: a part with trainable
+    parameters, and the following parts without any."""
     starts = [place for place, can in enumerate(trainable) if can]
     if not starts:
         return []

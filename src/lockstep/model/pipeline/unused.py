@@ -1,9 +1,6 @@
-"""Zeros that stand for the missing gradients of parameters that a microbatch does not use, in a
-backward that computes only gradients of weights.
-
-Under zero-bubble, torch asks for the gradient of each parameter in the graph, and raises if one has
-none. If a stage computes each chunk of a sequence by itself, all chunks share one node of the
-graph, so all parameters of the stage are in the graph."""
+"""Zeros that stand for missing gradients of parameters that a microbatch does not use. Under
+zero-bubble, torch asks for the gradient of each parameter in the graph, and raises if one has
+none."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ _UNUSED = "lockstep_is_unused"
 
 
 def given_or_unused(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """Return the gradient or, if it is None, zeros of the parameter's shape that `clear_unused`
-    recognises."""
+    """Return the gradient or, if it is None, zeros that `clear_unused` recognises."""
     if gradient is not None:
         return gradient
     zeros = parameter.new_zeros(()).expand_as(parameter)
