@@ -25,7 +25,6 @@ def _is_number(value: Any) -> bool:
 
 
 def check_count(name: str, value: Any, unit: str) -> None:
-    """Raise `RecipeError` unless `value` is a whole number of at least 1."""
     if not _is_int(value) or value < 1:
         raise RecipeError(
             f"{name}={value!r}; it counts {unit} and must be a whole number of at least 1"
@@ -33,8 +32,6 @@ def check_count(name: str, value: Any, unit: str) -> None:
 
 
 def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
-    """Raise `RecipeError` unless both count samples; `microbatch` may also be None, and is at most
-    `global_batch`. `of`: prefix of the names in the error."""
     check_count(f"{of}global_batch", global_batch, "samples")
     if microbatch is None:
         return
@@ -48,8 +45,6 @@ def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
 
 
 def check_length(steps: Any, epochs: Any, *, of: str = "") -> None:
-    """Raise `RecipeError` unless exactly one of `steps` and `epochs` is given, and is a count.
-    `of`: prefix of the names in the error."""
     if (steps is None) == (epochs is None):
         raise RecipeError(
             f"steps={steps} and epochs={epochs}; a recipe has one length; give exactly one of"
@@ -62,8 +57,7 @@ def check_length(steps: Any, epochs: Any, *, of: str = "") -> None:
 
 
 def check_drop_last(value: Any, epochs: Any, samples: int | None, global_batch: int) -> None:
-    """Raise `RecipeError` unless `value` is a bool; if it is True, every epoch must have a full
-    batch. `samples`: number of samples in an epoch; None: unknown."""
+    """`samples`: number of samples in an epoch; None: unknown."""
     if not isinstance(value, bool):
         raise RecipeError(
             f"drop_last={value!r}; it must be True to leave out the last batch of an epoch if it"
@@ -119,7 +113,6 @@ def check_compression(value: Any) -> None:
 
 
 def powersgd_rank(gradient_compression: str) -> int | None:
-    """Return the rank in `powersgd:RANK`; None for any other text."""
     word, _, rank = gradient_compression.partition(":")
     return (
         int(rank)
@@ -129,8 +122,7 @@ def powersgd_rank(gradient_compression: str) -> int | None:
 
 
 def keeps_rest(gradient_compression: str) -> bool:
-    """True if the compression has error feedback: the next step adds the error of this step's
-    compression."""
+    """True if the next step adds the error of this step's compression (error feedback)."""
     return gradient_compression == "int8" or gradient_compression.startswith("powersgd")
 
 
@@ -140,8 +132,7 @@ def check_seed(value: Any) -> None:
 
 
 def check_factory(name: str, value: Any, *, remedy: str) -> None:
-    """Raise `RecipeError` unless `value` is a function; the usual mistake is to pass the module or
-    optimizer that it should make."""
+    """The usual mistake is to pass the module or optimizer that the function should make."""
     if hasattr(value, "state_dict") and not isinstance(value, type):
         raise RecipeError(
             f"{name} is a {type(value).__name__}, not a function that makes one; every process"

@@ -23,8 +23,8 @@ from lockstep.recipe.recipe import Recipe
 
 @functools.cache
 def texts() -> Mapping[str, str]:
-    """Return the source of the script (as `__main__`) and of each loaded module of the user, read
-    at the first call."""
+    """Source of the script (as `__main__`) and of each loaded module of the user, read at the first
+    call."""
     by_name: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
         # includes the script; in a process that was a spare, `__main__` is lockstep's own file
@@ -45,8 +45,7 @@ def sources() -> dict[str, str]:
 
 
 def programs(names: Iterable[str]) -> dict[str, str]:
-    """Parse these modules, and return a digest of each without comments, docstrings and line
-    numbers."""
+    """Digest modules without comments, docstrings and line numbers."""
     return {name: _program(texts()[name]) for name in names if name in texts()}
 
 
@@ -76,8 +75,7 @@ def _digest(text: str) -> str:
 
 
 def other_sources(one: Mapping[str, str], another: Mapping[str, str]) -> list[str]:
-    """Return the names of modules whose digests differ between `one` and `another`, such as a saved
-    run and this process."""
+    """Return the names of modules whose digests differ."""
     return [name for name, digest in one.items() if another.get(name, digest) != digest]
 
 
@@ -93,7 +91,7 @@ FIELDS = (
     "batch_sampler",
 )
 MOST_BYTES = 2**26
-"""Size in bytes from which only the beginning and the end of a tensor or array are read."""
+"""Larger tensors and arrays are read only at their beginning and end."""
 _PARTS = 64
 
 Digests = Mapping[str, Mapping[str, str]]
@@ -101,12 +99,11 @@ Digests = Mapping[str, Mapping[str, str]]
 
 
 class RecipeCode(NamedTuple):
-    """The digests of a recipe's functions, taken at one time, for comparison with those of a saved
-    run or of another process."""
+    """Digests of a recipe's functions, for comparison with those of a saved run or of another
+    process."""
 
     digests: Mapping[str, str]
-    """One digest per function, which differs between versions of Python. It ignores the contents of
-    objects that the function uses, such as the script's arguments."""
+    """One digest per function, without the contents of objects that the function uses."""
     with_objects: Digests
     """Digests of the functions that also include the contents of objects that the functions use."""
 
@@ -117,8 +114,8 @@ class RecipeCode(NamedTuple):
 
 
 def code_and_objects_of(recipe: Recipe, unread: Collection[Any] = ()) -> Digests:
-    """Return the digests of each function of the recipe, including the contents of the objects that
-    the function uses, except the objects in `unread`."""
+    """Digest each function of the recipe, with the contents of the objects that it uses, except the
+    objects in `unread`."""
     ids = frozenset(map(id, unread))
     return {
         name: parts(function, objects=True, unread=ids)
@@ -142,10 +139,9 @@ def _functions(recipe: Recipe) -> dict[str, Any]:
 def parts(
     function: Any, *, objects: bool = False, unread: frozenset[int] = frozenset()
 ) -> dict[str, str]:
-    """Return the digests of a function's code, and of what it uses: closure variables, defaults,
-    globals of its module, and the user's functions and classes. Line numbers and docstrings are
-    ignored; trained parameters count only by dtype and shape. `objects`: include the contents of
-    the user's objects, dataclasses and namespaces, except objects whose ids are in `unread`."""
+    """Digest a function's code, and the closure variables, defaults, globals, functions and classes
+    that it uses. Line numbers and docstrings are ignored; trained parameters count only by dtype
+    and shape. `objects`: include the contents of the user's objects."""
     return digest_parts(_RecipeReader(objects, unread).parts(function), _PARTS)[0]
 
 

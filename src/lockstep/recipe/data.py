@@ -16,7 +16,6 @@ from lockstep.base.field_docs import with_field_docs
 from lockstep.recipe.checks import check_callable, check_count
 
 MOST_CHARACTERS = 60
-"""Largest number of characters of a value that an error's text shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +214,6 @@ class Stream:
 
 
 def checked_mixture(streams: Any, weights: Any) -> dict[str, float]:
-    """Return the weights of the streams of a mixture as floats. Raises `DataError` unless `streams`
-    are streams with the same number of shards, and `RecipeError` unless each has a weight."""
     if not isinstance(streams, Mapping) or not streams:
         raise RecipeError(
             f"Stream.mix({streams!r}); it mixes streams by name; give a dict of them, such as"
@@ -263,7 +260,7 @@ def checked_mixture(streams: Any, weights: Any) -> dict[str, float]:
 
 
 def _weight(value: Any) -> float:
-    """Return a value as a float: `inf` if it is too large, NaN if it is not a number."""
+    """Return `inf` for a number that is too large, NaN for a value that is not a number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
         return math.nan
     try:
@@ -273,7 +270,7 @@ def _weight(value: Any) -> float:
 
 
 def _short_text(value: Any) -> str:
-    """Return a value as text, shortened: a whole number may have thousands of digits."""
+    """A whole number may have thousands of digits."""
     try:
         text = repr(value)
     except ValueError:  # Python prints no more than 4,300 digits
@@ -289,8 +286,6 @@ def check_data(
     microbatch: int | Literal["auto"] | None,
     epochs: int | None,
 ) -> None:
-    """Raise `DataError` or `RecipeError` unless `value` is a map-style dataset, or a `Stream` for
-    these batches."""
     if not isinstance(value, Stream):
         check_dataset(name, value)
         return
@@ -318,8 +313,6 @@ def check_data(
 def check_samplers(
     sampler: Any, batch_sampler: Any, data: Any, global_batch: Any, microbatch: Any
 ) -> None:
-    """Raise `RecipeError` if a `batch_sampler` is given together with a batch size, or a sampler
-    without a dataset."""
     check_callable("sampler", sampler, optional=True)
     check_callable("batch_sampler", batch_sampler, optional=True)
     if batch_sampler is None:
@@ -341,7 +334,6 @@ def check_samplers(
 
 
 def check_dataset(name: str, value: Any) -> None:
-    """Raise `DataError` unless `value` is a map-style dataset with at least one sample."""
     if hasattr(value, "dataset") and hasattr(value, "batch_sampler"):
         raise DataError(
             f"{name} is a {type(value).__name__}; lockstep makes the batches, so that they do not"

@@ -24,16 +24,14 @@ Value = bool | int | float | str | None
 T = TypeVar("T", bool, int, float, str, None)
 
 ASSIGNMENTS = "LOCKSTEP_SET"
-"""The environment variable with the hyper-parameters that `--set` or a search gives: a JSON list of
-texts `name=value`."""
+"""Environment variable: a JSON list of texts `name=value`, from `--set` or a search."""
 RUN_DIR = "LOCKSTEP_RUN_DIR"
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A declared hyper-parameter. Raises `RecipeError` if default, bounds or choices contradict
-    each other."""
+    """A declared hyper-parameter."""
 
     name: str
     default: Value
@@ -149,8 +147,7 @@ class Parameter:
         return [float(low + number * step) for number in range(int((high - low) / step) + 1)]
 
     def check(self, value: Value, source: str) -> None:
-        """Raise `RecipeError` if the value is not allowed. `source`: where it came from, for the
-        error."""
+        """`source`: where the value came from, for the error."""
         if isinstance(value, float) and not math.isfinite(value):
             raise self._error(
                 f"has the value {value!r} ({source}); a value is finite; give a number, or None for"
@@ -176,7 +173,6 @@ class Parameter:
             )
 
     def read(self, text: str, source: str) -> Value:
-        """Parse a value. Raises `RecipeError`. `source`: where it came from, for the error."""
         value: Value
         if self.choices:
             same = [each for each in self.choices if text == str(each)] or [
@@ -302,7 +298,6 @@ class Declared:
         self.is_closed = True
 
     def check_all_used(self, environ: Mapping[str, str]) -> None:
-        """Raise `RecipeError` if `--set` names a parameter that the script lacks."""
         unknown = [name for name in given_values(environ) if name not in self.parameters]
         if unknown:
             there = ", ".join(self.parameters) or "none"
@@ -320,14 +315,13 @@ declared = Declared()
 
 
 def given_values(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values that `--set` gives, as text by name. Raises `RecipeError`."""
+    """Return the values that `--set` gives, as text by name."""
     return dict(
         map(split_assignment, read_assignments(environ.get(ASSIGNMENTS) or "[]", ASSIGNMENTS))
     )
 
 
 def read_assignments(text: str, name: str) -> tuple[str, ...]:
-    """Parse the list of assignments in an environment variable. Raises `RecipeError`."""
     try:
         assignments = json.loads(text)
     except ValueError:
@@ -342,7 +336,6 @@ def read_assignments(text: str, name: str) -> tuple[str, ...]:
 
 
 def split_assignment(text: str) -> tuple[str, str]:
-    """Split an assignment, such as `lr=1e-3`, into name and value. Raises `RecipeError`."""
     name, equals, value = text.partition("=")
     if not equals or not _NAME.fullmatch(name):
         raise RecipeError(

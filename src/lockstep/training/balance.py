@@ -40,7 +40,6 @@ from lockstep.recipe.recipe import Loss, Sum
 from lockstep.training.loss import SINGLE, Weights
 
 BALANCE_TERMS = BALANCE, ROUTER_Z = "balance", "router_z"
-"""The names that the balance's loss terms have in metrics and errors."""
 
 
 @dataclass(slots=True)
@@ -54,14 +53,14 @@ class Routed:
     counted: Tensor | None
     """Shape (tokens,): True for tokens that count in the loads and loss terms. None if all do."""
     loads: Tensor | None = None
-    """Shape (samples, columns of all layers): for each sample, the columns of `loads_of_samples`
-    for each layer of experts. None until it is computed."""
+    """For each sample, the tokens of each expert of all layers: shape (samples, columns). None
+    until computed."""
 
 
 class ExpertBalance:
-    """Counts the loads of one model's experts (the number of tokens that each expert gets), and
-    computes the loss terms that balance them. In each step, every rank calls `begin`, then `count`
-    and `terms` for each microbatch, `reduce`, and `commit`."""
+    """Counts the tokens that each expert of a model gets (its load), and computes the loss terms
+    that balance the experts. In each step, every rank calls `begin`, then `count` and `terms` for
+    each microbatch, `reduce`, and `commit`."""
 
     def __init__(
         self,
@@ -73,9 +72,8 @@ class ExpertBalance:
         *,
         counts_first: bool,
     ) -> None:
-        """`biases`: the bias of the router of each layer on this rank; None for a layer whose bias
-        is not updated. `inputs`: as in `Recipe`. `counts_first`: True if the loads of the step must
-        be known before the first backward."""
+        """`biases`: for each layer on this rank, the router's bias to update, or None.
+        `counts_first`: True if the loads of the step must be known before the first backward."""
         self.balance = balance
         self.counts_first = counts_first
         self.recorder = recorder
@@ -85,31 +83,28 @@ class ExpertBalance:
         self._inputs = inputs
         self._widths = [layer.experts.count + MORE for layer in self.layers]
         self.loads = self._zeros()
-        """The loads in the latest step's global batch: the columns of all layers, one layer after
-        another. The other tensors of loads have the same layout."""
+        """Tokens of each expert in the latest step's global batch: the columns of all layers, one
+        layer after another."""
         self._mine = self._zeros()
-        """The loads of this rank's microbatches so far in the step."""
+        """Loads of this rank's microbatches so far in the step."""
         self._previous = self._zeros()
-        """The loads of the latest step that updated the model."""
+        """Loads of the latest step that updated the model."""
         self._idle = self._zeros()
-        """The number of steps since a token chose each expert, in the same columns as the loads."""
+        """Steps since a token chose each expert, in the columns of `loads`."""
         self._known: Tensor | None = None
-        """The loads of the step's global batch, if they were counted before the first backward;
-        else None."""
+        """Loads of the step's global batch. None unless they were counted before the first
+        backward."""
         self._of_microbatches: dict[int, Tensor] = {}
-        """Number of a microbatch of this rank -> the loads of each of its samples, in the layers of
-        all stages of a pipeline. Filled only if a stage needs the other stages' loads."""
+        """Index of a microbatch of this rank -> the loads of each of its samples, over all pipeline
+        stages. Empty unless a stage needs other stages' loads."""
         self._has_seen_logits = False
         self.is_watched = False
-        """True if the numbers that `counts_of_f` returns must be kept, because something calls
-        it."""
+        """True to keep the numbers that `counts_of_f` returns."""
         self._of_f: dict[int, dict[str, Tensor]] = {}
-        """For each microbatch of the step, by layer on this rank: the loads from which its balance
-        loss computed f (the fraction of tokens that chose each expert)."""
+        """For each microbatch, by layer: the loads from which its balance loss computed f, the
+        fraction of tokens that chose each expert."""
 
     def check_recomputation(self, every: int) -> None:
-        """Raise `RecipeError` if a pipeline's stage could not compute the balance's loss terms for
-        a microbatch of another replica of the model. `every`: the value of --recompute-every."""
         over = self.balance.over
         if every and self.counts_first and over != "step":
             raise RecipeError(
@@ -120,20 +115,19 @@ class ExpertBalance:
             )
 
     def counts_of_f(self, microbatch: int) -> dict[str, list[int]]:
-        """Return, for each layer on this rank, the number of tokens of each expert from which a
-        microbatch's balance loss computed f, the fraction of tokens that chose each expert. Empty
-        without a balance loss. Waits for the device."""
+        """Return, for each layer on this rank, the token counts from which a microbatch's balance
+        loss computed f, the fraction of tokens that chose each expert. Empty without a balance
+        loss. Waits for the device."""
         loads = self._of_f.get(microbatch, {})
         return {name: load[:-MORE].tolist() for name, load in loads.items()}
 
     def of_layers(self, loads: Tensor) -> list[Tensor]:
-        """Split `loads`, whose last dimension has the columns of all layers, into one tensor for
-        each layer."""
+        """Split `loads` along its last dim into one tensor for each layer."""
         return list(torch.split(loads, self._widths, dim=-1))
 
     def joined_weight(self, weight: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-        """Return a weight function (batch -> denominators) for the terms of the user's loss and for
-        those of the balance. `weight`: `Recipe.weight`, which is for the user's loss only."""
+        """Return a weight function (batch -> denominators) that adds the denominators of the
+        balance's loss terms to those of `weight`."""
         return partial(self._weight, weight) if self.balance.has_terms else weight
 
     def _weight(self, weight: Callable[[Any], Any] | None, batch: Any) -> dict[str, Any]:
@@ -152,9 +146,8 @@ class ExpertBalance:
         return denominators
 
     def _shape(self, batch: Any) -> tuple[int, int, Tensor | None]:
-        """Return the number of samples in a batch, the number of tokens in each, and a mask of
-        shape (samples, tokens) that is True for tokens that count in the balance (None if all do).
-        Raises `RecipeError`."""
+        """Return the number of samples, the tokens in each, and a mask of shape (samples, tokens):
+        True for tokens that count in the balance. None if all count."""
         arguments = None if self._inputs is None else self._inputs(batch)
         counted = None
         if self.balance.tokens is not None:
@@ -187,26 +180,20 @@ class ExpertBalance:
 
     @property
     def term_names(self) -> list[str]:
-        """The names of the terms that the balance adds to the loss."""
         sizes = zip(BALANCE_TERMS, (self.balance.coefficient, self.balance.z), strict=True)
         return [name for name, size in sizes if size]
 
     def begin(self) -> None:
-        """Forget the loads of the microbatches before. Called when the accumulation of a gradient
-        begins."""
         self._mine, self._known = self._zeros(), None
         self._of_microbatches, self._of_f = {}, {}
 
     def routed(self, microbatch: int, batch: Any) -> Routed:
-        """Return the experts that routers chose in the latest forward, which the recorder has
-        recorded. `microbatch`: its number in the step. `batch`: its batch. Raises `RecipeError`."""
+        """Return the experts that the routers chose in the latest forward."""
         choices = self.recorder.take()
         samples, counted = self._counted(batch, choices)
         return Routed(microbatch, choices, samples, counted)
 
     def count(self, routed: Routed) -> None:
-        """Add a microbatch's loads to this rank's loads of the step, unless `know_loads` has
-        already summed the loads of this step."""
         if self._known is not None:
             return
         loads = self._loads_of(routed)
@@ -217,8 +204,7 @@ class ExpertBalance:
             self._of_microbatches[routed.microbatch] = loads + before
 
     def know_loads(self) -> None:
-        """Sum the loads of the step's microbatches over ranks, once all are counted, before the
-        first backward. Every rank calls it."""
+        """Sum the step's loads over ranks before the first backward. Every rank calls it."""
         self._known = self._summed()
         if self._of_microbatches:
             summed = torch.cat(list(self._of_microbatches.values()))
@@ -229,8 +215,8 @@ class ExpertBalance:
             self._of_microbatches = dict(zip(self._of_microbatches, parts, strict=True))
 
     def terms(self, loss: Any, routed: Routed) -> Any:
-        """Return a microbatch's loss with the terms of the balance added. All ranks over which the
-        tokens of the microbatch are divided call it. Raises `LossError` and `RecipeError`."""
+        """Add the balance's terms to a microbatch's loss. All ranks that share the microbatch's
+        tokens call it."""
         self.check_own(loss)
         if not self.balance.has_terms:
             return loss
@@ -238,8 +224,6 @@ class ExpertBalance:
         return {**own, **self.terms_of(routed)}
 
     def check_own(self, loss: Any) -> None:
-        """Raise `LossError` if the terms of the balance cannot be added to `loss`, the result of
-        the user's loss function."""
         if self.balance.has_terms and isinstance(loss, Loss):
             raise LossError(
                 "Recipe.balance with an ls.Loss, whose denominator is known only after the forward;"
@@ -250,9 +234,8 @@ class ExpertBalance:
             joined(loss, dict.fromkeys(self.term_names))
 
     def _counted(self, batch: Any, choices: Sequence[Choices]) -> tuple[int, Tensor | None]:
-        """Return the number of samples, and a mask of this rank's tokens that count in the balance
-        (None if all do). Raises `RecipeError` if the routers or experts were called with more or
-        fewer tokens than the batch has."""
+        """Return the number of samples, and a mask of this rank's tokens that count in the balance.
+        None if all count."""
         samples, tokens, counted = self._shape(batch)
         places = next((each.places for each in choices if each.places is not None), None)
         if places is not None:
@@ -287,8 +270,8 @@ class ExpertBalance:
                 )
 
     def _loads_of(self, routed: Routed) -> Tensor:
-        """Return the loads of each sample, counted over this rank's tokens: shape (samples, columns
-        of all layers)."""
+        """Return the tokens of each expert for each sample: shape (samples, columns of all
+        layers)."""
         if routed.loads is not None:
             return routed.loads
         device, columns = self._mesh.world.device, []
@@ -306,9 +289,7 @@ class ExpertBalance:
         return routed.loads
 
     def terms_of(self, routed: Routed) -> dict[str, Sum]:
-        """Return the balance's loss terms for one microbatch; in a pipeline, of the layers of one
-        stage. All ranks over which the tokens of the microbatch are divided call it. Raises
-        `LossError` and `RecipeError`."""
+        """All ranks that share the microbatch's tokens call it."""
         self._check_logits(routed.choices)
         terms = {}
         if self.balance.coefficient:
@@ -320,8 +301,8 @@ class ExpertBalance:
         return terms
 
     def _balance_term(self, routed: Routed) -> Tensor:
-        """Return this rank's tokens' part of the balance loss (Σ f · P, with P the mean probability
-        of each expert), before the division by its denominator."""
+        """Return this rank's part of the balance loss Σ f · P, not yet divided by its denominator.
+        P is the mean probability of each expert."""
         by_sample = self.balance.over == "sample"
         loads = self.of_layers(self._loads_of_f(routed))
         if self.is_watched:
@@ -349,8 +330,7 @@ class ExpertBalance:
 
     def _loads_of_f(self, routed: Routed) -> Tensor:
         """Return the loads from which f, the fraction of tokens that chose each expert, is
-        computed: of the step before, of the whole step, of this microbatch, or of each of its
-        samples."""
+        computed."""
         if self.balance.over == "previous":
             return self._previous
         if self.balance.over == "step":
@@ -364,7 +344,6 @@ class ExpertBalance:
         return summed
 
     def _check_logits(self, choices: Sequence[Choices]) -> None:
-        """Raise `RecipeError` if the routers' outputs are not logits with a gradient."""
         if self._has_seen_logits:
             return
         self._has_seen_logits = True
@@ -385,7 +364,7 @@ class ExpertBalance:
                     )
 
     def reduce(self) -> None:
-        """Set `loads` to the sum of the step's loads over ranks. Every rank calls it."""
+        """Every rank calls it."""
         self.loads = self._summed() if self._known is None else self._known
 
     def _summed(self) -> Tensor:
@@ -395,8 +374,8 @@ class ExpertBalance:
         return summed
 
     def check(self, step: int) -> None:
-        """Raise `LossError`, on all ranks, if in this step a router returned logits that are not
-        finite or chose an expert that does not exist. Waits for the device."""
+        """Raise `LossError` on all ranks if a router returned logits that are not finite or chose
+        an expert that does not exist. Waits for the device."""
         for layer, load in zip(self.layers, self.of_layers(self.loads.cpu()), strict=True):
             _, out_of_range, not_finite = load[-MORE:].tolist()
             if not_finite:
@@ -414,8 +393,7 @@ class ExpertBalance:
                 )
 
     def commit(self, *, applied: bool | Tensor) -> None:
-        """Update the routers' biases, and keep the loads for the next step, if the step updated the
-        model. `applied`: True if it did; a tensor if only the device knows."""
+        """`applied`: True if the step updated the model; a tensor if only the device knows."""
         gate = torch.as_tensor(applied, device=self.loads.device)
         self._idle = torch.where(self.loads > 0, 0, self._idle + 1)
         self._previous = torch.where(gate, self.loads, self._previous)
@@ -433,8 +411,7 @@ class ExpertBalance:
         self._previous, self._idle = state["previous"].to(device), state["idle"].to(device)
 
     def idle_steps(self) -> list[list[int]]:
-        """Return the number of steps since a token chose each expert of each layer. Waits for the
-        device."""
+        """Return the steps since a token chose each expert, by layer. Waits for the device."""
         return [each[:-MORE].tolist() for each in self.of_layers(self._idle.cpu())]
 
     def close(self) -> None:
@@ -451,9 +428,6 @@ def check_balance(
     *,
     others: Sequence[ExpertBalance],
 ) -> None:
-    """Raise `RecipeError` or `PlanError` if `balance` is not possible with the recipe or the plan.
-    `inputs`: as in `Recipe`. `others`: the balances of models that were prepared before in the
-    session."""
     if not isinstance(balance, Balance):
         raise RecipeError(
             f"balance is {in_words(balance)}; give ls.Balance(coefficient=0.01), or None"
@@ -479,8 +453,7 @@ def check_balance(
 def routed_layers(
     model: nn.Module, balance: Balance, experts: Sequence[str] | None
 ) -> list[RoutedLayer]:
-    """Return the layers of experts whose loads are balanced. Call it before the model is
-    parallelized. `experts`: as in `Recipe`. Raises `RecipeError`."""
+    """Call it before the model is parallelized."""
     refuse_own_balance(model)
     layers = find_routers(model, experts, balance.routers, with_bias=balance.bias_rate > 0)
     counts = {layer.experts.count for layer in layers}
@@ -500,9 +473,7 @@ def balance_experts(
     inputs: Callable[[Any], Any] | None,
     stages: Stages | None,
 ) -> ExpertBalance:
-    """Begin to record the experts that a parallelized model's routers choose, and return the object
-    that balances them. `layers`: result of `routed_layers`. `inputs`: as in `Recipe`. `stages`: the
-    stages of a pipeline; None without a pipeline."""
+    """Begin to record the experts that the routers of a parallelized model choose."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     biases = [None if layer.bias is None else buffers.get(layer.bias) for layer in layers]
     needs_all_stages = stages is not None and (
@@ -520,7 +491,6 @@ def balance_experts(
 
 
 def _is_on_several_stages(model: nn.Module, layers: Sequence[RoutedLayer], stages: Stages) -> bool:
-    """True if a layer of experts is called in several stages."""
     held = [
         {
             id(each)
@@ -533,7 +503,6 @@ def _is_on_several_stages(model: nn.Module, layers: Sequence[RoutedLayer], stage
 
 
 def own_weights(weights: Weights | None) -> Weights | None:
-    """Return the denominators of the terms of the user's loss, without those of the balance."""
     if weights is None:
         return None
     own = {name: each for name, each in weights.items() if name not in BALANCE_TERMS}
@@ -541,14 +510,11 @@ def own_weights(weights: Weights | None) -> Weights | None:
 
 
 def balance_weights(weights: Weights | None) -> Weights:
-    """Return the denominators of the balance's loss terms only."""
     assert weights is not None, "a balance has some"
     return {name: weights[name] for name in BALANCE_TERMS if name in weights}
 
 
 def joined(own: Mapping[str, Any], terms: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one dict of the user's loss terms (or their denominators) and the balance's. Raises
-    `LossError` if both have a term of the same name."""
     for name in own.keys() & terms.keys():
         raise LossError(
             f"the loss has a term {name!r}, and Recipe.balance adds one of that name; rename the"
@@ -558,7 +524,7 @@ def joined(own: Mapping[str, Any], terms: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of scalars, which may be on several devices."""
+    """The scalars may be on several devices."""
     if not parts:
         raise LossError(
             "Recipe.balance: a forward called no router, so the balance of its tokens has no"
@@ -577,7 +543,6 @@ def _own_balance(what: str) -> RecipeError:
 
 
 def refuse_own_balance(model: nn.Module) -> None:
-    """Raise `RecipeError` if a model from transformers adds a balance loss of its own."""
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False) and getattr(
         config, "router_aux_loss_coef", 0

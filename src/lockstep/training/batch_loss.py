@@ -32,9 +32,6 @@ Columns = tuple[Tensor, ...]
 
 
 def checked_columns(what: str, collected: Any, samples: int) -> Columns:
-    """Return `collected`, the result of `ls.Gathered.collect` for a microbatch, as a tuple of
-    tensors. Raises `DataError` unless each tensor has one row per sample. `what`: the name of the
-    loss or metric in errors."""
     tensors = tuple(collected) if isinstance(collected, list | tuple) else (collected,)
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != samples:
@@ -58,11 +55,9 @@ def gather_columns(
     parts: Mapping[int, Columns],
     sizes: Sequence[int],
 ) -> list[Tensor]:
-    """Return the rows that an `ls.Gathered` collected from the microbatches of all ranks: each
-    tensor concatenated in the order of the samples, on the CPU. Every rank of `data` calls it.
-    `what`: the name of the loss or metric in errors. `parts`: number of a microbatch of this rank
-    -> its rows. `sizes`: number of samples of each microbatch. Raises `DataError` if dtypes or
-    shapes of rows differ."""
+    """Concatenate the rows of all microbatches in the order of the samples, on the CPU. Every rank
+    of `data` calls it. `parts`: index of a microbatch of this rank -> its rows. `sizes`: samples in
+    each microbatch."""
     mine, count = list(parts.values()), _count(data, what, parts)
     return [
         samples_in_order(
@@ -73,8 +68,8 @@ def gather_columns(
 
 
 def _count(data: World, what: str, parts: Mapping[int, Columns]) -> int:
-    """Return the number of tensors that were collected from each microbatch. Raises `DataError` if
-    their dtypes or shapes of rows differ between microbatches."""
+    """Return the number of tensors collected from each microbatch. Every rank of `data` calls
+    it."""
     kinds = {
         index: [
             [str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])] for tensor in part
@@ -94,9 +89,8 @@ def _count(data: World, what: str, parts: Mapping[int, Columns]) -> int:
 
 
 def distinct_kinds(data: World, kinds: Mapping[int, Any]) -> list[tuple[int, Any]]:
-    """Return (first microbatch that has it, value) for each distinct value in the `kinds` of any
-    rank, in the order of the microbatches. `kinds`: number of a microbatch of this rank -> a JSON
-    value that describes it. Every rank of `data` calls it."""
+    """Return (first microbatch that has it, value) for each distinct value of any rank. `kinds`:
+    index of a microbatch of this rank -> JSON value. Every rank of `data` calls it."""
     everyone = data.gather_values(_firsts(kinds.items()))
     return _firsts(sorted(chain.from_iterable(everyone), key=itemgetter(0)))
 
@@ -118,16 +112,15 @@ WHAT = "the batch loss"
 
 
 class BatchLoss:
-    """A loss over the rows of a whole global batch, for one step. After `collect`, it is called
-    like a loss function with each microbatch's (output, batch), and returns a term whose gradient
-    is the microbatch's part of the loss's gradient."""
+    """A loss over the rows of a whole global batch. After `collect`, it is called like a loss
+    function for each microbatch, and returns a term whose gradient is the microbatch's part of the
+    loss's gradient."""
 
     def __init__(
         self, loss: Gathered, spans: Spans, current: Callable[[], Microbatch], *, watched: bool
     ) -> None:
-        """`spans`: the span of each microbatch in the global batch. `current`: returns the
-        microbatch of the current call. `watched`: True to check, which takes time, that the loss's
-        `compute` calls no collective."""
+        """`watched`: True to check, which takes time, that the loss's `compute` calls no
+        collective."""
         self._watched = watched
         self._loss = loss
         self._spans = spans
@@ -143,9 +136,8 @@ class BatchLoss:
         call: Callable[[Any], Any],
         autocast: AbstractContextManager[Any],
     ) -> None:
-        """Compute the rows of all microbatches by forwards without gradients, then the loss of all
-        rows and its gradient for each row. Every rank calls it. `batches`: this rank's
-        microbatches. `call`: batch -> the model's output."""
+        """Compute the rows of all microbatches without gradients, then the gradient of the loss for
+        each row. Every rank calls it."""
         parts: dict[int, Columns] = {}
         with torch.no_grad():
             for item, batch in batches:

@@ -9,12 +9,11 @@ from torch import Tensor
 
 _WORD_BYTES = 8
 _MIX = 0x9E3779B97F4A7C15 - 2**64
-"""The factor by which checksums are combined. It is odd, so that the result depends on each tensor
-and on their order."""
+"""Odd, so that a combined checksum depends on each tensor and on their order."""
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bytes, read as 64-bit numbers, as a scalar on its device."""
+    """Sum the tensor's bytes, read as 64-bit integers, on its device."""
     raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     whole = raw.numel() // _WORD_BYTES * _WORD_BYTES
     words = raw[:whole]
@@ -24,7 +23,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def mixed(sums: Tensor) -> Tensor:
-    """Return one checksum of several, which depends on their order."""
+    """Combine checksums into one that depends on their order."""
     total = torch.zeros((), dtype=torch.int64)
     for each in sums:
         total = total * _MIX + each
@@ -32,12 +31,11 @@ def mixed(sums: Tensor) -> Tensor:
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the checksum of each tensor, on the CPU."""
     return on_cpu([checksum(tensor) for tensor in tensors])
 
 
 def on_cpu(sums: Sequence[Tensor]) -> Tensor:
-    """Return scalars from any devices as one tensor on the CPU, with one copy from each device."""
+    """Stack scalars from any devices on the CPU, with one copy from each device."""
     gathered = torch.empty(len(sums), dtype=torch.int64)
     for device in {each.device for each in sums}:
         indices = [index for index, each in enumerate(sums) if each.device == device]

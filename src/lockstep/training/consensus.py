@@ -1,5 +1,5 @@
-"""The agreement of all ranks, between two steps, to stop training, to save a checkpoint, or to end
-the run and resume it later."""
+"""Lets all ranks agree, between two steps, to stop training, to save a checkpoint, or to end the
+run and resume it later."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lockstep.training.step_result import StepResult
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Requests to stop training, save a checkpoint or end the run: those of one rank, or those that
-    all ranks have agreed on."""
+    """Requests to stop training, to save a checkpoint, or to end the run: of one rank, or of
+    all."""
 
     stop: str | None = None  # the reason why training stops after this step
     save: bool = False
@@ -32,7 +32,7 @@ NOTHING = Request()
 
 
 def merge(requests: Sequence[Request]) -> Request:
-    """Return all requests as one, with the first reason to stop and the first reason to end."""
+    """Keep the first reason to stop, and the first reason to end."""
     if not requests:
         return NOTHING
     return Request(
@@ -44,8 +44,8 @@ def merge(requests: Sequence[Request]) -> Request:
 
 @dataclass(slots=True)
 class Consensus:
-    """Lets the ranks agree on requests (stop, save, end) after each step. Each rank sets a flag
-    that is exchanged with the gradients; if any flag is set, all ranks exchange their requests."""
+    """Lets the ranks agree on requests after each step. Each rank sets a flag that is exchanged
+    with the gradients; only if a flag is set, all ranks exchange their requests."""
 
     mesh: Mesh
     phases: Phases
@@ -59,14 +59,13 @@ class Consensus:
         self._reach_all = self.mesh.summed().size == self.mesh.world.size
 
     def flag(self, *, may_stop: bool) -> bool:
-        """Return True if this rank has a request; the flag is then exchanged with the gradients.
-        `may_stop`: True if a request to stop counts in this step."""
+        """Return True if this rank has a request. `may_stop`: True if a request to stop counts in
+        this step."""
         return bool(self._mine(may_stop))
 
     def agree(self, results: Sequence[StepResult], *, may_stop: bool) -> Request:
-        """Return the requests of all ranks after a step, the same on every rank; empty if no rank's
-        flag is set. `results`: the step's result for each model, with the flags of all ranks. Every
-        rank calls it."""
+        """Return the requests of all ranks after a step, the same on every rank. `results`: the
+        step's result for each model. Every rank calls it."""
         if not results:  # all models have skipped the step
             return (
                 self._merged(may_stop)
@@ -86,8 +85,7 @@ class Consensus:
         )
 
     def agree_to_stop(self) -> str | None:
-        """Return the reason of the first rank that asks to stop; None if no rank does. Ranks
-        exchange their requests even if no flag is set. Every rank calls it."""
+        """Return the first rank's reason to stop; None if no rank asks. Every rank calls it."""
         everyone = self.mesh.world.gather_values(self.request().stop)
         return next((reason for reason in everyone if reason is not None), None)
 
@@ -96,9 +94,8 @@ class Consensus:
         return mine if may_stop or mine.stop is None else Request(None, mine.save, mine.end)
 
     def _any_flag(self, flags: Sequence[Tensor | bool], *, wait: bool) -> bool:
-        """True if any rank's flag was set in this step. On a GPU, unless `wait`, True if one was
-        set in the previous step, so that the host need not wait for the device. `flags`: the flags
-        that were exchanged with each model's gradients."""
+        """True if any rank's flag was set in this step. On a GPU, unless `wait`, in the previous
+        step, so that the host need not wait for the device."""
         on_gpu = [
             flag
             for flag in flags

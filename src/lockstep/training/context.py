@@ -1,5 +1,4 @@
-"""The context of a run: the settings and the process groups that are fixed before models and data
-are set up."""
+"""The settings and process groups of a run, fixed before models and data are set up."""
 
 from __future__ import annotations
 
@@ -22,34 +21,33 @@ from lockstep.recipe.checks import Precision
 
 
 class Probe(Protocol):
-    """Observes the forward and the backward of each microbatch. `lockstep verify` installs one."""
+    """Observes the forward and the backward of each microbatch, for `lockstep verify`."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """Return a context that is entered before the microbatch's forward and left when the next
-        microbatch is requested."""
+        """The returned context is left when the next microbatch is requested."""
 
     def before_backward(
         self, module: int, microbatch: int, total: Tensor, grad_output: Tensor
     ) -> None:
-        """Called before the backward of `grad_output * total`. `module`: number of the model in the
-        session. `microbatch`: number of the microbatch in the step."""
+        """Called before the backward of `grad_output * total`. `module`: index of the model in the
+        session. `microbatch`: its index in the step."""
 
     def without_backward(self, module: int, microbatch: int) -> None:
         """Called instead of `before_backward` if a pipeline's schedule has computed the
         backward."""
 
     def result(self, name: str, value: float) -> None:
-        """Called with a number that the script has reduced over all ranks. `name`: the function of
-        lockstep that it called."""
+        """Called with a number that `name`, a function of lockstep, has reduced over all ranks for
+        the script."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeginAt:
-    """The checkpoint of another run from which this run begins. The other run's folder is only
-    read. Settings that are `auto` get their values from that run's newest checkpoint."""
+    """The checkpoint of another run from which this run begins. Settings that are `auto` get the
+    values of that run."""
 
     folder: str
-    """The folder of the checkpoints: a path or a URL."""
+    """A path or a URL, which is only read."""
     before: int | None
     """Begin at the newest undamaged checkpoint with fewer steps than this. None: begin at step 0,
     without a checkpoint."""
@@ -57,8 +55,8 @@ class BeginAt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overrides:
-    """Changes to a run that its script does not make, for `lockstep verify`, `lockstep plan` and
-    `lockstep replay`. No changes by default."""
+    """Changes that `lockstep verify`, `lockstep plan` and `lockstep replay` make to a script's
+    run."""
 
     precision: Precision | None = None
     gradient_compression: str | None = None
@@ -81,8 +79,7 @@ class Overrides:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """The fixed settings, process groups and recorder of one run on this rank. Made once, when the
-    session is entered."""
+    """The fixed settings, process groups and recorder of one run on this rank."""
 
     world: World
     mesh: Mesh

@@ -1,6 +1,5 @@
-"""Helpers for torch's deterministic mode, which numerics=bitwise uses on accelerators: explains
-torch's errors for operations without a deterministic kernel, and stops torch from filling new
-tensors."""
+"""Torch's deterministic mode, which numerics=bitwise uses on accelerators: explains its errors, and
+stops it from filling new tensors."""
 
 from __future__ import annotations
 
@@ -31,13 +30,12 @@ INSTEAD = {
     "median": "x.sort(dim).values.select(dim, (n - 1) // 2) is the same",
     "put_": "x.view(-1).index_copy_(0, indices, values) is the same",
 }
-"""Part of the name of an operation without a deterministic kernel -> deterministic code to write
-instead."""
+"""Part of an operation's name -> deterministic code to write instead."""
 
 
 def error_of_determinism(error: BaseException | None, plan: object) -> PlanError | None:
-    """Return a `PlanError` that explains `error`, if torch raised it because an operation has no
-    deterministic kernel, and the plan has numerics=bitwise; None for any other error."""
+    """Return an error that explains `error` if torch has no deterministic kernel for an operation,
+    else None."""
     if not isinstance(error, RuntimeError) or not (found := _REFUSED.search(str(error))):
         return None
     name = found.group(1)
@@ -49,10 +47,9 @@ def error_of_determinism(error: BaseException | None, plan: object) -> PlanError
 
 
 class FillsInFirstStep(Hook):
-    """Stops torch from filling new tensors with NaN after the first step. In deterministic mode
-    torch fills every new tensor, which takes a tenth of a step's time. If code reads a
-    floating-point tensor before writing it and the value reaches the loss, the loss of the first
-    step is NaN, which is refused."""
+    """Stops torch from filling new tensors with NaN after the first step, because filling takes a
+    tenth of a step. If code reads a tensor before writing it, the loss of the first step is already
+    NaN, which is refused."""
 
     def after_step(self, run: Run) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is a module's property

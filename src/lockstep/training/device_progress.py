@@ -1,11 +1,9 @@
-"""Tracks which of the steps that the host has queued an accelerator has computed, and keeps the
-host's values for each of these steps.
+"""Tracks which of the steps that the host has queued an accelerator has computed.
 
-The host queues up to two steps ahead of its device, and stays ahead if a collective never ends. The
-host's state (step, schedule, position in the data) then does not match the tensors on the device.
-So an event is recorded at the end of each step, and another before the next change of the state. If
-the device has reached the first event but not the second, its tensors certainly have the values of
-that step.
+The host may be steps ahead of its device, and stays ahead if a collective never ends. The host's
+state (step, schedule, position in the data) then does not match the tensors on the device. One
+event is recorded at the end of each step, and another before the next change of the state. While
+the device has reached the first event and not the second, its tensors have the values of that step.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ from lockstep.training.step_result import StepResult
 from lockstep.training.train_module import HostValues
 
 _KEPT = 3
-"""Number of ended steps that are kept, because the device may be at the end of any of the latest
-ones."""
+"""Number of ended steps that are kept: the device may be at the end of any of them."""
 _POLL_SECONDS = 0.005
 
 
@@ -41,18 +38,15 @@ class StreamMark:
         self.is_recorded = True
 
     def is_reached(self) -> bool:
-        """True if all devices have reached the mark."""
         return self.is_recorded and all(event.query() for event, _ in self._events)
 
     def may_be_passed(self) -> bool:
-        """True if at least one device has reached the mark, and so may have passed it."""
         return self.is_recorded and any(event.query() for event, _ in self._events)
 
 
 @dataclass(eq=False, slots=True)
 class EndedStep:
-    """A step whose computation is queued on the device to the end, with the host's values after the
-    step."""
+    """A step that is queued on the device to its end, with the host's values after the step."""
 
     step: int
     metrics: dict[str, float]
@@ -63,8 +57,7 @@ class EndedStep:
     modules: list[HostValues]
     end: StreamMark = field(init=False)
     change: StreamMark = field(init=False)
-    """A mark before the first change of the models or optimizers after the step; not recorded until
-    such a change is queued."""
+    """Mark before the first change of models or optimizers after the step."""
 
     def is_certain(self) -> bool:
         """True if the tensors on the device have the values of this step."""
@@ -85,8 +78,8 @@ class EndedStep:
 
 
 class DeviceProgress:
-    """Records the latest steps of a run on accelerators, to know of which step the tensors on the
-    device have the values. The training thread records the steps; any thread may query them."""
+    """The latest steps of a run on accelerators. The training thread records them; any thread may
+    query them."""
 
     def __init__(self) -> None:
         self._ended: deque[EndedStep] = deque()
@@ -94,8 +87,7 @@ class DeviceProgress:
         self._devices: Sequence[torch.device] = ()
 
     def end_step(self, ended: EndedStep, devices: Sequence[torch.device]) -> None:
-        """Record that all work of a step is queued. `devices`: all devices that hold a part of the
-        state."""
+        """`devices`: all devices that hold a part of the state."""
         if devices != self._devices:
             self._devices, self._marks = devices, []
         if len(self._ended) == _KEPT:
@@ -109,26 +101,24 @@ class DeviceProgress:
         self._ended.append(ended)
 
     def begin_change(self) -> None:
-        """Record that work queued from now on changes the state, until the next step has ended."""
+        """Record that work queued from now on changes the state."""
         if self._ended and not (latest := self._ended[-1]).change.is_recorded:
             latest.change.record()
 
     @property
     def is_at_start(self) -> bool:
-        """True before the first step has ended."""
         return not self._ended
 
     def is_latest(self, ended: EndedStep) -> bool:
         return self._ended[-1] is ended
 
     def is_certain(self, ended: EndedStep) -> bool:
-        """True if the tensors on the device still have the values of this step."""
         # the marks of an older step, which is no longer kept, are used again for a later one
         return ended.is_certain() and ended in self._ended
 
     def newest(self, within_seconds: float) -> EndedStep | None:
-        """Return the newest step whose values the device's tensors certainly have; None if there is
-        none. Waits up to `within_seconds` for the latest step that has ended on the host."""
+        """Return the newest step whose values the device's tensors certainly have, or None. Waits
+        up to `within_seconds` for the device to reach the latest step."""
         deadline = time.monotonic() + within_seconds
         while self._ended:
             ended = list(self._ended)

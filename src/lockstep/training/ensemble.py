@@ -76,7 +76,6 @@ class Ensemble(nn.Module):
 
 
 def _loaded(model: nn.Module, path: str) -> nn.Module:
-    """Load a run's final model, from safetensors, into a module. Raises `RecipeError`."""
     file = Path(path) / "model.safetensors" if Path(path).is_dir() else Path(path)
     if file.exists() and file.suffix != ".safetensors":
         raise RecipeError(
@@ -96,8 +95,6 @@ def _loaded(model: nn.Module, path: str) -> nn.Module:
 
 
 def _mean(outputs: list[Any]) -> Any:
-    """Return the mean of outputs that have the same structure. Raises `RecipeError` if values
-    without a mean (such as text) differ."""
     first = outputs[0]
     if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
         return torch.stack(outputs).mean(dim=0)

@@ -43,14 +43,13 @@ ALONE = (
     "torcheval's metric.compute() does without, as torchmetrics do; code of your own can ask"
     " torch.distributed.is_initialized()"
 )
-"""The remedy, in error texts, for a metric that calls a collective. While a metric is computed,
+"""Remedy, in error texts, for a metric that calls a collective. While metrics are computed,
 `torch.distributed.is_initialized()` returns False."""
 
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """A context in which the model is in evaluation mode. On exit, restores each module's mode and
-    frees parameters that forwards have all-gathered."""
+    """On exit, restores each module's mode and frees parameters that forwards have all-gathered."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -64,7 +63,7 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Evaluator:
-    """Computes the loss and the metrics of one of a recipe's evaluations, on one rank."""
+    """Computes the loss and the metrics of one evaluation of a recipe, on one rank."""
 
     recipe: Recipe
     evaluation: Evaluation
@@ -74,8 +73,7 @@ class Evaluator:
     module: TrainModule
     assignment: MicrobatchAssignment = field(init=False)
     _is_first: bool = True
-    """True until the first microbatch has been measured, in which metrics are checked for
-    collectives."""
+    """True until the first microbatch is measured, in which metrics are checked for collectives."""
 
     @classmethod
     def of(
@@ -93,11 +91,8 @@ class Evaluator:
         return cls(recipe, evaluation, context.mesh, context.plan, loader, module)
 
     def measure(self, step: int, speeds: tuple[float, ...]) -> dict[str, float]:
-        """Return the loss and every metric after `step` steps, the same on every rank. Every rank
-        calls it.
-
-        Restores each module's `training` flag. Seeds the default generators before each microbatch.
-        """
+        """Return the loss and every metric, the same on every rank. Every rank calls it. Seeds the
+        default generators before each microbatch."""
         plan = self.plan
         self.assignment = MicrobatchAssignment(plan.data_ranks, plan.has_rounds, speeds=speeds)
         with in_evaluation_mode(self.module.model), torch.no_grad():
@@ -148,8 +143,7 @@ class Evaluator:
         return metrics
 
     def _position(self, step: int, item: Microbatch) -> tuple[int, ...]:
-        """Return the key from which a microbatch's random generators are seeded, in the evaluation
-        after `step` steps."""
+        """Return the key that seeds a microbatch's random generators."""
         return self.recipe.seed, RandomStream.EVALUATION, step, item.index
 
     def _measured(
@@ -177,9 +171,8 @@ class Evaluator:
         return sums, _ToHost(columns, self.module.device)
 
     def _loss_of(self, item: Microbatch, loss: Any) -> Sums:
-        """Return this rank's part of a microbatch's loss: metric name -> (total, weight). If ranks
-        divide the tokens of the microbatch, only the first rank has a weight, that of all tokens
-        (for an `ls.Loss`, each has its own)."""
+        """Return metric name -> (total, weight). If ranks share the microbatch's tokens, only the
+        first has their weight; for an `ls.Loss`, each has its own."""
         if loss is None:
             return {}
         weighs = self.recipe.weight if self.evaluation.loss is None else None
@@ -192,8 +185,6 @@ class Evaluator:
     def _called(
         self, name: str, function: Callable[[Any, Any], Any], output: Any, batch: Any
     ) -> Any:
-        """Call `function`, which belongs to the metric `name`, for one microbatch. In the first
-        microbatch, raises `DataError` if the function calls a collective."""
         if self.recipe.inputs is None or self.plan.divides("features"):
             return function(output, batch)  # `function` may call the model, which has collectives
         try:
@@ -238,9 +229,7 @@ class Evaluator:
         return means
 
     def _names(self, rows: dict[int, Sums]) -> list[str]:
-        """Return the names of the loss terms and metrics in `rows` (microbatch -> its sums),
-        including those of other ranks. Every rank calls it. Raises `LossError` if they differ
-        between microbatches."""
+        """Return the names of loss terms and metrics of all ranks. Every rank calls it."""
         (_, names), *others = distinct_kinds(
             self.mesh.data, {index: list(row) for index, row in rows.items()}
         )
@@ -284,13 +273,12 @@ class Evaluator:
 
 
 class _ToHost:
-    """Copies the rows that metrics (`ls.Gathered`) collected from one microbatch to the host,
-    without waiting. `take` waits for them; it is called once the next microbatch has begun, so the
-    host is at most one microbatch ahead of the device.
-    """
+    """Copies the rows that metrics collected from one microbatch to the host, without waiting.
+    `take` waits for them, once the next microbatch has begun, so that the host is at most one
+    microbatch ahead of the device."""
 
     def __init__(self, columns: Mapping[str, Columns], device: torch.device) -> None:
-        """`device`: the model's device, which the host must not get far ahead of."""
+        """`device`: the model's, which the host must not get far ahead of."""
         devices = {device, *(tensor.device for each in columns.values() for tensor in each)}
         streams = [each for each in devices if accelerator.has_streams(each)]
         behind = bool(streams)
@@ -317,8 +305,7 @@ def _arrive(index: int, parts: _ToHost, collected: Mapping[str, dict[int, Column
 
 
 def _no_loss(output: Any, batch: Any) -> None:
-    """The loss of a microbatch if the recipe has a `batch_loss`: none, because a `batch_loss` is
-    computed from the rows of all microbatches."""
+    """For a recipe with a `batch_loss`, which is computed from the rows of all microbatches."""
 
 
 def _one_number(name: str, computed: Any) -> float:

@@ -40,43 +40,40 @@ Loss = Callable[[Any, Any], Any]
 Score = Callable[[Microbatch, Any, Any, Any], T]
 """(microbatch, batch, output, loss) -> the numbers that the microbatch adds to an evaluation."""
 EVALUATED_TOGETHER = 2
-"""Number of microbatches that a pipeline stage computes before the next stage begins, in an
-evaluation. Their activations between the stages are in memory at the same time."""
+"""Microbatches that a pipeline stage evaluates before the next stage begins. Their activations
+between stages are in memory at the same time."""
 
 
 class Accumulation(Protocol):
     """The part of `Step` that executors use: gradient accumulation of one model in one step."""
 
     def batches(self) -> Iterator[tuple[Microbatch, Any]]:
-        """Yields this rank's microbatches with their batches, on the device, each with its own
-        random generators."""
+        """Yields this rank's microbatches with their batches on the device, after seeding the
+        random generators for each."""
 
     def accumulate(self, loss: Any) -> None:
-        """Accumulate the gradient of `loss`, which is of the microbatch that `batches` yielded
-        last."""
+        """Accumulate the gradient of the latest microbatch's loss."""
 
     def fetched(self) -> list[tuple[Microbatch, Any]]:
-        """Return all of this rank's microbatches and their batches at once. For executors that call
-        `record` instead of `accumulate`."""
+        """Return all microbatches at once, for executors that call `record` instead of
+        `accumulate`."""
 
     def random_position(self, microbatch: Microbatch) -> tuple[int, ...]:
-        """Return the key from which the microbatch's random generators are seeded."""
+        """Return the key that seeds the microbatch's random generators."""
 
     def comparing(self, microbatches: Sequence[Microbatch]) -> AbstractContextManager[None]:
-        """A context for the backwards of `microbatches`, which records or discards gradients if
-        ranks recompute each other's microbatches in this step. For executors that call `record`."""
+        """Records or discards the gradients of the backwards inside, if ranks recompute each
+        other's microbatches in this step."""
 
     @property
     def is_recomputing(self) -> bool:
         """True while this rank computes another rank's microbatch to compare the gradients."""
 
     def without_backward(self) -> AbstractContextManager[None]:
-        """A context for calls of the user's loss function; raises `LossError` if it calls
-        `backward`. For executors that call `record`."""
+        """Raises `LossError` if the user's loss function calls `backward` inside."""
 
     def contribution(self, loss: Any, microbatch: Microbatch) -> Contribution:
-        """Check and scale the result of the user's loss function for `microbatch`. Raises
-        `LossError`."""
+        """Check and scale the result of the user's loss function."""
 
     def grad_output(self, part: Contribution) -> Tensor:
         """The gradient that the backward of `part.total` starts with, times the loss scale."""
@@ -84,15 +81,14 @@ class Accumulation(Protocol):
     def record(
         self, microbatch: Microbatch, value: Any, weight: Any, part: Contribution | None
     ) -> None:
-        """Record the loss and the weight of a microbatch whose gradient the executor has
-        accumulated. `part`: None if another rank computes its loss."""
+        """Record the loss of a microbatch whose gradient the executor has accumulated. `part`: None
+        if another rank computes its loss."""
 
     def count_choices(self, microbatch: Microbatch, batch: Any) -> None:
         """Count the tokens that routers have sent to each expert in the latest forward."""
 
     @property
-    def balance_terms(self) -> Sequence[str]:
-        """The names of the terms that the balance of experts adds to the loss."""
+    def balance_terms(self) -> Sequence[str]: ...
 
     def balance_part(self, microbatch: Microbatch, batch: Any) -> Contribution | None:
         """Return the loss terms that balance the experts, from the latest forward of a pipeline's
@@ -103,18 +99,15 @@ class Executor(Protocol):
     """Computes this rank's microbatches of one model. Every rank makes the same calls."""
 
     why_no_loop: str | None
-    """The reason why the script cannot loop over `Step.microbatches` itself; None if it can."""
+    """Reason why the script cannot loop over `Step.microbatches` itself; None if it can."""
     recorder: RoutingRecorder | None
-    """Records the experts that routers choose in each microbatch's forward. None if the model has
-    no `balance`."""
+    """Records the experts that routers choose. None if the model has no `balance`."""
 
-    def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
-        """Compute forward and backward of all microbatches of a step."""
+    def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None: ...
 
     def forwards(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
-        """Compute the forwards of a step without gradients, while `recorder` records the chosen
-        experts. Calls `step.count_choices` after each forward; in a pipeline, after each
-        stage's."""
+        """Compute forwards without gradients. Calls `step.count_choices` after each forward; in a
+        pipeline, after each stage's."""
 
     def evaluate(
         self,
@@ -124,23 +117,21 @@ class Executor(Protocol):
         loss: Loss,
         score: Score[T],
     ) -> Iterable[tuple[Microbatch, T]]:
-        """Compute forwards only. On ranks that have the model's output, yields each microbatch and
-        the result of `score`. `position`: returns the key from which a microbatch's random
-        generators are seeded."""
+        """Compute forwards only. Yields each microbatch and its `score`, on ranks that have the
+        model's output. `position`: returns the key that seeds a microbatch's random generators."""
 
     def whole(self, output: Any) -> Any:
-        """Return the model's output for all tokens of a microbatch, on each rank that has a part of
-        it. `output`: this rank's part."""
+        """Return the output for all tokens of a microbatch from this rank's part."""
 
     def on_output_rank(self, compute: Callable[[], Any]) -> Any:
-        """Call `compute`, which returns a JSON value, on the rank that has the model's output, and
-        return the value on all ranks. An error is raised on all ranks."""
+        """Call `compute`, which returns JSON, on the rank that has the model's output. All ranks
+        return its value, or raise its error."""
 
 
 @dataclass(slots=True)
 class SerialExecutor:
-    """An `Executor` for plans that split neither layers (pipeline) nor sequences (context) over
-    ranks. It computes one microbatch after another."""
+    """Computes one microbatch after another, under plans that split neither layers nor sequences
+    over ranks."""
 
     model: nn.Module
     device: torch.device
@@ -204,11 +195,9 @@ class SerialExecutor:
         return compute()
 
     def _check(self, inputs: Inputs, loss: Loss, batch: Any) -> None:
-        """Run the checks of the model that need a batch. Called before each microbatch; here it
-        does nothing."""
+        """Checks of the model that need a batch."""
 
     def _computed(self, inputs: Inputs, loss: Loss, batch: Any) -> tuple[Any, Any]:
-        """Return the model's output and its loss."""
         output = self._output(inputs, batch)
         return output, loss(output, batch)
 
@@ -218,8 +207,8 @@ class SerialExecutor:
 
 @dataclass(slots=True, kw_only=True)
 class SequenceExecutor(SerialExecutor):
-    """An `Executor` for plans that split sequences over ranks: each rank of the `context` axis
-    computes some tokens of every microbatch, and these tokens' part of the loss."""
+    """Splits sequences over ranks: each rank of the `context` axis computes some tokens of every
+    microbatch, and their part of the loss."""
 
     cut: SequenceCut
     why_no_loop: str | None = (
@@ -247,8 +236,7 @@ class SequenceExecutor(SerialExecutor):
 
 
 class PipelineExecutor:
-    """An `Executor` for a pipeline: microbatches go through its stages in the order of its
-    schedule."""
+    """Runs microbatches through a pipeline's stages, in the order of its schedule."""
 
     def __init__(
         self,
@@ -256,8 +244,6 @@ class PipelineExecutor:
         autocast: AbstractContextManager[Any],
         cut: SequenceCut | None,
     ) -> None:
-        """`cut`: splits sequences over the ranks of the `context` axis; None if they are not
-        split."""
         self.why_no_loop: str | None = (
             f"pipeline={pipeline.world.size}; microbatches go through the stages one behind another"
         )
@@ -395,11 +381,9 @@ class PipelineExecutor:
         term: Callable[[], StageTerm | None] = lambda: None,
         around_loss: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> PipelineMicrobatch:
-        """Return a microbatch in the form that the pipeline takes. If sequences are split over
-        ranks, the first microbatch in training and in evaluation also checks that this does not
-        change the output. `position`: the key of its random generators. `score`: (output, loss) ->
-        the microbatch's result. `before`, `term`: as in `PipelineMicrobatch`. `around_loss`: see
-        `SequenceCut.run_of`."""
+        """Describe a microbatch for the pipeline. If sequences are split over ranks, the first one
+        checks that this does not change the output. `score`: (output, loss) -> the microbatch's
+        result."""
         cut = self._cut
         if cut is None:
 
@@ -447,8 +431,7 @@ class PipelineExecutor:
 
 
 def call_model(inputs: Inputs, model: nn.Module, batch: Any) -> Any:
-    """Return the model's output for a batch. Without `inputs`, return the model itself, which the
-    loss function then calls."""
+    """Without `inputs`, return the model itself, which the loss function then calls."""
     if inputs is None:
         return model
     arguments = model_arguments(inputs, batch)
@@ -458,8 +441,6 @@ def call_model(inputs: Inputs, model: nn.Module, batch: Any) -> Any:
 
 
 def model_arguments(inputs: Callable[[Any], Any], batch: Any) -> Any:
-    """Return the arguments of the model for a batch: the result of `Recipe.inputs`, which is a
-    tuple of arguments, a dict of keyword arguments, or one argument. Raises `RecipeError`."""
     arguments = inputs(batch)
     if arguments is None or isinstance(arguments, list):
         returned = f"a list of {len(arguments)}" if isinstance(arguments, list) else "None"

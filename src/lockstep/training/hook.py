@@ -67,17 +67,16 @@ class ControlHook(Hook):
     """A hook of lockstep itself, which may also stop, save or end the run."""
 
     def request(self, run: Run) -> Request:
-        """Return this rank's request to stop, save or end the run, which is exchanged with the
-        other ranks. Called in each step."""
+        """Return this rank's request, which is exchanged with the other ranks. Called in each
+        step."""
         return NOTHING
 
     def before_steps(self, run: Run) -> None:
-        """Before the first step of a loop of steps, and after a checkpoint was loaded."""
+        """Before the first step of a loop, and after a checkpoint was loaded."""
 
     def on_recomputation(self, run: Run, found: Recomputation) -> None:
-        """Called in a step in which ranks have recomputed each other's microbatches, after the
-        gradients were summed over ranks and before they are used. `found`: the checksums of the
-        microbatches' gradients."""
+        """Called before the summed gradients are used, in a step in which ranks have recomputed
+        each other's microbatches."""
 
     def between_steps(self, run: Run) -> None:
         """After each step, after all hooks' `after_step`."""
@@ -86,17 +85,16 @@ class ControlHook(Hook):
         """After the last step of a loop of steps."""
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
-        """Called on every rank after `between_steps`, with the requests that all ranks agreed
-        on."""
+        """Called on every rank with the requests that all ranks agreed on."""
 
 
 MOMENTS = ("on_", "before_", "after_", "between_")
-"""Prefixes of the names of hook methods; a method with another name is an ordinary one."""
+"""Prefixes of the names of hook methods."""
 
 
 def check_hooks(hooks: Any) -> None:
-    """Raise `RecipeError` unless `hooks` is a sequence of `Hook`s. Also raise it for a method whose
-    name begins as in `MOMENTS` but that `Hook` does not have: nothing would call it."""
+    """Also raise `RecipeError` for a method that is named like a hook's and that nothing would
+    call."""
     several = hooks if isinstance(hooks, Sequence) else [hooks]
     for hook in several:
         if not isinstance(hook, Hook):

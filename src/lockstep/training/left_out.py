@@ -21,8 +21,8 @@ class LeftOut:
     saved in checkpoints once it has changed."""
 
     def __init__(self, model: nn.Module, held: Collection[str]) -> None:
-        """`held`: names of parameters that an optimizer holds. Made on every rank before a
-        checkpoint is loaded, because changes count from then on."""
+        """Made on every rank before a checkpoint is loaded, because changes count from then on.
+        `held`: names of parameters that an optimizer holds."""
         saved = dict(in_state(model, held))
         ours = set(map(id, saved.values()))
         named = (
@@ -37,7 +37,6 @@ class LeftOut:
         self._agreed: set[str] = set()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that neither the state dict nor an optimizer holds, by name."""
         left_out = {}
         for prefix, module in self._modules:
             for own in (own_parameters(module), own_buffers(module)):
@@ -54,7 +53,6 @@ class LeftOut:
             self._agreed |= set(names)
 
     def changed(self) -> dict[str, Tensor]:
-        """Return those of `tensors` that have changed since the start, by name."""
         return {
             name: tensor
             for name, tensor in self.tensors().items()
@@ -62,7 +60,6 @@ class LeftOut:
         }
 
     def resized(self) -> list[str]:
-        """Return the names of the model's buffers whose shape has changed since the start."""
         return [
             name
             for name, tensor in self._model.named_buffers()
@@ -83,7 +80,6 @@ def in_state(model: nn.Module, held: Collection[str]) -> Iterator[tuple[str, Ten
 
 
 def not_persistent(model: nn.Module) -> set[str]:
-    """Return the names of the buffers that were registered with persistent=False."""
     return {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
@@ -95,8 +91,7 @@ def complete_state_dict(
     model: nn.Module, held: Collection[str], changed: Mapping[str, Tensor], world: World
 ) -> dict[str, Any]:
     """Return the model's state dict, plus tensors outside of it that an optimizer holds or that
-    have changed. Buffers with persistent=False are never added. Every rank calls it. `held`: names
-    of parameters that an optimizer holds. `changed`: the result of `LeftOut.changed`."""
+    have changed. Buffers with persistent=False are left out. Every rank calls it."""
     state = dict(model.state_dict())
     transient = not_persistent(model)
     more = {name: tensor.detach() for name, tensor in in_state(model, held) if name not in state}
@@ -115,16 +110,13 @@ def complete_state_dict(
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the memory address of this rank's part of a tensor, which may be sharded; 0 if it has
-    no part."""
+    """Return 0 if this rank has no part of the tensor."""
     return to_local(tensor).detach().data_ptr() if to_local(tensor).numel() else 0
 
 
 def _checksum(tensor: Tensor) -> tuple[object, ...]:
-    """Return a value that depends on every byte of this rank's part of a tensor and the byte's
-    position, and on dtype and shape.
-
-    For a tensor without dense bytes, it contains the tensor's version counter instead."""
+    """Return a value that depends on every byte of this rank's part and the byte's position. For a
+    tensor without dense bytes, it contains the version counter instead."""
     part, kind = to_local(tensor).detach(), (str(tensor.dtype), tuple(tensor.shape))
     if (
         type(part) is not Tensor

@@ -51,9 +51,9 @@ from lockstep.training.step import Step
 from lockstep.training.training import Training
 
 NUMBERS = ("global_batch", "microbatch", "steps", "epochs", "drop_last")
-"""The arguments of `Session.steps` that must be the same when the run is resumed."""
+"""Arguments of `Session.steps` that a resumed run must not change."""
 SETTINGS = ("seed", "precision", "gradient_compression")
-"""The arguments of `Session` that must be the same when the run is resumed."""
+"""Arguments of `Session` that a resumed run must not change."""
 
 
 @dataclass(slots=True)
@@ -72,8 +72,8 @@ class LoopOptions:
     batch_sampler: Callable[[int, int], Any] | None
 
     def __post_init__(self) -> None:
-        """Replace a DataLoader by its dataset and its collate function if a sampler gives the order
-        of samples."""
+        """If a sampler gives the order of samples, replace a DataLoader by its dataset and its
+        collate function."""
         if isinstance(self.data, DataLoader) and (
             self.sampler is not None or self.batch_sampler is not None
         ):
@@ -84,7 +84,7 @@ class LoopOptions:
 
 def lay_out_loop(training: Training, options: LoopOptions) -> Batching:
     """Check the options of a loop, assign microbatches to ranks, and build each model's gradient
-    reducer. Every rank calls it. Raises `UserError`s."""
+    reducer. Every rank calls it."""
     plan, data, models = (
         training.context.plan,
         options.data,
@@ -182,8 +182,7 @@ def lay_out_loop(training: Training, options: LoopOptions) -> Batching:
 
 
 def _describe(training: Training, options: LoopOptions) -> None:
-    """Record the settings on which the result of a script's own loop depends, to compare them with
-    those of a run that resumes this one."""
+    """Record the settings that a run that resumes this one must match."""
     context = training.context
     settings: dict[str, Any] = {"parameters": dict(declared.values)} if declared.values else {}
     settings |= {
@@ -197,8 +196,7 @@ def _describe(training: Training, options: LoopOptions) -> None:
 
 
 def report_layout(training: Training, options: LoopOptions, batching: Batching) -> None:
-    """Record each model's gradient reducer, the number of samples in BatchNorm's statistics, and
-    ranks without microbatches, as events. Only for the first loop of steps."""
+    """Record, as events, how the first loop of steps is executed."""
     if training.run.recipe is None:
         _describe(training, options)
     models = [module.model for module in training.modules]
@@ -220,8 +218,8 @@ def report_layout(training: Training, options: LoopOptions, batching: Batching) 
 
 
 def report_kernels(training: Training) -> None:
-    """Record as an event, after the first step, the kernels that compute attention within packed
-    documents, or in sequences that are split over ranks."""
+    """Record, after the first step, the kernels that compute attention within packed documents, or
+    in sequences that are split over ranks."""
     for number, module in enumerate(training.modules):
         cut = module.parallel.cut
         if cut is not None and cut.hides_tokens and not cut.kernels.is_reported:
@@ -230,8 +228,7 @@ def report_kernels(training: Training) -> None:
 
 
 def _order(training: Training, options: LoopOptions) -> SampleOrder | None:
-    """Return the order of samples from the sampler; None without a sampler. Every rank calls it.
-    Raises `DataError` on all ranks if the sampler returned other indices on another rank."""
+    """Every rank calls it."""
     if options.sampler is None and options.batch_sampler is None:
         return None
     order = order_of(
@@ -252,8 +249,8 @@ def _order(training: Training, options: LoopOptions) -> SampleOrder | None:
 
 
 def order_and_samples(recipe: Recipe) -> tuple[SampleOrder | None, int]:
-    """Return the order of samples from the recipe's sampler (None without one), and the number of
-    samples in an epoch (0 for a stream). Raises `DataError`."""
+    """Return the sampler's order (None without a sampler), and the number of samples in an epoch (0
+    for a stream)."""
     if isinstance(recipe.data, Stream):
         return None, 0
     order = order_of(
@@ -263,7 +260,6 @@ def order_and_samples(recipe: Recipe) -> tuple[SampleOrder | None, int]:
 
 
 def steps_of(recipe: Recipe) -> int:
-    """Return the number of optimizer steps of a training with `recipe`. Raises `DataError`."""
     order, samples = order_and_samples(recipe)
     return total_steps(
         order,
@@ -276,8 +272,8 @@ def steps_of(recipe: Recipe) -> int:
 
 
 def interval_of(recipe: Recipe, evaluation: Evaluation) -> int | None:
-    """Return the number of optimizer steps between two measurements of an evaluation. None if it is
-    measured only at the end, or after epochs of different lengths. Raises `DataError`."""
+    """Return the steps between two measurements of an evaluation. None if it is measured only at
+    the end, or after epochs of different lengths."""
     if evaluation.every != "epoch":
         return evaluation.every
     order, samples = order_and_samples(recipe)
@@ -323,8 +319,7 @@ def sources(
     first: int,
     close: Callable[[Callable[[], object]], object],
 ) -> Iterator[Microbatches]:
-    """Return an iterator over each step's microbatches on this rank, from step `first` on. `close`:
-    called with the loader's `close` method, which it must call at the end of the loop."""
+    """`close`: gets the loader's `close` method, to call it at the end of the loop."""
     context, data = training.context, options.data
     if context.overrides.left_out is not None and (data is None or isinstance(data, Stream)):
         raise DataError(
@@ -362,12 +357,8 @@ def sources(
 def compare_data(
     training: Training, name: str, digests: Digests, *, is_trained_on: bool = False
 ) -> None:
-    """Compare digests of some samples of the dataset `name` with the other ranks' digests, and
-    training data also with those of the run that is resumed. Every rank calls it.
-
-    Raises `DataError` on all ranks if samples differ; with numerics=bitwise also if a sample
-    changes from one fetch to the next; in other numerics that is a warning.
-    """
+    """Compare digests of some samples with the other ranks', and of training data also with those
+    of the resumed run. Every rank calls it."""
     everyone = [
         Digests(**theirs) for theirs in training.context.world.gather_values(asdict(digests))
     ]
@@ -400,9 +391,8 @@ def steps(
     total: int,
     weight: Callable[[Any], Any] | None,
 ) -> Iterator[Step]:
-    """Yield each of `total` steps to the script, which computes and commits it; then call the
-    hooks, and stop, save or end if the ranks agree to. `total`: number of steps in the loop.
-    `weight`: `Recipe.weight`."""
+    """Yield each step to the script, which computes and commits it. Then call the hooks, and stop,
+    save or end if the ranks agree to."""
     context, terms = training.context, None
     context.recorder.show(total)
     training.hooks.call("before_steps", training.run)

@@ -24,10 +24,8 @@ _LISTS = (list, tuple)
 
 
 def rows_per_sample(name: str, batch: Any, samples: int) -> int:
-    """Return the number of rows per sample in a batch of `samples` samples: 1, or more if every
-    sample is repeated (several views); also 1 if no rows can be counted. Raises `LossError` if it
-    is not a whole number, because the mean over rows is then not the mean over samples. `name`: the
-    loss term that is a mean."""
+    """Return 1, or more if every sample is repeated (several views). Otherwise the mean over rows
+    is not the mean over samples, which raises `LossError`."""
     kind = type(batch)  # common cases first, for speed: called for each microbatch
     first = (
         batch[0]
@@ -53,9 +51,8 @@ def rows_per_sample(name: str, batch: Any, samples: int) -> int:
 
 
 def rows_of(batch: Any, samples: int) -> int | None:
-    """Return the number of rows in a batch of `samples` samples: the rows of its tensors, or the
-    lengths of its lists. -1 if its tensors have different numbers of rows, none of them `samples`.
-    None if it has no tensors and no lists."""
+    """Count the rows of the batch's tensors, or the lengths of its lists. -1 if its tensors have
+    different numbers of rows, none of them `samples`. None if it has no tensors and no lists."""
     if isinstance(batch, Tensor | np.ndarray):
         return len(batch) if batch.ndim else None
     if is_dataclass(batch):
@@ -93,13 +90,12 @@ def _tensor_rows(parts: Iterable[Any]) -> Iterable[int]:
 
 
 NAME = "loss_module"
-"""The attribute of the model that holds `Recipe.loss` if it has parameters, and the prefix of their
-names."""
+"""Attribute of the model that holds `Recipe.loss`, if the loss has parameters."""
 
 
 def with_loss_in_model(recipe: Recipe) -> Recipe:
-    """Return the recipe with its loss module as a submodule of the model, so that optimizer, plans
-    and checkpoints find the loss's parameters. Unchanged if the loss has none."""
+    """Make a loss with parameters a submodule of the model, so that optimizer, plans and
+    checkpoints find them."""
     if not isinstance(recipe.loss, nn.Module) or not any(
         parameter.requires_grad for parameter in recipe.loss.parameters()
     ):
@@ -153,20 +149,19 @@ class LossKind(NamedTuple):
     """Properties of a loss function's result, which must be the same for all microbatches."""
 
     has_weight: bool
-    """True for an `ls.Loss`, which has its weight with it."""
+    """True for an `ls.Loss`."""
     terms: list[str]
     repeats: int
     """Number of rows per sample, if the loss is a mean over rows."""
 
 
 class Contribution(NamedTuple):
-    """The contribution of one microbatch to a step: its gradient, which the backward of
-    `grad_output * total` computes, and the numbers to record."""
+    """One microbatch's part of a step: its gradient, which the backward of `grad_output * total`
+    computes, and the numbers to record."""
 
     total: Tensor  # scalar with a gradient
     grad_output: Tensor
-    """Scalar: the gradient that the backward starts with. NaN if the loss is not finite, so that
-    the summed gradient tells all ranks."""
+    """Scalar. NaN if the loss is not finite, so that the summed gradient tells all ranks."""
     # scalar: the microbatch's part of the step's loss; the unscaled total of an `ls.Loss`
     value: Tensor | float
     weight: Tensor | None  # scalar; for an `ls.Loss` only
@@ -177,7 +172,6 @@ class Contribution(NamedTuple):
         return LossKind(self.weight is not None, list(self.terms), self.repeats)
 
     def with_terms(self, more: Mapping[str, Tensor]) -> Contribution:
-        """Return this contribution with the recorded values of further loss terms."""
         own = self.terms or {SINGLE: torch.as_tensor(self.value, dtype=torch.float64)}
         return self._replace(terms={**own, **more})
 
@@ -191,10 +185,9 @@ def contribution(
     weights: Weights | None,
     prescale: Tensor,
 ) -> Contribution:
-    """Check and scale a microbatch's loss, the result of the user's loss function. Raises
-    `LossError`. `samples`, `step_samples`: number of samples in the microbatch and in the global
-    batch. `weights`: term name -> denominator over the global batch. `prescale`: the divisor of an
-    `ls.Loss`, whose denominator is not known yet."""
+    """Check and scale a microbatch's loss. `step_samples`: samples in the global batch. `weights`:
+    term name -> denominator over the global batch. `prescale`: divisor of an `ls.Loss`, whose
+    denominator is not known yet."""
     if isinstance(loss, Loss):
         return _forward_known(loss, weights, prescale)
     _check_terms(loss, weights)
@@ -223,9 +216,8 @@ def contribution(
 
 
 def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> Sums:
-    """Return the loss of a microbatch in an evaluation: metric name -> (total, weight) of each
-    term. `samples`: number of samples in the microbatch. `weights`: term name -> the term's
-    denominator in this microbatch."""
+    """Return metric name -> (total, weight) of a microbatch's loss in an evaluation. `weights`:
+    term name -> denominator in this microbatch."""
     if isinstance(loss, Loss):
         part = _forward_known(loss, weights, torch.ones(()), learns=False)
         assert part.weight is not None
@@ -245,8 +237,8 @@ def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) ->
 
 
 def number_of(scalar: Tensor) -> Number:
-    """Return a scalar tensor in float64: as a tensor if it is on an accelerator, where reading it
-    would make the host wait, else as a number."""
+    """Convert to float64: a tensor if it is on an accelerator, where reading it would make the host
+    wait, else a number."""
     return (
         scalar.detach().double()
         if accelerator.has_streams(scalar.device)
@@ -255,7 +247,7 @@ def number_of(scalar: Tensor) -> Number:
 
 
 def numbers_on_host(numbers: Sequence[Number]) -> list[float]:
-    """Convert numbers to floats. The host waits once for all numbers that are on a device."""
+    """The host waits once for all numbers that are on a device."""
     on_device = [number for number in numbers if isinstance(number, Tensor)]
     read = iter(
         torch.stack([number.to(on_device[0].device) for number in on_device]).tolist()
@@ -266,8 +258,7 @@ def numbers_on_host(numbers: Sequence[Number]) -> list[float]:
 
 
 def weights_of(raw: Any) -> Weights:
-    """Check the result of a weight function for one microbatch, and return it as term name ->
-    denominator. Raises `LossError`."""
+    """Check the result of a weight function, and return term name -> denominator."""
     named = raw if isinstance(raw, Mapping) else {SINGLE: raw}
     _check_names("weight", named)
     weights = {name: _number(name, value) for name, value in named.items()}
@@ -313,22 +304,17 @@ def _check_same_names(terms: Mapping[str, Any], weights: Weights) -> None:
 
 
 def _repeats(name: str, term: Any, batch: Any, samples: int) -> int:
-    """Return the value of `LossKind.repeats`. Raises `LossError` if a plain scalar is no mean over
-    the samples."""
     return 1 if isinstance(term, Sum) else rows_per_sample(name, batch, samples)
 
 
 def _scale(name: str, term: Any, fraction: float, weights: Weights | None) -> float:
-    """The factor of a term's total: 1 / Σ weight (0 if the sum is 0) for a term with a weight, else
-    `fraction`, this microbatch's share of the step's samples."""
+    """`fraction`: this microbatch's share of the step's samples."""
     if not isinstance(term, Sum) or weights is None:
         return fraction
     return 1.0 / weights[name] if weights[name] else 0.0
 
 
 def _check_zero(name: str, term: Any, total: Tensor, weights: Weights | None) -> None:
-    """Raise `LossError` if the weights of a term add up to 0 over the global batch, but its total
-    in this microbatch is not 0."""
     if (
         weights is not None
         and isinstance(term, Sum)
@@ -339,8 +325,7 @@ def _check_zero(name: str, term: Any, total: Tensor, weights: Weights | None) ->
 
 
 def no_weight(term: str, value: float) -> str:
-    """Return the error text for a loss term whose value is not 0, although its weights add up to
-    0."""
+    """Error text for a loss term that is not 0, although its weights add up to 0."""
     return (
         f"term {term!r} of the loss is {value:.6g} in a global batch in which its weights add up to"
         " 0; a term that counts nothing is the sum of nothing, 0: return ls.Sum(total) of a sum"
@@ -352,8 +337,8 @@ def no_weight(term: str, value: float) -> str:
 def _term(
     name: str, term: Any, *, batch: Any, weights: Weights | None, learns: bool = True
 ) -> Tensor:
-    """Check a term of the user's loss, and return its total before scaling. `learns`: True if the
-    total must have a gradient."""
+    """Check a term, and return its total before scaling. `learns`: True if it must have a
+    gradient."""
     if isinstance(term, Loss):
         raise LossError(
             f"term {name!r} of the loss is an ls.Loss; several terms have several denominators,"
@@ -412,8 +397,7 @@ def _forward_known(
 
 @lru_cache(maxsize=64)
 def _constant(value: float, dtype: torch.dtype) -> Tensor:
-    """Return a scalar tensor on the CPU from a cache; it is only read, as the gradient that a
-    backward starts with."""
+    """Cached, because it is only read: the gradient that a backward starts with."""
     return torch.tensor(value, dtype=dtype)
 
 
@@ -469,8 +453,8 @@ def _number(name: Any, value: Any) -> float:
 
 
 def _ignore_index_in(batch: Any) -> str | None:
-    """Return the position in the batch of a tensor that contains torch's ignore index (-100), as an
-    index expression: "", "[0]", "['labels'][1]". None if no tensor contains it."""
+    """Return the index expression ("", "[0]", "['labels'][1]") of a tensor that contains torch's
+    ignore index, -100; None if no tensor does."""
     if isinstance(batch, Tensor):
         if batch.dtype not in (torch.int64, torch.int32) or not batch.is_cpu or not batch.numel():
             return None

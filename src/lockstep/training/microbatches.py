@@ -45,9 +45,7 @@ def total_steps(
     epochs: int | None,
     drop_last: bool,
 ) -> int:
-    """Return the number of optimizer steps of a training. `order`: the order of the samples from
-    the recipe's sampler; None without a sampler. `samples`: number of samples in one epoch. Other
-    arguments: as in `Recipe`."""
+    """`samples`: number of samples in one epoch. Other arguments: as in `Recipe`."""
     if isinstance(order, BatchOrder):
         return steps if steps is not None else order.batches * (epochs or 0)
     assert global_batch is not None, "a recipe has one, or a batch_sampler"
@@ -76,10 +74,8 @@ class Batching:
         seed: int = 0,
         recompute_every: int = 0,
     ) -> None:
-        """`microbatch_splits`: as in `Plan`; each part of a split microbatch counts as a
-        microbatch. `order`: the order of the recipe's sampler; if it is a `BatchOrder`,
-        `global_batch` is None. `recompute_every`: interval in steps at which ranks recompute each
-        other's microbatches; 0: never."""
+        """`order`: of the recipe's sampler; if it is a `BatchOrder`, `global_batch` is None.
+        `recompute_every`: steps between recomputations of other ranks' microbatches; 0: never."""
         self._seed, self._recompute_every = seed, recompute_every
         self.order = order
         self._batches = order if isinstance(order, BatchOrder) else None
@@ -115,21 +111,19 @@ class Batching:
 
     @property
     def assignment(self) -> MicrobatchAssignment:
-        """The latest assignment of microbatches to ranks. It does not apply to steps whose
-        microbatches were requested from the loader before it was set."""
+        """The latest assignment, for steps whose microbatches were not yet requested from the
+        loader."""
         return self._assignments[-1][1]
 
     def assignment_in_step(self, step: int) -> MicrobatchAssignment:
-        """Return the assignment of microbatches to ranks that applies to `step`."""
         first, latest = self._assignments[-1]
         if first <= step:
             return latest
         return next(each for first, each in reversed(self._assignments) if first <= step)
 
     def reassign(self, assignment: MicrobatchAssignment, *, first: int, done: int) -> None:
-        """Change the assignment from step `first` on. Every rank calls it; no rank may have
-        requested step `first`. `done`: the last step that has ended; assignments of earlier steps
-        are deleted."""
+        """Change the assignment from step `first` on, which no rank may have requested. Every rank
+        calls it. `done`: the last step that has ended."""
         assert first > self.requested, "what a rank has requested, it computes"
         settled = max(0, min(done, self.requested))
         oldest = max(at for at, _ in self._assignments if at <= settled)
@@ -137,8 +131,7 @@ class Batching:
         self._assignments = [*kept, (first, assignment)]
 
     def span(self, step: int) -> tuple[int, int]:
-        """Return the span [start, stop) of a step's global batch in the order of samples over all
-        epochs."""
+        """Return the global batch's span [start, stop) in the order of samples over all epochs."""
         if self._batches is not None:
             return self._batches.span(step)
         return assignment.batch_span(
@@ -156,8 +149,8 @@ class Batching:
         return self.span(step)[0] // self.samples
 
     def spans(self, step: int) -> Spans:
-        """Return the span of each microbatch of a step, as indices in the global batch. If each
-        microbatch is split over ranks, return the spans of the parts."""
+        """Return the span of each microbatch in the global batch; of each part, if microbatches are
+        split over ranks."""
         if self._batches is not None:
             return tuple(
                 assignment.split_spans(self._batches.microbatches(step), self._most_parts())
@@ -169,8 +162,6 @@ class Batching:
         return self._uniform(stop - start) if self._batches is None else self.spans(step)
 
     def _uniform(self, size: int) -> Spans:
-        """Return the spans of the microbatches (or of the parts of split ones) in a batch of `size`
-        samples."""
         if size not in self._spans:
             assigned = self.assignment
             unsplit = assignment.microbatch_spans(
@@ -194,8 +185,8 @@ class Batching:
 
     @property
     def last_of_epoch(self) -> list[int]:
-        """Number of samples in each microbatch of an epoch's last global batch (without epochs, of
-        any global batch); with a `batch_sampler`, of all global batches."""
+        """Number of samples in each microbatch of an epoch's last global batch; with a
+        `batch_sampler`, of all global batches."""
         if self._batches is not None:
             return self._batches.sizes
         per_epoch = assignment.total_steps(
@@ -215,20 +206,19 @@ class Batching:
         return {len(self.spans(0)), len(self.last_of_epoch)}
 
     def mine(self, step: int) -> list[tuple[int, bool]]:
-        """Return (number in the step, is_dummy) of each microbatch that this rank computes in
-        `step`."""
+        """Return (index in the step, is_dummy) of each microbatch that this rank computes."""
         return self.mine_among(self.assignment_in_step(step), len(self.spans(step)))
 
     def mine_among(self, assigned: MicrobatchAssignment, count: int) -> list[tuple[int, bool]]:
-        """Return `mine` for a step with `count` microbatches that are assigned as in `assigned`."""
+        """Return `mine` for a step of `count` microbatches that are assigned as in `assigned`."""
         if self._mine_of is None or self._mine_of[0] is not assigned or self._mine_of[1] != count:
             self._mine_of = assigned, count
             self._mine = assigned.with_dummies(count, self.mesh.data.rank)
         return self._mine
 
     def recomputed(self, step: int, count: int) -> tuple[Recomputed, ...]:
-        """Return the microbatches whose gradients several ranks compute, to compare them, in a step
-        of `count` microbatches. Empty in most steps."""
+        """Return the microbatches whose gradients several ranks compute, to compare them. Empty in
+        most steps."""
         every, ranks = self._recompute_every, self.mesh.data.size
         if not every or ranks == 1 or (step % every and step + 1 < self.steps):
             return ()
@@ -238,10 +228,8 @@ class Batching:
         )
 
     def recomputed_here(self, step: int, count: int) -> list[int | None]:
-        """Return the numbers of the microbatches of other ranks that this rank computes in a step,
-        for the comparison of gradients: the one that it always recomputes, and the one that it
-        recomputes if two other ranks got different gradients for it. An entry is None if this rank
-        has no such microbatch and forwards have no collectives. Empty in most steps."""
+        """Return the microbatches of other ranks that this rank recomputes: one always, and one if
+        two other ranks got different gradients. None for a missing one. Empty in most steps."""
         several = self.recomputed(step, count)
         if not several:
             return []
@@ -253,8 +241,8 @@ class Batching:
         ]
 
     def mine_in_step(self, step: int) -> list[Span]:
-        """Return this rank's microbatches in a step, each with its span of positions in the order
-        of samples. The microbatches of other ranks that this rank recomputes come first."""
+        """Return this rank's microbatches with their spans in the order of samples; first those of
+        other ranks that this rank recomputes."""
         start, stop = self.span(step)
         spans = self.spans_of(step, start, stop)
         again = [
@@ -273,8 +261,7 @@ class Batching:
         ]
 
     def request(self, first: int) -> Iterator[Span]:
-        """Yields this rank's microbatches (see `mine_in_step`) from step `first` on, and updates
-        `requested`. The loader iterates it."""
+        """Yields `mine_in_step` from step `first` on. The loader iterates it."""
         for step in range(first, self.steps):
             self.requested = step
             yield from self.mine_in_step(step)
@@ -282,9 +269,9 @@ class Batching:
 
 @dataclass(slots=True)
 class StepLayout:
-    """The samples and the rank of each microbatch of one step, for error messages and checks. In
-    its methods, `place` is the number of a microbatch in the step, or of a part if each microbatch
-    is split over ranks."""
+    """The samples and the rank of each microbatch of one step, for error messages and checks.
+    `place`: index of a microbatch in the step, or of a part if microbatches are split over
+    ranks."""
 
     step: int
     start: int  # the position of the first sample of the global batch
@@ -293,15 +280,14 @@ class StepLayout:
     assignment: MicrobatchAssignment
     order: Order | SampleOrder | None
     origins: dict[int, Origin] | None = None
-    """Number of a microbatch -> the place in the stream from which this rank read it. None for a
+    """Index of a microbatch -> the place in the stream from which this rank read it. None for a
     dataset."""
 
     def mine(self) -> range:
-        """Return the numbers of this rank's microbatches in the step, without dummies."""
+        """Indices of this rank's microbatches, without dummies."""
         return self.assignment.indices(len(self.spans), self.mesh.data.rank)
 
     def name(self, place: int) -> str:
-        """Return the name of microbatch `place` for an error message."""
         split = self.assignment.slices
         return (
             f"slice {place % split} of microbatch {place // split}"
@@ -310,8 +296,6 @@ class StepLayout:
         )
 
     def owner(self, place: int) -> str:
-        """Return the name of the rank to which microbatch `place` is assigned, for an error
-        message."""
         rank = next(
             rank
             for rank, share in enumerate(self.assignment.indices_by_rank(len(self.spans)))
@@ -322,10 +306,8 @@ class StepLayout:
         )
 
     def full_microbatch(self, place: int) -> tuple[int, Sequence[int | str]]:
-        """Return the number and the samples of the whole microbatch that contains part `place`, if
-        each microbatch is split over ranks; else of microbatch `place` itself. Samples are dataset
-        indices; for a stream, text, and this rank must have read them.
-        """
+        """Return the index and the samples of the whole microbatch that contains part `place`.
+        Samples are dataset indices; for a stream, names that this rank has read."""
         if self.origins is not None:
             return place, self.origins[place].names()
         split = self.assignment.slices or 1
@@ -334,9 +316,8 @@ class StepLayout:
         return number, [sample for each in places for sample in self.samples_of(each)]
 
     def words(self, place: int) -> str:
-        """Return the names of microbatch `place`'s samples for an error message. Every rank of
-        `mesh.data` calls it, because only the rank that has read a stream's samples knows their
-        names."""
+        """Every rank of `mesh.data` calls it, because only the rank that has read a stream's
+        samples knows their names."""
         if self.origins is None:
             return f"samples {self.samples_of(place)}"
         origin = self.origins.get(place)
@@ -344,8 +325,7 @@ class StepLayout:
         return str(next(name for name in everyone if name is not None))
 
     def samples_of(self, place: int) -> list[int]:
-        """Return the dataset indices of microbatch `place`'s samples; without a dataset, their
-        indices in the global batch."""
+        """Return dataset indices; without a dataset, indices in the global batch."""
         start, stop = self.spans[place]
         if self.order is None:
             return list(range(start, stop))
@@ -368,9 +348,8 @@ class Microbatches:
         order: Order | SampleOrder | None,
         positions: Mapping[int, Position] | None = None,
     ) -> None:
-        """`items`: iterator over this rank's fetched microbatches, this step's next. `order`: the
-        order of a dataset's samples. `positions`: stream shard -> the position before the step from
-        which this rank reads on; None for other data."""
+        """`items`: iterator over this rank's fetched microbatches, this step's next. `positions`:
+        stream shard -> position before the step; None for other data."""
         start, stop = batching.span(step)
         self.step = step
         self.samples = stop - start
@@ -386,14 +365,12 @@ class Microbatches:
         self.mine = sum([not is_dummy for _, is_dummy in mine])  # without dummies
         self.most = batching.max_microbatches
         self.weights: Weights | None = None
-        """Name of each loss term -> the denominator of its mean over the global batch. None without
-        a weight function."""
+        """Term name -> denominator of its mean over the global batch. None without a weight
+        function."""
         self.positions = None if positions is None else dict(positions)
-        """Stream shard that this rank reads -> the position in it after the step, once all
-        microbatches are fetched. None for other data."""
+        """Stream shard -> position after the step, once all microbatches are fetched. None for
+        other data."""
         self.recomputed = batching.recomputed(step, self.count)
-        """The microbatches whose gradients several ranks compute, to compare them. Empty in most
-        steps."""
         self._indices = batching.recomputed_here(step, self.count)
         others = len(self._indices) - self._indices.count(None)
         self._fetched = islice(items, others + len(mine))
@@ -403,9 +380,8 @@ class Microbatches:
         self._seed = seed
 
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
-        """Set `weights` to the sums of `weight(batch)` over the microbatches of all ranks, and
-        return the names of the loss terms. Every rank calls it. `names`: the terms in earlier
-        steps; None in the first. Raises `LossError`."""
+        """Set `weights` to the sums of `weight(batch)` over all ranks, and return the terms' names.
+        Every rank calls it. `names`: the terms in earlier steps; None in the first."""
         self.keep()
         assert self._kept is not None, "kept just now"
         try:
@@ -439,9 +415,8 @@ class Microbatches:
         return list(names)
 
     def leave_out(self, samples: frozenset[int]) -> None:
-        """Subtract `samples`, which the loader leaves out of this step, from the step's number of
-        samples. Raises `DataError` if this would leave a microbatch empty, or if the step does not
-        have these samples."""
+        """Subtract samples that the loader leaves out of this step from the step's number of
+        samples."""
         everyone: list[int] = []
         for place in range(self.count):
             own = self.layout.samples_of(place)
@@ -473,9 +448,9 @@ class Microbatches:
     def batches(
         self, passes: int, only: Microbatch | None = None
     ) -> Iterator[tuple[Microbatch, Any]]:
-        """Yields this rank's microbatches (or only the microbatch `only`) with their batches on the
-        device, after seeding the random generators for the microbatch. `passes`: number of times
-        that the step has computed the microbatches before."""
+        """Yields this rank's microbatches (or only `only`) with their batches on the device, after
+        seeding the random generators. `passes`: times that the step has computed the microbatches
+        before."""
         mine = self._kept if self._kept is not None else self._items
         for item in mine if only is None else [only]:
             batch = to_device(item.batch, self._device)
@@ -483,8 +458,7 @@ class Microbatches:
             yield item, batch
 
     def others(self) -> list[Microbatch | None]:
-        """Fetch and return the microbatches of other ranks that this rank recomputes in this step;
-        see `Batching.recomputed_here`."""
+        """Fetch the microbatches of other ranks that this rank recomputes."""
         if self._others is None:
             self._others = [
                 None if index is None else next(self._fetched) for index in self._indices
@@ -507,8 +481,7 @@ class Microbatches:
         return item
 
     def position(self, item: Microbatch, passes: int) -> tuple[int, ...]:
-        """Return the key from which a microbatch's random generators are seeded. `passes`: number
-        of times that the step has computed the microbatch before."""
+        """Return the key that seeds a microbatch's random generators."""
         return self._seed, RandomStream.FORWARD, self.step, item.index, passes
 
 
@@ -520,9 +493,8 @@ def from_data(
     first: int = 0,
     left_out: SamplesLeftOut | None = None,
 ) -> Iterator[Microbatches]:
-    """Yields the microbatches of each step from step `first` on, from a dataset, in the loader's
-    order. Nothing is fetched for earlier steps. `left_out`: samples that the loader leaves out of
-    one step. Raises `DataError`, before the first step, if it cannot leave them out."""
+    """Fetches nothing for steps before `first`. `left_out`: samples that the loader leaves out of
+    one step."""
     if left_out is not None and first <= left_out.step < batching.steps:
         layout_only = Microbatches(left_out.step, batching, iter(()), seed=seed, order=loader.order)
         layout_only.leave_out(left_out.samples)
@@ -535,9 +507,8 @@ def from_data(
 
 
 def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
-    """Yields the microbatches of each step from step `first` on, for a run without data: the batch
-    of a microbatch is its range of indices in the global batch, a stream's microbatches are
-    assigned in the same way in all steps."""
+    """For a run without data: the batch of a microbatch is its range of indices in the global
+    batch."""
     for step in range(first, batching.steps):
         start, _ = batching.span(step)
         batching.requested = step
@@ -562,8 +533,8 @@ def from_stream(
     first: int = 0,
     positions: Mapping[int, Position] | None = None,
 ) -> Iterator[Microbatches]:
-    """Yields the microbatches of each step from step `first` on, from a stream. `positions`: stream
-    shard -> its position before step `first`; None: all shards are at their beginning."""
+    """`positions`: stream shard -> position before step `first`. None: all shards are at their
+    beginning."""
     begin = positions or {}
     count = batching.max_microbatches
     mine = batching.mine(0)  # the same in all steps
@@ -585,8 +556,7 @@ def from_stream(
 
 
 def positions_in(values: Mapping[str, Any], stream: Stream) -> dict[int, Position]:
-    """Return the position in each stream shard from `values`, a checkpoint's JSON. Raises
-    `CheckpointError` if the checkpoint belongs to another stream."""
+    """Return the position in each stream shard from a checkpoint's JSON."""
     saved = {int(shard): position_in(position) for shard, position in values["shards"].items()}
     if saved.keys() != set(range(stream.shards)):
         raise CheckpointError(

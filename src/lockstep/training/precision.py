@@ -18,16 +18,14 @@ from lockstep.recipe.checks import Precision
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS_TO_DOUBLE = 2000
-"""Number of consecutive steps without an overflow after which the fp16 loss scale doubles, as in
-torch's GradScaler."""
+"""Steps without an overflow after which the fp16 loss scale doubles, as in torch's GradScaler."""
 
 
 def autocast(
     precision: Precision, device: torch.device, *, keep_casts: bool = True
 ) -> AbstractContextManager[Any]:
-    """Return the autocast context for forwards; backwards run outside of it. `keep_casts`: cast
-    each weight only once per forward. If the weight is used several times, the gradients of its
-    uses are then added in autocast's precision."""
+    """`keep_casts`: cast each weight once per forward. The gradients of a weight's several uses are
+    then added in autocast's precision."""
     dtype = AUTOCAST.get(precision)
     if dtype is None:
         return nullcontext()
@@ -35,7 +33,7 @@ def autocast(
 
 
 class _Autocast:
-    """A reentrant context. (Entered twice, one torch.autocast object would leave autocast on.)"""
+    """A reentrant context: entered twice, one torch.autocast object would leave autocast on."""
 
     def __init__(self, make: Callable[[], torch.autocast]) -> None:
         self._make = make
@@ -51,15 +49,14 @@ class _Autocast:
 
 
 def keeps_casts(plan: Plan) -> bool:
-    """True if autocast may keep a weight's cast copy until the end of the forward. False under
-    `shard`, where this would keep a cast copy of the full model; with bitwise numerics False under
-    every plan, so that all plans match `shard`."""
+    """Under `shard`, autocast would keep a cast copy of the full model. With bitwise numerics, all
+    plans must match `shard`."""
     return not plan.divides("parameters") and plan.numerics == "fast"
 
 
 class LossScale:
-    """The loss scale, which keeps fp16 gradients from underflow: halved when the gradient's norm
-    overflows, doubled after 2000 steps without overflow."""
+    """Keeps fp16 gradients from underflow: halved when the gradient's norm overflows, doubled after
+    2000 steps without overflow."""
 
     def __init__(self) -> None:
         self.value = 2.0**16
@@ -76,8 +73,6 @@ class LossScale:
             torch._foreach_mul_([to_local(gradient) for gradient in gradients], 1.0 / self.divisor)
 
     def update(self, *, overflowed: bool) -> None:
-        """Update the loss scale after a step. `overflowed`: True if the gradient's norm was not
-        finite."""
         self.in_a_row = 0 if overflowed else self.in_a_row + 1
         self.overflows = self.overflows + 1 if overflowed else 0
         if overflowed:
@@ -128,22 +123,19 @@ class DeviceLossScale(LossScale):
         return self._scale.clone()
 
     def update_by(self, found_inf: Tensor) -> None:
-        """Update the loss scale after a step. `found_inf`: a tensor on the device, 1.0 if the
-        gradient's norm overflowed, else 0.0."""
+        """`found_inf`: 1.0 if the gradient's norm overflowed, else 0.0."""
         update_loss_scale(self._scale, self._in_a_row, found_inf, steps_to_double=STEPS_TO_DOUBLE)
         self._overflows.add_(1.0).mul_(found_inf)
 
 
 def loss_scale(precision: Precision, device: torch.device | None) -> LossScale | None:
-    """Return the loss scale of fp16, on `device` if given; None in other precisions."""
     if precision != "fp16":
         return None
     return LossScale() if device is None else DeviceLossScale(device)
 
 
 def candidates(device: torch.device) -> list[Precision]:
-    """The precisions that `precision="auto"` chooses from: fp32, and on a GPU also bf16 (fp16 on
-    older GPUs)."""
+    """The precisions that `precision="auto"` measures."""
     # on a CPU only fp32: the run may be resumed on a CPU without bf16 instructions
     if not accelerator.is_accelerator(device):
         return ["fp32"]
@@ -153,7 +145,6 @@ def candidates(device: torch.device) -> list[Precision]:
 
 
 def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:
-    """The reason why this precision is slow on this CPU; None if it is not."""
     if (
         precision == "fp32"
         or device.type != "cpu"
@@ -167,8 +158,6 @@ def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:
 
 
 def slow_without_tf32(precision: Precision, device: torch.device) -> str | None:
-    """The reason why matrix products in fp32 are slow on this GPU; None if they are not, or if the
-    user has set their precision."""
     if precision != "fp32" or not accelerator.leaves_tf32_unused(device):
         return None
     return (

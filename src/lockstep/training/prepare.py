@@ -37,7 +37,7 @@ from lockstep.training.training import Training
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """The arguments of `Recipe` that say how its model is parallelized; each is as in `Recipe`."""
+    """Arguments of `Recipe` that say how its model is parallelized."""
 
     blocks: Sequence[str] | None = None
     tensor: Mapping[str, str] | None = None
@@ -53,7 +53,7 @@ class ParallelModel(NamedTuple):
     parallel: Parallelized
     pretrained: PretrainedWeights | None
     routed: Sequence[RoutedLayer]
-    """The layers of experts whose numbers of tokens are balanced (`Recipe.balance`)."""
+    """Layers of experts whose numbers of tokens are balanced (`Recipe.balance`)."""
 
 
 def build_model(
@@ -65,9 +65,8 @@ def build_model(
     exchange: SyncBatchNormExchange,
     weights: Weights | None,
 ) -> ParallelModel:
-    """Build model number `number` of the session and parallelize it. Opens the file of pretrained
-    `weights` and matches their names, but does not load them. Every rank calls it. Raises
-    `RecipeError`."""
+    """Build a model and parallelize it; match the names of pretrained `weights`, but do not load
+    them. `number`: index of the model in the session. Every rank calls it."""
     mesh = context.mesh
     check_sequence(context.plan, options.sequence)
 
@@ -121,7 +120,7 @@ def prepare(
     weights: Weights | None,
 ) -> TrainModule:
     """Build a model, parallelize it, load pretrained weights, and build its optimizers. Every rank
-    calls it. Raises `UserError`s."""
+    calls it."""
     check_factory(
         "session.prepare(build_model)",
         factory,

@@ -29,20 +29,17 @@ Kinds = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (dtype, shap
 
 @dataclass(frozen=True, slots=True)
 class PretrainedWeights:
-    """A file (or several) of pretrained weights, open, with its tensors matched to a model's by
-    name."""
+    """Open files of pretrained weights, whose tensors are matched with a model's by name."""
 
     weights: Weights
     tensors: TensorFiles
     theirs: Mapping[str, Sequence[str]]
-    """First name of a model's tensor -> its names in the file (several if it is tied). Only tensors
-    that are in the file."""
+    """First name of a model's tensor -> its names in the file (several if it is tied)."""
     kept: Sequence[str]  # the model's tensors that are not in the file
 
     @classmethod
     def of(cls, weights: Weights, model: nn.Module, world: World) -> PretrainedWeights:
-        """Open the file and match its tensors with the model's, before the model is parallelized.
-        Every rank calls it. Raises `RecipeError`."""
+        """Called before the model is parallelized. Every rank calls it."""
         with ExitStack() as stack:
 
             def opened() -> tuple[PretrainedWeights, Any]:
@@ -64,7 +61,7 @@ class PretrainedWeights:
     @torch.no_grad()
     def fill(self, model: nn.Module, world: World) -> dict[str, Any]:
         """Load this rank's part of the weights into the model, and close the file. Every rank calls
-        it. Raises `RecipeError`."""
+        it."""
         state = {
             name: tensor for name, tensor in tensors_of(model, self.theirs) if name in self.theirs
         }
@@ -90,8 +87,8 @@ class PretrainedWeights:
         return self.tensors.specs[self.theirs[name][0]]
 
     def _filled(self, state: Mapping[str, Tensor]) -> dict[str, int]:
-        """Copy the values into `state`, this rank's tensors. Returns the checksum of each part of
-        the file that it read. Raises `RecipeError`."""
+        """Copy the values into `state`. Returns the checksum of each part of the file that this
+        rank read."""
         kinds = {name: self._kind(name) for name in state}
         full = [
             TensorShard(name, dtype, shape, (0,) * len(shape), shape)
@@ -122,9 +119,8 @@ class PretrainedWeights:
 
 
 def left_out_in(model: nn.Module, weights: Weights, theirs: Kinds) -> set[str]:
-    """Return the names of the model's parameters that its state dict leaves out, and that are
-    loaded all the same: trainable parameters, and those in the file. `theirs`: the tensors in the
-    file."""
+    """Return parameters that the state dict leaves out and that are loaded all the same: trainable
+    ones, and those in the file."""
     named = dict(model.named_parameters())
     there = {_renamed(weights.names, name) for name in theirs}
     return {name for name, parameter in named.items() if name in there or parameter.requires_grad}
@@ -137,9 +133,8 @@ def _kind(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
 def match_names(
     weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Return first name of a model's tensor -> its names in the file. `theirs`: the tensors in the
-    file. `ours`: the model's tensors by their first names. `tied`: other name -> first name of a
-    tied tensor. Raises `RecipeError`."""
+    """Return first name of a model's tensor -> its names in the file. `tied`: other name -> first
+    name of a tied tensor."""
     found: dict[str, str] = {}
     for name in theirs:
         if (target := _renamed(weights.names, name)) is None:
@@ -183,8 +178,7 @@ def match_names(
 
 
 def _renamed(names: Mapping[str, str | None], name: str) -> str | None:
-    """Return the model's name for `name`, a name in the file; None if the user leaves it out.
-    `names`: pattern of names in the file -> pattern of the model's names."""
+    """Return the model's name for a name in the file; None if the user leaves the tensor out."""
     for pattern, target in names.items():
         if (text := _match(pattern, name)) is not None:
             return None if target is None else target.replace("*", text)
@@ -192,8 +186,7 @@ def _renamed(names: Mapping[str, str | None], name: str) -> str | None:
 
 
 def _match(pattern: str, name: str) -> str | None:
-    """Return the part of `name` that matches the `*` of the pattern; None if the name does not
-    match."""
+    """Return the text that matches the `*` of the pattern; None if the name does not match."""
     before, star, after = pattern.partition("*")
     if not star:
         return "" if name == pattern else None
@@ -204,8 +197,6 @@ def _match(pattern: str, name: str) -> str | None:
 
 
 def _fits(theirs: tuple[str, tuple[int, ...]], ours: tuple[str, tuple[int, ...]]) -> bool:
-    """True if a tensor of the file can be loaded into a model's: shapes are equal, and dtypes are
-    equal or both floating point."""
     return theirs[1] == ours[1] and (
         theirs[0] == ours[0] or (_is_float(theirs[0]) and _is_float(ours[0]))
     )
@@ -216,8 +207,7 @@ def _is_float(dtype: str) -> bool:
 
 
 def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Return the remedy, for an error's text, if names of the model and the file do not match: the
-    argument `names=` to write, if they differ by a prefix."""
+    """Propose the argument `names=` if names of the model and the file differ by a prefix."""
     wanted = set(missing)
     before = Counter(
         name[: -len(end)] for name in unexpected for end in _ends(name) if end in wanted
@@ -244,7 +234,7 @@ def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
 
 def _ends(name: str) -> list[str]:
-    """Return the suffixes of a name, the text after each of its dots."""
+    """Return the text after each of the name's dots."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(1, len(parts))]
 
@@ -265,7 +255,7 @@ def _not_alike(path: str) -> str:
 
 
 def _exchange(call: Callable[[], tuple[T, Any]], world: World) -> tuple[T, list[Any]]:
-    """Call `call`, which returns a pair, on every rank. Return this rank's first item and every
-    rank's second item (JSON). The first `RecipeError` of any rank is raised on all ranks."""
+    """Return this rank's first item, and every rank's second item (JSON). The first `RecipeError`
+    of any rank is raised on all ranks."""
     mine, told = raise_on_all_ranks(world, call, RecipeError)
     return mine, world.gather_values(told)

@@ -20,14 +20,13 @@ class Recomputation:
     own: MicrobatchChecksums
     """Checksums of the gradient of `mine`; empty if that is None."""
     again: MicrobatchChecksums
-    """Checksums of the gradient that this rank has computed for another rank's microbatch. (If it
-    had no such microbatch and computed a dummy, they are not compared.)"""
+    """Checksums of the gradient that this rank has computed for another rank's microbatch."""
     decide: Callable[[], MicrobatchChecksums]
-    """Computes the microbatch for which two other ranks got different gradients, if this rank is
-    the third that decides between them, and returns its checksums. Every rank calls it; the
-    gradients that were summed over ranks are lost."""
+    """Computes the microbatch for which two other ranks got different gradients, if this rank
+    decides between them. Every rank calls it; the gradients that were summed over ranks are
+    lost."""
     names: Sequence[str]
-    """The names of the parameters whose gradients have the checksums."""
+    """Names of the parameters whose gradients have the checksums."""
 
     @property
     def mine(self) -> int | None:

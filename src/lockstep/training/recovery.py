@@ -35,25 +35,22 @@ from lockstep.training.state import Stateful, StateReader, state_of
 from lockstep.training.training import Training
 
 MOST_BYTES = 2**26
-"""Size of the largest tensor or array in a hook's attributes whose content is compared. For a
-larger tensor, its version counter is compared instead."""
+"""Larger tensors in a hook's attributes are compared by their version counters, not by content."""
 
 
 @dataclass(frozen=True, slots=True)
 class HookState:
-    """The values that a user's hook holds or uses at one time, as digests, so that two times can be
-    compared."""
+    """Digests of the values that a user's hook holds or uses at one time."""
 
     digests: Mapping[str, str]
-    """Path, such as an attribute's name -> digest. It covers the hook's attributes, the closure
-    variables of its functions, and the module variables that they use."""
+    """Path, such as an attribute's name -> digest: of attributes, closure variables, and the module
+    variables that the hook uses."""
     unread: list[str]
     """Paths of values that have no digest, and so cannot be compared."""
 
 
 def hook_states(training: Training) -> dict[str, HookState]:
-    """Return the current values of each user's hook that has no state_dict, by the hook's index and
-    name."""
+    """Return the values of users' hooks that have no state_dict, by the hook's index and name."""
     hooks = [
         hook
         for hook in training.hooks.all
@@ -69,7 +66,7 @@ def hook_states(training: Training) -> dict[str, HookState]:
 
 def why_not_set_back(before: Mapping[str, HookState], now: Mapping[str, HookState]) -> str | None:
     """Return the reason why a hook in a new process would differ from the hook in this process;
-    None if none would. `before`, `now`: results of `hook_states`, before training and now."""
+    None if none would."""
     for name, state in before.items():
         current = now[name]
         changed = [
@@ -116,7 +113,7 @@ class _HookReader(CodeReader):
 
 
 def _learned(training: Training) -> Iterator[Any]:
-    """Yield the tensors of the models, and the optimizers, which a recovery restores."""
+    """Yield the tensors and optimizers that a recovery restores."""
     for module in training.modules:
         yield from module.model.parameters()
         yield from module.model.buffers()
@@ -125,8 +122,8 @@ def _learned(training: Training) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """The full state of training after a step, held by a process that has all of it (is not
-    sharded). Its tensors are the trained modules' own, not copies."""
+    """The full state of training after a step, held by a process that is not sharded. Its tensors
+    are the trained modules' own, not copies."""
 
     step: int
     tensors: Mapping[str, Tensor]
@@ -135,24 +132,22 @@ class HeldState:
 
     @classmethod
     def of(cls, training: Training) -> HeldState:
-        """Return the state of this process. Its last step must be complete."""
+        """The last step must be complete."""
         state = state_of(training.modules, training.stateful)
         return cls(training.run.step, state.tensors, values_to_hold(training, state.values))
 
 
 def values_to_hold(training: Training, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON values that are held besides tensors: `values`, the loop's position, the
-    recipe and digests of its code."""
     learned = {"recipe": training.context.recorder.summary.get("recipe"), "code": training.code}
     return {**values, **training.loop.values(), **learned, "step": training.run.step}
 
 
 class ReplicaReader:
-    """Reads the newest state that ranks hold in memory (`HeldState`), with the interface of a
-    checkpoint's reader. Ranks that do not have it get it by broadcast."""
+    """Reads the newest state that ranks hold in memory. Ranks that do not have it get it by
+    broadcast."""
 
     def __init__(self, held: HeldState | None, world: World) -> None:
-        """Every rank makes one. `held`: the state that this rank holds, if any."""
+        """Every rank makes one."""
         steps = world.gather_values(-1 if held is None else held.step)
         newest = max(steps)
         self._source = steps.index(newest)
@@ -167,16 +162,14 @@ class ReplicaReader:
             described = [kinds, dict(self._held.values)]
         kinds, values = world.value_of(self._source, described) or ({}, {})
         self.manifest = Manifest(step=newest, files={}, values=values, metadata={})
-        """The manifest, as a checkpoint has it; its step is -1 if no rank holds a state."""
+        """Its step is -1 if no rank holds a state."""
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {
             name: (dtype, tuple(shape)) for name, (dtype, shape) in kinds.items()
         }
-        """Name -> dtype and shape of each tensor of the state."""
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Load the held values into the tensors of `state`. Every rank calls it, with the same
-        names."""
+        """Every rank calls it, with the same names."""
         for name, target in state.items():
             local = to_local(target).detach()
             if self._held is not None:
@@ -200,8 +193,8 @@ class Recovery:
         """`watchers`: hooks and loggers; their state is not compared with the recipe's."""
         self._rejoin, self._recipe, self._watchers = rejoin, recipe, watchers
         self.code = RecipeCode.of(recipe)
-        """Digests of the recipe's functions and of the values that they use, as the script gave
-        them, before this process trained."""
+        """Digests of the recipe's functions and of the values that they use, before this process
+        trained."""
         rejoin.trainings += 1
         self._too_late = (
             None
@@ -220,29 +213,27 @@ class Recovery:
         self._held: HeldState | None = None
         self._distrusts = False  # True if the states in the ranks' memory may be wrong
         self.why_no_state = "no process holds the state, and there is no image"
-        """The reason why `reader` has found no state in memory, if it returned None."""
+        """Reason why `reader` has returned None."""
         self._is_restored = False
         self.can_replace = False
-        """True once all processes have told the launcher that they can recover in place. The same
-        on all ranks."""
+        """True once all processes can recover in place; the same on all ranks."""
         # True if this process has the whole state: no tensor is sharded, and the data is no stream
         self.is_replica = False
         # the largest step that this process has reached since its state was last restored
         self._reached = -1
         self._hooks_before: Mapping[str, HookState] = {}
         self.times = 0
-        """Number of recoveries in place that this process has been through."""
+        """Number of recoveries that this process has been through."""
 
     def begin(self) -> None:
-        """Prepare this process to open the run, at first and after each loss of a process."""
         self._is_restored = False
         prepare_process()
         self._rejoin.announce(self._too_late)
         self._rejoin.join_at_first()
 
     def run(self, attempt: Callable[[], T]) -> T:
-        """Call `attempt`, which opens the run and trains, and return its result. After the loss of
-        another process, call it again in this process, with the rank that the launcher assigns."""
+        """Call `attempt`, which opens the run and trains. After the loss of another process, call
+        it again in this process, with the rank that the launcher assigns."""
         while True:
             self.begin()
             try:
@@ -267,13 +258,12 @@ class Recovery:
 
     @property
     def is_under_way(self) -> bool:
-        """True from the loss of a process until the state is restored; the same on all ranks of an
-        open run."""
+        """True from the loss of a process until the state is restored; the same on all ranks."""
         return self._rejoin.is_rejoining
 
     def lost_holders(self, world: World) -> list[dict[str, Any]]:
-        """Return the processes that wrote the run directory before a process was lost, as all ranks
-        know them (`RunDirectory.holder`). Every rank calls it."""
+        """Return the processes that wrote the run directory before a process was lost. Every rank
+        calls it."""
         return (
             [each for each in world.gather_values(self.holder) if each is not None]
             if self.is_under_way
@@ -285,15 +275,13 @@ class Recovery:
         self._distrusts = True
 
     def raise_if_lost(self) -> None:
-        """Raise `ConnectionAbortedError` if the launcher has told every process to leave its
-        collectives. Called between steps: a process that waits in no collective would not notice
-        otherwise."""
+        """Raise `ConnectionAbortedError` if the launcher has told all processes to leave their
+        collectives. A process that waits in no collective would not notice otherwise."""
         self._rejoin.raise_if_lost()
 
     def check_recipe(self, training: Training) -> None:
-        """Raise `RecipeError` on all ranks if a function of the recipe uses an object that has
-        changed since the script passed it, and that a recovery could not restore. Every rank calls
-        it, once the model is built."""
+        """Refuse functions of the recipe that use an object that has changed since the start, and
+        that a recovery could not restore. Every rank calls it."""
         set_back = [*self._watchers, *training.stateful.values(), *_learned(training)]
         mine = code_and_objects_of(self._recipe, set_back)
         first, *others = training.context.world.gather_values(mine)
@@ -307,8 +295,8 @@ class Recovery:
                     )
 
     def announce(self, run: Run, data: Any) -> None:
-        """Tell the launcher whether the run can recover in place from now on, which needs that all
-        processes can. Every rank calls it. `data`: the training data of the loop."""
+        """Tell the launcher whether all processes can recover in place from now on. Every rank
+        calls it."""
         plan = run.context.plan
         self.is_replica = not plan.state_divided and not isinstance(data, Stream)
         self._hooks_before = hook_states(run.training)
@@ -328,20 +316,18 @@ class Recovery:
         self._rejoin.report_hang(ranks, record)
 
     def offer_images(self, descriptors: Sequence[int]) -> None:
-        """Give the launcher the file descriptors of the memory in which this process keeps copies
-        of its state (images), so that the copies outlive the process."""
+        """Give the launcher the file descriptors of this process's copies of its state, so that the
+        copies outlive the process."""
         self._rejoin.offer_images(descriptors)
 
     def note_all_offered(self) -> None:
-        """Called once all ranks have called `offer_images`. The launcher can then free the images
-        of processes from before a recovery."""
+        """Called once all ranks have called `offer_images`, so that the launcher can free older
+        copies."""
         self._rejoin.note_all_offered()
 
     def reader(self, world: World, plan: Plan) -> tuple[str, StateReader] | None:
-        """Return the newest state in memory as (source, reader). The source is "replica" if a
-        surviving process holds the state, and "image" if it is in the copies that all ranks gave to
-        the launcher. None if there is none. Every rank calls it. `plan`: the plan of the run from
-        now on; if it shards tensors, only images are read."""
+        """Return the newest state in memory and its source: "replica" for a surviving process,
+        "image" for copies that all ranks gave to the launcher. Every rank calls it."""
         held = ReplicaReader(self._held if not plan.state_divided else None, world)
         self._reached = max(world.gather_values(self._reached))
         if any(world.gather_values(self._distrusts)):
@@ -356,9 +342,8 @@ class Recovery:
         return ("replica", held) if held.manifest.step >= 0 else None
 
     def restored(self, step: int) -> dict[str, float]:
-        """Record that this process has restored the state after `step` steps. Returns, by name, the
-        seconds from the loss of the process until all processes were ready, the seconds from then
-        until now, and the number of steps that must be computed again."""
+        """Return the recovery's figures: seconds until all processes were ready, seconds from then
+        until now, and steps to compute again."""
         lost_at, rejoined_at = self._rejoin.lost_at, self._rejoin.rejoined_at
         figures = {
             "wait_seconds": round(rejoined_at - lost_at, 3),
@@ -375,10 +360,8 @@ class Recovery:
     def rejoined(
         self, error: BaseException, run: Run | None, stop_watching: Callable[[], None] | None = None
     ) -> bool:
-        """Wait for a new rank if `error` came from the loss of another process. Returns True once
-        the environment variables (`RANK` and the like) have the new rank; False for other errors.
-        `run`: the open run, if any; `stop_watching` keeps its watchdog from reporting this wait as
-        a hang."""
+        """Wait for a new rank if `error` came from the loss of another process; return False for
+        other errors. `stop_watching`: keeps the watchdog from reporting this wait as a hang."""
 
         def hold() -> int | str:
             if stop_watching is not None:
@@ -388,7 +371,7 @@ class Recovery:
         return self._rejoin.rejoined(error, hold, at=-1 if run is None else run.step)
 
     def leave(self, error: BaseException) -> None:
-        """Leave the process groups that `error` has broken, before the run is opened again."""
+        """Leave the process groups that `error` has broken."""
         self.times += 1
         link: BaseException | None = error
         while link is not None:
@@ -397,19 +380,15 @@ class Recovery:
         self._rejoin.leave(partial(leave_groups, collect=False))
 
     def refuse(self, error: BaseException) -> None:
-        """Make the launcher start all processes again, because this process cannot open the run
-        again."""
+        """Make the launcher start all processes again."""
         self._rejoin.refuse(str(error))
 
     def close(self, *, failed: bool) -> None:
-        """Tell the launcher that the training has ended on this process. `failed`: True if by an
-        error."""
         self._rejoin.close(failed=failed)
 
     def _hold(self, run: Run | None) -> int | str:
-        """Keep the state of this process for the recovery, if its last step is complete and it has
-        the whole state. Returns the held state's step, -1 if none is held (the ranks' images are
-        used then), or the reason why this process cannot recover in place."""
+        """Return the step of the state that this process holds (-1: none), or the reason why this
+        process cannot recover in place."""
         if run is not None:
             self._reached = max(self._reached, run.step)
         if run is not None and self._is_restored and run.training.is_consistent and self.is_replica:
@@ -424,8 +403,6 @@ class Recovery:
 
 
 def why_not(run: Run) -> str | None:
-    """Return the reason why a run cannot recover in place from the loss of a process; None if it
-    can."""
     context = run.context
     if context.world.size > 1 and not context.world.owns_group:
         return "the script has made the process group itself"

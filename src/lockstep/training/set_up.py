@@ -56,8 +56,7 @@ class Remark(NamedTuple):
 
 
 def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
-    """Yield a remark (an event with a line for the terminal) for each avoidable cause of a slow run
-    that it finds, and for an untested version of torch."""
+    """Yield avoidable causes of a slow run, and an untested version of torch."""
     if (untested := untested_torch(torch.__version__)) is not None:
         yield untested
     if mesh.world.device.type == "cpu" and (reason := accelerator.unseen(os.environ)):
@@ -98,8 +97,6 @@ def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
 
 
 def check_torch(version: str) -> None:
-    """Raise `LaunchError` if this version of torch is older than the oldest that lockstep
-    supports."""
     if _major_and_minor(version) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise LaunchError(
@@ -109,7 +106,6 @@ def check_torch(version: str) -> None:
 
 
 def lost_with_container(run_dir: Path) -> Remark | None:
-    """Return a remark if the run directory would be lost with the container of this process."""
     if (reason := ends_with_container(run_dir, os.environ)) is None:
         return None
     return Remark(
@@ -120,8 +116,6 @@ def lost_with_container(run_dir: Path) -> Remark | None:
 
 
 def untested_torch(version: str) -> Remark | None:
-    """Return a remark if this version of torch is newer than the newest that lockstep is tested
-    with."""
     newest = ".".join(map(str, NEWEST_TESTED_TORCH))
     if _major_and_minor(version) <= NEWEST_TESTED_TORCH:
         return None
@@ -137,8 +131,7 @@ def _major_and_minor(version: str) -> tuple[int, ...]:
 
 
 def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:
-    """Return a remark if a plain BatchNorm takes its statistics over one microbatch, which is less
-    than a global batch; else None."""
+    """Return a remark if BatchNorm takes its statistics over one of several microbatches."""
     plain = [
         name for name, each in training_batchnorms(models) if not isinstance(each, nn.SyncBatchNorm)
     ]
@@ -155,9 +148,8 @@ def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:
 
 
 def refuse_single_samples(models: Sequence[nn.Module], batching: Batching) -> None:
-    """Make the first forward raise `RecipeError` if BatchNorm will get a microbatch with one value
-    per channel in an epoch's last global batch. One value has no variance, and torch would raise an
-    error only then."""
+    """Make the first forward raise `RecipeError` if BatchNorm will get one value per channel in an
+    epoch's last global batch. torch would raise an error only then."""
     sizes = batching.last_of_epoch
     if 1 not in sizes or batching.assignment.slices:
         return
@@ -181,8 +173,6 @@ def _check_values_per_channel(name: str, layer: nn.Module, sizes: Sequence[int])
 
 
 def idle_ranks(batching: Batching) -> Remark | None:
-    """Return a remark if some data ranks have no microbatch in any step, because there are too few
-    microbatches; else None."""
     ranks, count, size = batching.assignment.ranks, batching.max_microbatches, batching.largest
     idle = [
         rank
@@ -204,8 +194,6 @@ def idle_ranks(batching: Batching) -> Remark | None:
 
 
 def fixed_assignment(plan: Plan, batching: Batching) -> Remark | None:
-    """Return a remark if `assignment=measured` has no effect, because a step has no more
-    microbatches than ranks; else None."""
     ranks, count = batching.assignment.ranks, batching.max_microbatches
     if plan.assignment == "equal" or ranks == 1 or count > ranks:
         return None
@@ -220,9 +208,6 @@ def fixed_assignment(plan: Plan, batching: Batching) -> Remark | None:
 def check_assignment(
     plan: Plan, assignment: MicrobatchAssignment, *, is_stream: bool, microbatch_is_fixed: bool
 ) -> None:
-    """Raise `PlanError` if the plan assigns microbatches by the measured speeds of ranks
-    (`assignment=measured`), but the assignment must stay fixed. `assignment`: the equal assignment;
-    its `slices` is not 0 if SyncBatchNorm splits each microbatch over ranks."""
     if plan.assignment == "equal":
         return
     for applies, what, why, instead in (
@@ -253,8 +238,6 @@ def check_assignment(
 
 
 def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | None) -> None:
-    """Raise `RecipeError` if the plan has numerics=bitwise and the recipe gives no microbatch
-    size."""
     if plan.numerics == "bitwise" and microbatch is None:
         raise RecipeError(
             "numerics=bitwise with microbatch=None; without a fixed microbatch, the microbatches"
@@ -264,13 +247,10 @@ def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | N
 
 
 RECOMPUTES = frozenset({"replicate", "shard", "pipeline", "tensor", "context"})
-"""The axes under which a rank (or a replica of several ranks) can recompute another's
-microbatch."""
+"""Axes under which a rank can recompute another rank's microbatch."""
 
 
 def check_recomputation(plan: Plan, every: int) -> None:
-    """Raise `PlanError` if ranks cannot recompute each other's microbatches under this plan.
-    `every`: the value of --recompute-every; 0: never."""
     if not every:
         return
     if plan.numerics != "bitwise":
@@ -289,8 +269,6 @@ def check_recomputation(plan: Plan, every: int) -> None:
 
 
 def check_no_auto(plan: Plan, microbatch: object) -> None:
-    """Raise `PlanError` or `RecipeError` if a setting of the plan or `microbatch` is still `auto`,
-    which only `ls.train` replaces."""
     why = "in your own loop; only ls.train has a loss to measure with; give a number"
     for name in MEASURED:
         if getattr(plan, name) == "auto":
@@ -300,7 +278,6 @@ def check_no_auto(plan: Plan, microbatch: object) -> None:
 
 
 def check_compression_fits(plan: Plan, gradient_compression: str) -> None:
-    """Raise `RecipeError` if gradients cannot be compressed under this plan."""
     if gradient_compression == "none":
         return
     if plan.numerics == "bitwise":
@@ -321,8 +298,6 @@ def check_compression_fits(plan: Plan, gradient_compression: str) -> None:
 
 
 def check_sequence(plan: Plan, sequence: RecipeSequence | None) -> None:
-    """Raise `PlanError` or `RecipeError` if the plan cannot split sequences over ranks as
-    `Recipe.sequence` describes them."""
     if sequence is None and plan.context == 1:
         return
     for name, why in (
@@ -362,8 +337,7 @@ def _check_bitwise_sequence(plan: Plan, sequence: RecipeSequence | None) -> None
 
 
 def resolved(plan: Plan, world_size: int) -> str:
-    """Return the plan as text: with its `auto` sizes replaced for `world_size` processes if the
-    plan fits them, else as it is."""
+    """Return the plan as text, with its `auto` sizes replaced if the plan fits the world size."""
     try:
         return str(plan.resolve(world_size))
     except PlanError:
@@ -378,8 +352,6 @@ def use_threads(number: int) -> None:
 
 
 def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `PlanError` or `RecipeError` unless all ranks have equal settings. `everyone`: for each
-    rank, name of a setting -> its value as text."""
     first, *others = everyone
     for rank, other in enumerate(others, start=1):
         for name in {**first, **other}:
@@ -392,9 +364,7 @@ def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_same_devices(everyone: Sequence[Mapping[str, str]], numerics: str) -> Remark | None:
-    """Return a remark if ranks compute on different kinds of devices; else None. `everyone`:
-    `device_kind` of each rank. Raises `PlanError` under bitwise numerics, because the bits would
-    depend on which rank computes which microbatch."""
+    """`everyone`: `device_kind` of each rank."""
     first, differing = everyone[0], dict[int, dict[str, list[str | None]]]()
     for rank, other in enumerate(everyone):
         if other != first:
@@ -419,8 +389,7 @@ def check_same_devices(everyone: Sequence[Mapping[str, str]], numerics: str) -> 
 
 
 def check_same_programs(everyone: Sequence[Mapping[str, str]]) -> None:
-    """Raise `RecipeError` if ranks have imported different versions of the user's Python modules.
-    `everyone`: for each rank, the result of `programs`."""
+    """`everyone`: for each rank, the digests of the user's modules."""
     for rank, other in enumerate(everyone):
         if changed := other_sources(everyone[0], other):
             raise RecipeError(
@@ -439,8 +408,7 @@ def _file_of(module: str) -> str:
 
 
 def check_same_code(everyone: Sequence[Digests]) -> None:
-    """Raise `RecipeError` if a function of the recipe differs between ranks, in its code or in
-    values that it uses. `everyone`: for each rank, the result of `code_of`."""
+    """`everyone`: for each rank, the digests of the recipe's functions."""
     first = everyone[0]
     for rank, other in enumerate(everyone):
         for field in {**first, **other}:
@@ -458,8 +426,7 @@ def set_up_computation(
     plan: Plan, world: World, threads: int, stack: ExitStack
 ) -> list[Remark | None]:
     """Set the number of threads and torch's determinism until `stack` closes. `threads`: the number
-    if the plan gives none. Returns remarks on features that the device lacks. Raises
-    `PlanError`."""
+    if the plan gives none."""
     bitwise = plan.numerics == "bitwise"
     pinned = bitwise and (world.device.type == "cpu" or plan.offload)
     if pinned and plan.threads not in (None, "auto", 1):
@@ -496,12 +463,8 @@ def set_up_computation(
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
-    """Make glibc keep up to 2 GiB of freed memory, from tensors of up to 32 MiB. Returns False if
-    the user has set these limits, or the C library is not glibc.
-
-    By default glibc returns the memory of a step's gradients to the system and gets it back page by
-    page, which takes up to a fifth of a step.
-    """
+    """Make glibc keep up to 2 GiB of freed memory. By default, glibc returns the memory of a step's
+    gradients to the system and gets it back page by page, which takes up to a fifth of a step."""
     if sys.platform != "linux" or any(name in environ for name in OWN_SETTINGS):
         return False
     try:
@@ -514,9 +477,8 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
 
 
 def expand_segments(device: torch.device, environ: Mapping[str, str]) -> Remark | None:
-    """Make torch's GPU allocator use expandable segments, against fragmentation, unless the user
-    has set the allocator's environment variable. Returns a remark if the device cannot use them: on
-    some virtual GPUs, WSL and gVisor, every allocation would fail."""
+    """Make torch's GPU allocator use expandable segments, against fragmentation. On some virtual
+    GPUs, WSL and gVisor, every allocation would then fail."""
     if any(name in environ for name in OWN_GPU_SETTINGS) or not set_allocator_settings(
         "expandable_segments:True"
     ):
@@ -529,8 +491,7 @@ def expand_segments(device: torch.device, environ: Mapping[str, str]) -> Remark 
 
 def cublas_workspace(environ: MutableMapping[str, str]) -> Remark | None:
     """Set the workspace size with which cuBLAS is deterministic, if `import lockstep` has not set
-    it. In that case return a remark, because torch reads the setting at its first matrix product,
-    and the script may have computed one already."""
+    it. torch reads the setting at its first matrix product."""
     if cublas.VARIABLE in environ:
         return None
     environ[cublas.VARIABLE] = cublas.WORKSPACE

@@ -64,10 +64,10 @@ _TRAINING_FORM: Mapping[str, Any] = {
     "schedule": list, "loss_scale": list | None, "overflows": int, "prescale": float | None,
     "trainable": list | None
 }  # fmt: skip
-"""The expected type of each value in the JSON of a checkpoint, by name."""
+"""The expected type of each value in a checkpoint's JSON."""
 
 EXTRA_STATE = "_extra_state"
-"""The key of the result of `get_extra_state` in a module's state dict."""
+"""Key of `get_extra_state`'s result in a module's state dict."""
 
 
 @runtime_checkable
@@ -82,8 +82,7 @@ class Stateful(Protocol):
 
 
 class StateReader(Protocol):
-    """Reads a saved state: a checkpoint (`CheckpointReader`), or the copies of the state that ranks
-    keep in shared memory (`ImageReader`)."""
+    """Reads a saved state: a checkpoint, or copies of the state in shared memory."""
 
     manifest: Manifest
 
@@ -92,8 +91,7 @@ class StateReader(Protocol):
         """Name -> dtype and shape of each saved tensor."""
 
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Load the saved values into the tensors of `state`, all of whose names must be saved.
-        Every rank calls it."""
+        """Load the saved values into the tensors of `state`. Every rank calls it."""
 
 
 @dataclass(slots=True)
@@ -113,12 +111,10 @@ def state_of(
     *,
     host: Sequence[HostValues] | None = None,
 ) -> State:
-    """Return the state of a session. Raises `CheckpointError` if a part of it cannot be saved.
-
-    `host`: for each module, the values in host memory after the step that the device's tensors have
-    reached; None: the current values. `known`: a cache that the caller passes at each call, because
-    searching a small model for its tensors takes longer than copying them. With it, the returned
-    tensors are not detached; read them at once."""
+    """`host`: each module's values in host memory after the step that the device's tensors have
+    reached; None: the current values. `known`: a cache, because searching a small model for its
+    tensors takes longer than copying them. With it, the returned tensors are not detached; read
+    them at once."""
     state = State()
     tensors = [
         (known or KnownTensors()).of(module, number) for number, module in enumerate(modules)
@@ -139,17 +135,17 @@ def state_of(
 
 @dataclass(frozen=True, slots=True)
 class _ModuleTensors:
-    """The tensors of a `TrainModule` by their names in a checkpoint, and the dicts of modules and
-    optimizers in which they were found."""
+    """The tensors of a `TrainModule` by their names in a checkpoint, and the dicts in which they
+    were found."""
 
     tensors: dict[str, Tensor]
     optimizers: list[OptimizerState]
     tied: dict[str, str]
     places: list[tuple[Mapping[Any, Any], Sequence[Any]]]
-    """Each dict in which tensors were found (such as a module's `_parameters`), and its values at
-    that time."""
+    """Each dict in which tensors were found (such as a module's `_parameters`), and its values
+    then."""
     states: Sequence[tuple[Optimizer, object]]
-    """Each optimizer, and the object that was its `state` at that time."""
+    """Each optimizer, and the object that was its `state` then."""
 
     @classmethod
     def find(cls, module: TrainModule, number: int) -> _ModuleTensors:
@@ -176,8 +172,7 @@ class _ModuleTensors:
         )
 
     def is_current(self) -> bool:
-        """True if the module and its optimizers still hold the same objects as when they were
-        searched."""
+        """True if the module and its optimizers still hold the same objects."""
         if any(
             optimizer.state is not state or has_own_pair(optimizer)
             for optimizer, state in self.states
@@ -196,8 +191,6 @@ class KnownTensors:
         self._found: dict[int, _ModuleTensors] = {}
 
     def of(self, module: TrainModule, number: int) -> _ModuleTensors:
-        """Return the tensors of `module`, which is number `number` in the session. Searches again
-        if the module or its optimizers hold other objects than at the last search."""
         cached = self._found.get(number)
         if cached is None or not cached.is_current():
             cached = self._found[number] = _ModuleTensors.find(module, number)
@@ -207,12 +200,8 @@ class KnownTensors:
 def restore(
     reader: StateReader, modules: Sequence[TrainModule], others: Mapping[str, Stateful], mesh: Mesh
 ) -> None:
-    """Load a saved state into models, optimizers and the `others`. Every rank calls it. After an
-    error, their values are undefined.
-
-    Raises `CheckpointError` if the checkpoint belongs to another model or run, `DamagedError` if it
-    is damaged; both on every rank.
-    """
+    """Load a saved state into models, optimizers and `others`. Every rank calls it. After an error,
+    their values are undefined."""
     values, now = reader.manifest.values, state_of((), others).tensors
     targets: dict[str, Tensor] = {}
     states = []
@@ -257,8 +246,7 @@ def restore(
 
 @contextmanager
 def damage_in(what: str) -> Iterator[None]:
-    """A context that converts errors that values of a wrong type cause (KeyError, TypeError and the
-    like) into a `DamagedError`. `what`: the part of the checkpoint, for the error's text."""
+    """Convert errors that values of a wrong type cause into a `DamagedError`."""
     try:
         yield
     except (
@@ -275,8 +263,6 @@ def damage_in(what: str) -> Iterator[None]:
 
 
 def _check_form(values: Mapping[str, Any]) -> None:
-    """Raise `ValueError`, `LookupError` or `TypeError` unless the values have the form that
-    `state_of` gives them."""
     for module in _checked(values, _FORM)["modules"].values():
         for optimizer in _checked(module, _MODULE_FORM)["optimizers"].values():
             _checked(optimizer, _OPTIMIZER_FORM)
@@ -307,8 +293,7 @@ def _checked(values: Any, form: Mapping[str, Any]) -> Any:
 def _model_targets(
     module: TrainModule, number: int, saved: Mapping[str, Any], there: Kinds
 ) -> dict[str, Tensor]:
-    """Return name in the checkpoint -> the model's tensor into which it is loaded. `there`: dtype
-    and shape of each tensor in the checkpoint."""
+    """Return name in the checkpoint -> the model's tensor into which it is loaded."""
     named: dict[str, Tensor] = {
         **dict(module.model.named_parameters()),
         **dict(module.model.named_buffers()),
@@ -416,7 +401,6 @@ def _restore_module(
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
-    """Return the result of each module's `get_extra_state`, by its name in the state dict."""
     return {
         f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE: module.get_extra_state()
         for name, module in model.named_modules()
@@ -439,8 +423,8 @@ def _to_device(parameter: Tensor, value: Any) -> Any:
 
 
 def _like_parameter(parameter: Tensor, value: Any) -> Any:
-    """Return `value` on the parameter's device; if it is a tensor of the parameter's shape, sharded
-    as the parameter is."""
+    """Move `value` to the parameter's device. A tensor of the parameter's shape is sharded as the
+    parameter is."""
     value = _to_device(parameter, value)
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
@@ -448,17 +432,16 @@ def _like_parameter(parameter: Tensor, value: Any) -> Any:
 
 
 def tensors_of(model: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-    """Yield the first name and the tensor of each parameter and buffer in the model's state dict; a
-    tied tensor occurs once. `also`: names of parameters to add although the state dict leaves them
-    out."""
+    """Yield the first name and the tensor of each parameter and buffer in the state dict. `also`:
+    parameters to add."""
     saved = list(in_state(model, also))
     others = _aliases(saved)
     return ((name, tensor.detach()) for name, tensor in saved if name not in others)
 
 
 def aliases(model: nn.Module, also: Collection[str] = ()) -> dict[str, str]:
-    """Return the other names of tied tensors in the state dict: other name -> the tensor's first
-    name. `also`: as in `tensors_of`."""
+    """Return other name -> first name of each tied tensor in the state dict. `also`: parameters to
+    add."""
     return _aliases(list(in_state(model, also)))
 
 
@@ -520,8 +503,7 @@ def _check_same_parts(
 def _check_tensors(
     targets: Mapping[str, Tensor], saved: Mapping[str, tuple[str, tuple[int, ...]]], mesh: Mesh
 ) -> None:
-    """Raise `CheckpointError` unless `targets` and the saved tensors have the same names and
-    shapes. Every rank calls it."""
+    """Every rank calls it."""
     mine = {
         name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         for name, tensor in targets.items()
@@ -555,6 +537,5 @@ def _describe(name: str, kind: Sequence[Any]) -> str:
 
 
 def listed(found: Mapping[str, Sequence[str]]) -> str:
-    """Return one line of text with the first few names of each kind. `found`: kind, such as
-    "missing" -> names."""
+    """Return one line of text with the first few names of each kind."""
     return "; ".join(f"{kind}: {first_few(names)}" for kind, names in found.items() if names)

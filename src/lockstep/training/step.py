@@ -61,11 +61,10 @@ class Step:
         split each microbatch, the number of the parts of all microbatches."""
         self.source = source
         self.weights = source.weights
-        """Name of each loss term -> the denominator of its mean over the global batch. None without
-        a weight function."""
+        """Term name -> denominator of its mean over the global batch. None without a weight
+        function."""
         self.committed: dict[int, StepResult] = {}
-        """The results of the models that were committed in this step, by the model's number in the
-        session."""
+        """Index of a model in the session -> its result."""
         self.skipped: set[int] = set()
         self._training, self._run = training, training.run
         self._modules = training.modules
@@ -75,29 +74,26 @@ class Step:
         self._phases = training.context.phases
         self._probe = training.context.overrides.probe
         self._computed: tuple[Any, Any] | None = None
-        """The `inputs` and `loss` given to `compute`."""
         self._is_repeated = False
-        """True while an optimizer calls its closure, which computes the step's gradient again."""
+        """True while an optimizer's closure computes the step's gradient again."""
         # with several models, the backward of one may rightly change the gradients of another
         alone = self._compares and len(training.modules) == 1
         self._gradients = training.modules[0].reducer.gradient_versions() if alone else None
-        """Version counters of the `.grad` tensors after the latest backward, to detect backwards
-        that lockstep did not call. None if this step does not check for them."""
+        """Version counters of the `.grad` tensors, to detect backwards that lockstep did not call.
+        None if this step does not check for them."""
         self._current: Microbatch | None = None
         self._recomputation: Recomputation | None = None
-        """The checksums of microbatch gradients that this rank compares with other ranks' in this
-        step; None in most steps."""
+        """Checksums of microbatch gradients to compare with other ranks'. None in most steps."""
         self._passes = 0
         self._seed_loop()
         self._borrowed: tuple[Microbatch, MicrobatchChecksums] | None = None
-        """The microbatch of another rank that this rank is recomputing, and the checksums of its
-        gradient so far; None at other times."""
+        """Another rank's microbatch that this rank is recomputing, and the checksums of its
+        gradient so far."""
         self._held: list[tuple[Microbatch, Any, Routed]] | None = None
-        """The microbatches whose forward is done and whose backward waits for the forwards of all
-        microbatches, each with its loss and its tokens' choices of experts. None if backwards do
-        not wait."""
+        """Microbatches whose backward waits for all forwards, each with its loss and its tokens'
+        choices of experts. None if backwards do not wait."""
         self._number = 0
-        """Number of the model whose gradient is being accumulated; valid once `_has_begun`."""
+        """Index of the model whose gradient is being accumulated; valid once `_has_begun`."""
         self._has_begun = False
 
     def compute(
@@ -145,9 +141,8 @@ class Step:
             self._release(balance)
 
     def _recompute_for_others(self, compute: Callable[[], None]) -> Recomputation:
-        """Compute the gradient of a microbatch that is assigned to another rank, so that both
-        ranks' results can be compared. Called before this rank's own microbatches. `compute`:
-        computes forward and backward of each microbatch that `batches` yields."""
+        """Called before this rank's own microbatches. `compute`: computes forward and backward of
+        each microbatch that `batches` yields."""
         before = self._phases.enter("data", interrupts=True)
         others = self.source.others()
         self._phases.enter(before)
@@ -164,8 +159,8 @@ class Step:
     def _recompute(
         self, item: Microbatch | None, compute: Callable[[], None]
     ) -> MicrobatchChecksums:
-        """Compute the gradient of another rank's microbatch `item`, discard it, and return its
-        checksums (empty if `item` is None)."""
+        """Compute the gradient of another rank's microbatch, discard it, and return its
+        checksums."""
         checksums = MicrobatchChecksums()
         if item is not None:
             self._borrowed = item, checksums
@@ -175,10 +170,9 @@ class Step:
         return checksums
 
     def _hold_backwards(self) -> bool:
-        """Make backwards wait until all forwards of the step are done, if no rank has more than one
-        microbatch or activation checkpointing keeps only the blocks' inputs: otherwise the
-        activations would take too much memory. Returns True if backwards wait; the same on every
-        rank. In a pipeline they never wait here."""
+        """Make backwards wait for all forwards, if no rank has more than one microbatch or
+        activation checkpointing keeps only the blocks' inputs. Otherwise the activations would take
+        too much memory. Returns the same on every rank."""
         assigned, plan = self.source.layout.assignment, self._training.context.plan
         if plan.divides("layers"):
             return False
@@ -199,16 +193,14 @@ class Step:
         inputs: Callable[[Any], Any] | None,
         loss: Callable[[Any, Any], Any],
     ) -> None:
-        """Count the tokens of the global batch that each expert gets, by an additional forward of
-        each microbatch without gradients."""
+        """Count the tokens that each expert gets by an additional forward of each microbatch
+        without gradients."""
         self.source.keep()
         self._module.executor.forwards(self, inputs, loss)
         reshard(self._module.model)
         balance.know_loads()
 
     def count_choices(self, microbatch: Microbatch, batch: Any) -> None:
-        """Count the tokens that routers have sent to each expert in the latest forward, which is of
-        `microbatch`."""
         balance = self._module.balance
         assert balance is not None, "forwards are counted for it"
         routed = balance.routed(microbatch.index, batch)
@@ -217,13 +209,10 @@ class Step:
 
     @property
     def balance_terms(self) -> Sequence[str]:
-        """The names of the terms that the balance of experts adds to the loss."""
         balance = self._module.balance
         return () if balance is None else balance.term_names
 
     def balance_part(self, microbatch: Microbatch, batch: Any) -> Contribution | None:
-        """Return the loss terms that balance the experts, from the latest forward of a pipeline's
-        stage. None if the stage adds no such term."""
         balance = self._module.balance
         if balance is None:
             return None
@@ -248,8 +237,6 @@ class Step:
 
     @contextmanager
     def without_backward(self) -> Iterator[None]:
-        """A context in which a pipeline's schedule calls the user's loss function. Raises
-        `LossError` if the function calls `backward`."""
         self._note_gradients()
         yield
         self._check_gradients()
@@ -285,9 +272,8 @@ class Step:
         self._seed_loop()
 
     def _seed_loop(self) -> None:
-        """Seed the random generators for numbers that a script's own loop draws between
-        microbatches. Otherwise they would continue the random streams of this rank's last
-        microbatch, which differ between ranks."""
+        """Seed the random generators for a script's own loop. They would otherwise continue the
+        stream of this rank's last microbatch, which differs between ranks."""
         if self._run.recipe is None:
             context = self._training.context
             at = (context.seed, RandomStream.LOOP, self._run.step, self._passes)
@@ -315,8 +301,6 @@ class Step:
         self.accumulate(loss)
 
     def accumulate(self, loss: Any) -> None:
-        """Accumulate the gradient of the latest microbatch's loss. `backward` calls it after its
-        checks, and executors call it."""
         if not self._has_begun:
             raise LossError(
                 f"after step {self.index}: step.accumulate without step.backward, which names the"
@@ -365,13 +349,9 @@ class Step:
 
     @property
     def is_recomputing(self) -> bool:
-        """True while this rank computes another rank's microbatch to compare the gradients."""
         return self._borrowed is not None
 
     def comparing(self, microbatches: Sequence[Microbatch]) -> AbstractContextManager[None]:
-        """A context for the backwards of `microbatches`. If ranks compare the gradient of one of
-        them, it records the gradient's checksums; if it is another rank's microbatch, it also
-        discards the gradient."""
         if self._borrowed is not None:
             return self._discarding(self._borrowed[1])
         if self._recomputation is None or (place := self._compared_among(microbatches)) is None:
@@ -386,8 +366,7 @@ class Step:
             yield
 
     def _compared_among(self, microbatches: Sequence[Microbatch]) -> int | None:
-        """Return the index into `microbatches` of the one whose gradient ranks compare; None if
-        there is none."""
+        """Return the index into `microbatches` of the one whose gradient ranks compare."""
         if self._recomputation is None or self._is_repeated:
             return None
         mine = self._recomputation.mine
@@ -406,8 +385,6 @@ class Step:
         return reducer
 
     def contribution(self, loss: Any, microbatch: Microbatch) -> Contribution:
-        """Check and scale the result of a loss function that a pipeline's schedule has called for
-        `microbatch`. Raises `LossError`."""
         if self._module.balance is not None:
             self._module.balance.check_own(loss)
         return self._contribution(loss, microbatch, own_weights(self.weights))
@@ -426,7 +403,6 @@ class Step:
         )
 
     def grad_output(self, part: Contribution) -> Tensor:
-        """The gradient that the backward of `part.total` starts with, times the loss scale."""
         return self._module.grad_output(part)
 
     def record(
@@ -436,8 +412,6 @@ class Step:
         weight: Tensor | None,
         part: Contribution | None,
     ) -> None:
-        """Record the loss and the weight of a microbatch whose gradient a pipeline's schedule has
-        accumulated. `part`: None if another rank computes its loss."""
         self._note(microbatch, value, weight, part)
         if self._probe is not None and not self._is_repeated:
             self._probe.without_backward(self._number, microbatch.index)
@@ -539,11 +513,9 @@ class Step:
     def _again(
         self, number: int, first: StepResult, closure: Callable[[], object] | None
     ) -> Callable[[], Tensor]:
-        """Return the closure that is passed to the optimizer's `step`. The closure returns the loss
-        and sets the gradient. Its first call uses the step's gradient, unless the optimizer has
-        changed the gradient or the parameters. Later calls compute the gradient at the current
-        parameters, with the same random numbers. `first`: the step's result. `closure`: the
-        script's closure; None: repeat `compute`."""
+        """Return the closure for the optimizer's `step`. Its first call uses the step's gradient,
+        unless the optimizer has changed the gradient or the parameters. Later calls compute it
+        again with the same random numbers."""
         module, calls = self._modules[number], count()
         marks = _marks(module.parameters)
         repeat = closure or partial(self._train, number, *(self._computed or ()))
@@ -569,9 +541,8 @@ class Step:
         return again
 
     def _seed_optimizer(self, number: int, *call: int) -> None:
-        """Seed the generators for the numbers that an optimizer draws in its step. Called again
-        after each call of the optimizer's closure, because the closure seeds the generators for
-        this rank's microbatches."""
+        """Called again after each call of the optimizer's closure, which seeds the generators for
+        microbatches."""
         if self._modules[number].may_draw:
             context = self._training.context
             at = (context.seed, RandomStream.OPTIMIZER, self._run.step, number, *call)
@@ -603,8 +574,6 @@ class Step:
         self._run.log(values)
 
     def batches(self) -> Iterator[tuple[Microbatch, Any]]:
-        """Yields this rank's microbatches with their batches on the device, each with its own
-        random generators."""
         self._begin_statistics()
         passes, only = len(self.committed), None if self._borrowed is None else self._borrowed[0]
         for current, batch in self._phases.during("data", self.source.batches(passes, only)):
@@ -626,23 +595,19 @@ class Step:
             streams.stop()
 
     def fetched(self) -> list[tuple[Microbatch, Any]]:
-        """Return all of this rank's microbatches and their batches at once, for a pipeline's
-        schedule."""
         self._begin_statistics()
         only = None if self._borrowed is None else self._borrowed[0]
         fetched = self._phases.during("data", self.source.batches(0, only))
         return [(current, self._changed(current, batch)) for current, batch in fetched]
 
     def random_position(self, microbatch: Microbatch) -> tuple[int, ...]:
-        """Return the key from which the microbatch's random generators are seeded, for a
-        pipeline."""
         return self.source.position(microbatch, 0)
 
     def _over_batch(
         self, module: TrainModule, inputs: Callable[[Any], Any] | None, loss: Gathered
     ) -> BatchLoss:
-        """Return the loss function for each microbatch: its result has the microbatch's part of the
-        gradient of a loss over the whole global batch."""
+        """Return a loss function whose result has the microbatch's part of the gradient of a loss
+        over the whole global batch."""
         _check_loop(module, "a batch loss", "choose replicate or shard, without Recipe.sequence")
         if self.source.weights is not None:
             raise RecipeError(
@@ -665,7 +630,7 @@ class Step:
 
     @property
     def current(self) -> Microbatch:
-        """The microbatch that `batches` yielded last. Raises `LossError` if there is none."""
+        """The microbatch that `batches` yielded last."""
         if self._current is None:
             raise LossError(
                 f"after step {self.index}: backward outside of a loop over step.microbatches();"
@@ -678,8 +643,7 @@ class Step:
         return batch if change is None else change(current, batch)
 
     def _refuse_dummies(self) -> None:
-        """Raise `RecipeError`, on all ranks, if a rank computes a dummy microbatch in this step, or
-        in another step of the same epoch."""
+        """Raise `RecipeError` on all ranks if a step of the epoch has dummy microbatches."""
         assigned = self.source.layout.assignment
         counts = self.count, *sorted(self.source.batching.counts)
         count = next((count for count in counts if assigned.has_dummies(count)), None)
@@ -731,13 +695,11 @@ class Step:
         self._phases.enter("script" if self.is_complete else "compute")
 
     def _end(self) -> None:
-        """End the step if all models have committed or skipped it."""
         if self.is_complete:
             self._training.end_updates(self.committed)
 
     @property
     def is_complete(self) -> bool:
-        """True if each model has committed or skipped the step."""
         return len(self.committed) + len(self.skipped) == len(self._modules)
 
     def _check_open(self, number: int) -> None:
@@ -749,8 +711,6 @@ class Step:
             )
 
     def _begin(self, number: int) -> None:
-        """Begin the gradient accumulation of model `number` if it has not begun. Raises `LossError`
-        if it has begun for another model."""
         if not self._has_begun:
             self._check_gradients()
             self._has_begun, self._number, self._module = True, number, self._modules[number]
@@ -762,8 +722,7 @@ class Step:
             self._values: list[Number] = []
             self._forward_weights: list[Tensor] = []
             self._terms: list[dict[str, Tensor]] = []
-            """The values of the loss's terms for each microbatch whose loss this rank computes (in
-            a pipeline, the ranks of the last stage do)."""
+            """The values of the loss's terms for each microbatch whose loss this rank computes."""
             self._kinds: list[LossKind] = []
         if self._number != number:
             raise LossError(
@@ -774,13 +733,11 @@ class Step:
 
     @property
     def _weights_of_forward(self) -> Sequence[Number] | None:
-        """The weight of each microbatch of this rank, if the loss returns it (`ls.Loss`). None if
-        the loss is divided by the sum of `Recipe.weight` or by the number of samples."""
+        """The weight of each microbatch if the loss returns it (`ls.Loss`), else None."""
         return self._forward_weights if self._module.forward_knows_weight else None
 
     def _check_gradients(self) -> None:
-        """Raise `LossError` if gradients have changed since `_note_gradients` was called, because
-        the script itself has called `Tensor.backward`."""
+        """Raise `LossError` if the script itself has called `Tensor.backward`."""
         if self._gradients is None or self._is_repeated:
             return
         if self._gradients != self._modules[0].reducer.gradient_versions():
@@ -795,8 +752,8 @@ class Step:
             self._gradients = self._modules[0].reducer.gradient_versions()
 
     def _check_complete(self) -> None:
-        """Raise `LossError` unless `backward` was called for every microbatch of this rank, with
-        losses that agree in type, in the names of their terms and in the rows per sample."""
+        """Raise `LossError` unless each microbatch of this rank had a backward, with losses of one
+        kind."""
         module = self._module
         if len(self._seen) < self.source.mine:
             missing = [place for place in self.source.layout.mine() if place not in self._seen]
@@ -831,7 +788,6 @@ class Step:
                 )
 
     def _number_of(self, optimizer: Any) -> int:
-        """The number of the model that `optimizer` updates."""
         if optimizer is None and len(self._modules) == 1:
             return 0
         for number, module in enumerate(self._modules):
@@ -851,8 +807,7 @@ class Step:
 
 
 def _marks(parameters: Sequence[nn.Parameter]) -> list[Any]:
-    """Return values, such as version counters, that change whenever a parameter or its gradient is
-    changed."""
+    """Return values that change whenever a parameter or its gradient is changed."""
     of_parameters = [(version(each), each.data_ptr()) for each in parameters]
     return [of_parameters, gradient_versions(parameters)]
 
@@ -862,7 +817,5 @@ def _check_loop(
     what: str = "step.microbatches or step.backward",
     remedy: str = "call step.compute(inputs, loss), with inputs and loss as in a Recipe",
 ) -> None:
-    """Raise `RecipeError` if the plan does not let the script loop over microbatches. `what`,
-    `remedy`: for the error's text, the call that needs the loop, and what to do instead."""
     if (why := module.executor.why_no_loop) is not None:
         raise RecipeError(f"{what} with {why}; {remedy}")

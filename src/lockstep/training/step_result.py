@@ -30,26 +30,25 @@ class StepResult:
     # `Recipe.weight` or the number of samples gives the denominators
     weights: Tensor | None
     norm: Tensor | float
-    """The gradient's global norm before clipping. If nothing needs the norm (no log, no clipping):
-    a number that is finite if and only if the norm is."""
+    """Global norm of the gradient before clipping. If nothing needs the norm: a number that is
+    finite if and only if the norm is."""
     # True if the model was updated. None if that depends on a value on the device; see
     # `was_applied`
     applied: bool | None
     flags: Tensor | bool  # see `StepStats`
     terms: list[dict[str, Tensor]]
-    """For each microbatch of this rank, name of a term -> its part of the step's loss; empty dicts
-    unless the loss has several terms."""
+    """For each microbatch of this rank, term name -> part of the step's loss; empty dicts unless
+    the loss has several terms."""
     clip_norm: float | None
 
     @property
     def was_applied(self) -> bool:
-        """True if the model was updated. Waits for the device."""
+        """Waits for the device."""
         return math.isfinite(float(self.norm)) if self.applied is None else self.applied
 
     @property
     def is_settled(self) -> bool:
-        """True if the host knows without waiting that the model was updated, and `check` cannot
-        fail."""
+        """True if the host knows without waiting that `check` cannot fail."""
         return self.applied is True and self.weights is None
 
     def loss(self) -> float:
@@ -64,13 +63,12 @@ class StepResult:
 
     @property
     def is_without_weight(self) -> bool:
-        """True if the weights that the forward returned (`ls.Loss`) are 0 in the whole global
-        batch. Waits for the device."""
+        """True if the weights of an `ls.Loss` are 0 in the whole global batch. Waits for the
+        device."""
         return self.weights is not None and not any(self.weights.tolist())
 
     def term_losses(self) -> dict[str, float]:
-        """Return name of a term -> its part of the loss over the global batch; empty unless the
-        loss has several terms. Every rank calls it."""
+        """Empty unless the loss has several terms. Every rank calls it."""
         if not self.module.terms:
             return {}
         parts = torch.tensor(
@@ -91,7 +89,7 @@ class StepResult:
         }
 
     def check(self) -> None:
-        """Raise `LossError`, on every rank, if the loss, a weight or the gradient is not valid; in
+        """Raise `LossError`, on every rank, if the loss, a weight or the gradient is not valid. In
         fp16, an overflow is an error only if the loss scale is below 1. Waits for the device."""
         if self.was_applied and self.weights is None:
             return

@@ -57,7 +57,6 @@ from lockstep.training.reducers.tied import TiedGradients
 
 
 def held_by(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-    """The model's parameters that the optimizers hold, by name."""
     held = {
         id(parameter)
         for optimizer in optimizers
@@ -71,23 +70,21 @@ def held_by(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.P
 
 @dataclass(frozen=True, slots=True)
 class HostValues:
-    """The part of a `TrainModule`'s state after a step that is in host memory. The host may be
-    steps ahead of its device, so these values may belong to a later step than the device's
-    tensors."""
+    """The part of a `TrainModule`'s state that is in host memory. The host may be steps ahead of
+    its device."""
 
     schedule: list[dict[str, Any]]
     prescale: Tensor | None
     trainable: list[str] | None
     groups: list[list[dict[str, Any]]]
-    """The parameter groups of each optimizer."""
 
 
 Closure = Callable[[], Any]
 
 
 class TrainModule:
-    """A model and its optimizers on one rank. `parameters`: the trainable parameters, by name.
-    `steppers`: `id` of an optimizer -> the function to call instead of its `step()`."""
+    """A model and its optimizers on one rank. `steppers`: `id` of an optimizer -> the function to
+    call instead of its `step()`."""
 
     choice: ReducerChoice
     executor: Executor
@@ -116,11 +113,10 @@ class TrainModule:
         """The parameters that the optimizers hold, by name, including frozen ones."""
         self.modes = OptimizerModes(optimizers, self.held)
         self.balance: ExpertBalance | None = None
-        """Counts the tokens of each expert and computes the loss terms that balance them. None if
-        the recipe has no `balance`; set once the model is built."""
+        """None without `Recipe.balance`; set once the model is built."""
         self.left_out: LeftOut | None = None
-        """The tensors that neither the state dict nor an optimizer holds; they are saved in
-        checkpoints only if they have changed. None in a run that saves nothing."""
+        """Tensors that neither the state dict nor an optimizer holds. None in a run that saves
+        nothing."""
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.mesh = context.mesh
         self._sums_partial = any(axis.sums == "partial" for axis in context.mesh.larger)
@@ -141,18 +137,17 @@ class TrainModule:
         )
         self._keeps_rest = keeps_rest(context.gradient_compression)
         self.forward_knows_weight: bool | None = None
-        """True if the loss function returns an `ls.Loss`, whose weight is known only after the
-        forward. None before the first commit."""
+        """True if the loss function returns an `ls.Loss`, whose weight only the forward knows. None
+        before the first commit."""
         self.terms: list[str] = []  # the names of the loss's terms if there are several
         self.repeats = 1  # see `LossKind`
         self.prescale: Tensor | None = None
-        """The number by which the total of an `ls.Loss` is divided before its backward: a power of
-        two near the sum of the weights in the latest step. None before the first step."""
+        """Divisor of an `ls.Loss` before its backward: a power of two near the sum of the weights
+        in the latest step."""
         # the factor by which the latest step's summed gradient was multiplied
         self.gain: Tensor | float = 1.0
         self.snapshot = ModelSnapshot(model, optimizers)
-        """The modules and parameters that the model had when it was prepared, to detect later
-        changes."""
+        """Modules and parameters of the model when it was prepared, to detect later changes."""
         self.gradient_hooks = GradientHooks(model, in_pipeline=parallel.pipeline is not None)
         self.agreement = self._new_agreement()
         self._reducer: GradientReducer | None = None
@@ -201,15 +196,13 @@ class TrainModule:
         self._optimizer_unscales = (
             fused and is_plain and not self._bitwise and all(map(divides_gradients, optimizers))
         )
-        """True if the optimizers divide the gradient by the fp16 loss scale themselves, as with
-        torch's GradScaler; this saves a pass over the gradient. False with bitwise numerics,
-        because optimizers that cannot do this get gradients multiplied by the scale's reciprocal,
-        which rounds differently."""
+        """True if the optimizers divide the gradient by the fp16 loss scale themselves, which saves
+        a pass over the gradient. False with bitwise numerics, because other optimizers get
+        gradients multiplied by the scale's reciprocal, which rounds differently."""
 
     def set_trainable(self, names: Collection[str]) -> None:
-        """Make the parameters `names` trainable and freeze all others, between two steps. Every
-        rank calls it with the same `names`. The optimizers keep the state of frozen parameters.
-        Raises `RecipeError`."""
+        """Train the parameters `names` and freeze all others. Every rank calls it, between two
+        steps. The optimizers keep the state of frozen parameters."""
         if self._compression is not None or self.parallel.pipeline is not None:
             what = "gradient compression" if self._compression is not None else "a pipeline"
             raise RecipeError(
@@ -252,10 +245,8 @@ class TrainModule:
         return StepAgreement(self.mesh.summed(), [cut.reads], cut.counts)
 
     def check_counts(self) -> None:
-        """For a model whose sequences are split over ranks: check that numbers of tokens that its
-        forward reads on the host (of an expert, or of a mask) do not change its output, if these
-        numbers differed between ranks in the latest step or evaluation. Every rank calls it. Raises
-        `RecipeError`."""
+        """Check that token counts that the forward reads on the host do not change its output, if
+        they differed between ranks that split sequences. Every rank calls it."""
         if (step := self.agreement.unchecked()) is None:
             return
         cut, streams = self.parallel.cut, self.parallel.streams
@@ -266,8 +257,8 @@ class TrainModule:
         self.agreement.settle()
 
     def begin_loop(self, max_microbatches: int) -> None:
-        """Build the reducer for a loop of steps that have at most `max_microbatches` microbatches
-        each. Every rank calls it."""
+        """Build the reducer for steps of at most `max_microbatches` microbatches. Every rank calls
+        it."""
         self.choice = choose_reducer(
             self.mesh,
             bitwise=self._bitwise,
@@ -296,21 +287,19 @@ class TrainModule:
 
     @property
     def names_of_leaves(self) -> list[str]:
-        """The name of each tensor of `leaves`, whose gradients the reducer sums over ranks. The
-        name of a tied parameter may occur several times."""
+        """Name of each tensor of `leaves`. The name of a tied parameter may occur several times."""
         return [*self.names, *(() if self._tied is None else self._tied.names_of_leaves)]
 
     @property
     def leaves(self) -> list[nn.Parameter]:
         """The parameters, then the tensors that collect a tied parameter's gradient in each further
-        part of the model that uses it on this rank; in the order of `names_of_leaves`. Only for
-        parameters that are not sharded."""
+        part of the model that uses it. Only for parameters that are not sharded."""
         parts = [] if self._tied is None else self._tied.leaves
         return [*self.parameters, *(leaf.parameter for leaf in parts)]
 
     def by_parameter(self, gradients: Iterable[Tensor | None]) -> dict[str, Tensor | None]:
-        """Return each parameter's gradient by name, for a tied parameter summed over the parts of
-        the model that use it. `gradients`: the gradients of `leaves`."""
+        """Return each parameter's gradient by name, summed over the parts of the model that use a
+        tied parameter. `gradients`: of `leaves`."""
         summed: dict[str, Tensor | None] = {}
         for name, gradient in zip(self.names_of_leaves, gradients, strict=True):
             before = summed.get(name)
@@ -341,8 +330,7 @@ class TrainModule:
         return self._reducer
 
     def begin_step(self, count: int, samples: int, assignment: MicrobatchAssignment) -> None:
-        """Begin gradient accumulation for a step of `count` microbatches and `samples` samples over
-        all ranks."""
+        """`count` and `samples`: microbatches and samples over all ranks."""
         if self.prescale is None:
             self.prescale = torch.tensor(
                 2.0 ** round(math.log2(samples)),
@@ -357,7 +345,7 @@ class TrainModule:
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
         """Sum the gradients over all ranks, and over the parts of the model that share a tied
-        parameter. See `GradientReducer.reduce`."""
+        parameter."""
         self.agreement.refuse_late()
         for parameter in self._complex:
             if parameter.grad is not None:
@@ -374,7 +362,6 @@ class TrainModule:
         return stats
 
     def grad_output(self, part: Contribution) -> Tensor:
-        """The gradient that the backward of `part.total` starts with, times the loss scale."""
         return (
             part.grad_output
             if self.loss_scale is None
@@ -382,17 +369,15 @@ class TrainModule:
         )
 
     def agree_on_loss(self, kinds: Sequence[LossKind]) -> None:
-        """Set the properties of the loss (`LossKind`) on all ranks at the first commit, from the
-        first rank that has a microbatch. Every rank calls it."""
+        """Set the properties of the loss on all ranks at the first commit. Every rank calls it."""
         everyone = self.mesh.world.gather_values(kinds[0] if kinds else None)
         self.forward_knows_weight, self.terms, self.repeats = next(
             kind for kind in everyone if kind is not None
         )
 
     def divide_by_weight(self, weights: Tensor | None, values: Tensor | list[float]) -> None:
-        """Divide the gradient, summed over ranks, by Σ `weights`, if given. If the sum is 0, the
-        gradient becomes 0 if the loss of each microbatch in `values` is 0, else NaN. Also chooses
-        the next step's `prescale`."""
+        """Divide the summed gradient by Σ `weights`. If the sum is 0, the gradient becomes 0 if the
+        loss of each microbatch is 0, else NaN. Also chooses the next step's `prescale`."""
         self.gain = 1.0
         if weights is None:
             return
@@ -415,12 +400,12 @@ class TrainModule:
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def counted_gradients(self) -> list[tuple[str, Tensor]]:
-        """Return (name, gradient) of each parameter that counts in the norm on this rank. A
-        parameter that several stages of a pipeline share is included on the first of them only."""
+        """Return the name and gradient of each parameter that counts in the norm on this rank. A
+        parameter that several pipeline stages share counts on the first of them."""
         return [(name, each.grad) for name, each in self._counted if each.grad is not None]
 
     def _counted_now(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the name and parameter of each gradient that this rank adds to the global norm."""
+        """Return the parameters whose gradients this rank adds to the global norm."""
         named = zip(self.names, self.parameters, strict=True)
         return [each for each in named if self._tied is None or self._tied.counts(each[1])]
 
@@ -437,13 +422,10 @@ class TrainModule:
         measure: bool,
         closure: Callable[[], Closure] | None = None,
     ) -> tuple[Tensor | float, bool | None]:
-        """Unscale and clip the reduced gradient and step the optimizers; do nothing if the gradient
-        is not finite.
-
-        Returns `StepResult.norm` and `StepResult.applied`. `measure`: True if the norm itself is
-        needed. `closure`: called once the gradient is clipped; returns the closure that is passed
-        to the optimizers' `step`.
-        """
+        """Unscale and clip the reduced gradient and step the optimizers, unless the gradient is not
+        finite. Returns `StepResult.norm` and `StepResult.applied`. `measure`: True if the norm
+        itself is needed. `closure`: called once the gradient is clipped; returns the closure of the
+        optimizers' `step`."""
         divisor: Tensor | float = 1.0
         if self.loss_scale is not None:
             if self._optimizer_unscales:
@@ -519,14 +501,12 @@ class TrainModule:
         return id(optimizer) in self._steppers
 
     def model_state(self) -> Mapping[str, Any]:
-        """The state of the whole trained model: its state dict, plus parameters and buffers that
-        the state dict leaves out, if an optimizer holds them or they have changed. Buffers with
-        persistent=False are left out. Every rank calls it."""
+        """The state dict of the whole model, plus tensors outside of it that an optimizer holds or
+        that have changed. Every rank calls it."""
         changed = {} if self.left_out is None else self.left_out.changed()
         return self.mesh.union(complete_state_dict(self.model, self.held, changed, self.mesh.world))
 
     def host_values(self) -> HostValues:
-        """Return the current values of the state in host memory."""
         groups = [
             [_copied(group) for group in self.modes.groups_of(optimizer)]
             for optimizer in self.optimizers
@@ -534,9 +514,8 @@ class TrainModule:
         return HostValues(self.schedule.state_dict(), self.prescale, self._chosen_trainable, groups)
 
     def state_dict(self, host: HostValues) -> dict[str, Any]:
-        """Return, as JSON and small tensors, the state that is in neither the model's nor the
-        optimizers' tensors: schedule, loss scale and the like. `host`: the values after the step to
-        save."""
+        """Return the state outside the models' and optimizers' tensors: schedule, loss scale and
+        the like."""
         return {
             "schedule": host.schedule,
             "loss_scale": (
@@ -562,9 +541,8 @@ class TrainModule:
             )
 
     def keep_changed_settings(self, saved: Settings) -> None:
-        """After a run was resumed: if the optimizers' factory now gives other settings (such as
-        `lr`) than in the saved run, use the new ones. `saved`: the factory's settings in the saved
-        run."""
+        """After a resume, use the optimizer settings that the factory now gives and that differ
+        from `saved`, the factory's settings in the saved run."""
         for number, group, name in differing(saved, self.settings):
             value = self.settings[number][group][name]
             if name == "lr":
@@ -575,7 +553,6 @@ class TrainModule:
                 )
 
     def close(self) -> None:
-        """Remove all hooks and gradients from the model."""
         for statistics in self.statistics:
             statistics.close()
         for hooks in (self.parallel.streams, self.parallel.separate):
@@ -595,8 +572,8 @@ class TrainModule:
 
 
 def step_optimizer(optimizer: Optimizer) -> None:
-    """Call `optimizer.step()`; if no profiler runs and no step hook is registered, bypass torch's
-    wrapper that records the step for the profiler, which takes 8 µs."""
+    """Bypass torch's wrapper that records the step for the profiler, which takes 8 µs, unless a
+    profiler runs or a step hook is registered."""
     step = type(optimizer).step
     if (
         not getattr(step, "hooked", False)
@@ -613,8 +590,8 @@ _CALLED_NOTHING = "'nonetype' object is not callable"
 
 
 def _step_without_closure(optimizer: Optimizer) -> None:
-    """Call `optimizer.step()`. Raises `RecipeError` if it fails because it needs a closure, or an
-    operation that DTensors lack."""
+    """Explain an error that comes from a missing closure, or from an operation that DTensors
+    lack."""
     kind = type(optimizer).__name__
     try:
         step_optimizer(optimizer)
@@ -648,7 +625,7 @@ def _told(error: Exception) -> str:
 
 
 def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a parameter group, and its tensors on the CPU, which a later step may change."""
+    """Also copy tensors on the CPU, which a later step may change."""
     return {
         key: value.clone() if isinstance(value, Tensor) and value.is_cpu else value
         for key, value in group.items()

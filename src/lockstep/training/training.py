@@ -44,21 +44,20 @@ class LoopState:
     # name of a stream shard that this rank reads -> its position in the shard
     shards: dict[str, Position] = field(default_factory=dict)
     agreed: int | None = None
-    """Number of steps done when ranks last recomputed each other's microbatches and got the same
-    gradients. Checkpoints of later steps are not yet checked in this way. None if ranks do not
-    recompute."""
+    """Steps done when ranks last recomputed each other's microbatches and got the same gradients.
+    None if ranks do not recompute."""
     data: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
-    """Loop number -> sample name -> digests of the parts of that sample, for some samples of the
-    loop's dataset."""
+    """Loop number -> sample name -> digests of the sample's parts, for some samples of the loop's
+    dataset."""
     digest: Callable[[], Digests] | None = None
-    """Returns the current digests of some of the loop's samples. None if nothing in this process
-    can have changed the dataset, for example because loader workers hold it."""
+    """Returns the current digests of some of the loop's samples. None if the dataset cannot have
+    changed in this process."""
     # the JSON of the checkpoint from which the run was resumed; `step` is its number of steps
     resumed: Mapping[str, Any] | None = None
 
     def begin_loop(self, steps_done: int) -> int:
-        """Begin the script's next loop of steps. Returns the number of its first step to compute;
-        `sys.maxsize` if the loop had ended before the checkpoint from which the run was resumed."""
+        """Return the number of the loop's first step to compute; `sys.maxsize` if the loop had
+        ended before the checkpoint."""
         self.loops += 1
         self.steps_before = steps_done
         saved = 0 if self.resumed is None else self.resumed["loop"]
@@ -68,15 +67,13 @@ class LoopState:
         return int(self.resumed["step"]) - self.steps_before
 
     def refresh_data(self) -> None:
-        """Compute the digests of samples again before a checkpoint is saved, because a hook may
-        have changed the dataset."""
+        """Called before a checkpoint is saved, because a hook may have changed the dataset."""
         if self.digest is not None and str(self.loops) in self.data:
             self.data[str(self.loops)] = dict(self.digest().samples)
 
     @staticmethod
     def check(values: Mapping[str, Any], step: int) -> None:
-        """Raise `ValueError`, `LookupError`, `TypeError` or `AttributeError` unless `values` have
-        the form that a run saves after `step` steps."""
+        """Raise an error unless `values` have the form that a run saves after `step` steps."""
         for shard, position in values["shards"].items():
             int(shard)
             position_in(position)
@@ -104,8 +101,8 @@ class LoopState:
 
 
 class Hooks:
-    """A list of hooks. `moment` is the name of a method of `Hook`, such as "after_step". Only hooks
-    that override it are called, users' hooks with seeded random generators."""
+    """A list of hooks. `moment`: name of a method of `Hook`. Users' hooks are called with seeded
+    random generators."""
 
     def __init__(self, hooks: Sequence[Hook], context: Context) -> None:
         self.all = list(hooks)
@@ -118,7 +115,7 @@ class Hooks:
         self._at: dict[str, list[Callable[..., None]]] = {}
 
     def call(self, moment: str, *arguments: Any) -> None:
-        """Call method `moment` of all hooks that override it, in order."""
+        """Call the method of all hooks that override it, in order."""
         if moment not in self._at:  # looked up late: a hook may set its methods in `on_start`
             self._at[moment] = [
                 self._method(hook, moment)
@@ -141,8 +138,7 @@ class Hooks:
         return seeded if not self._context.plan.state_divided else partial(_with_full_draws, seeded)
 
     def call_every(self, moment: str, *arguments: Any) -> None:
-        """Call method `moment` of all hooks that override it, even if one raises an error; then
-        raise the first error."""
+        """Call the method of all hooks, even if one raises an error; then raise the first error."""
         failure: BaseException | None = None
         for hook in self.all:
             try:
@@ -177,27 +173,27 @@ def _with_full_draws(method: Callable[..., None], run: Run, *arguments: Any) -> 
 
 class Training:
     """The private side of a `Run`. The loop reports its progress here, and lockstep's own hooks
-    read it. It also decides, together with the other ranks, whether to stop, save or end."""
+    read it."""
 
     def __init__(self, context: Context, hooks: Sequence[Hook]) -> None:
         self.context = context
         self.run = Run(context, self)
         self.hooks = Hooks(hooks, context)
         self.code: Mapping[str, str] | None = None
-        """Digests of the code of the recipe's functions. None without `ls.train`."""
+        """Digests of the recipe's functions. None without `ls.train`."""
         self.modules: list[TrainModule] = []
         self.statistics: list[RunningStatistics] = []
         """BatchNorm's running statistics of all models, in the current loop."""
         self.streams: list[tuple[int, ModuleRandomStreams]] = []
-        """(model's number, the object that seeds the random generators when each of its sequential
-        parts begins) in the current loop, for each model with several such parts that may draw
-        random numbers."""
+        """(index of a model, the object that seeds the random generators of its sequential parts),
+        for models with several such parts."""
         self.stateful: dict[str, Stateful] = {"run": self}
-        """The objects besides models whose state is saved in checkpoints, by name."""
+        """Objects besides models whose state is saved in checkpoints."""
         self.results: dict[int, StepResult] = {}
-        """Model's number -> its result of the latest step, without models that skipped the step."""
+        """Index of a model -> its result of the latest step, without models that skipped the
+        step."""
         self.latest: StepResult | None = None
-        """The first model's result of the latest step that it did not skip; None before."""
+        """The first model's result of the latest step that it did not skip."""
         self.measure: Callable[[], None] | None = None
         """Measures the recipe's evaluations. None if it has none."""
         self.logged: dict[str, float] = {}
@@ -205,70 +201,61 @@ class Training:
         self.measured: dict[str, float] = {}
         """The numbers of lockstep's own hooks for this step's line of metrics.jsonl."""
         self.checksum: str | None = None
-        """The checksum of the latest logging step's gradient, in hexadecimal digits."""
+        """Checksum of the latest logging step's gradient, in hexadecimal digits."""
         self.progress = DeviceProgress() if accelerator.has_streams(context.device) else None
         """The steps that the accelerator has reached, because the host may be ahead of it. None on
         a CPU."""
         self.is_consistent = True
-        """False from the first change of a model in a step until the script's part of the step has
-        ended. The state must not be saved in between."""
+        """False from a step's first change of a model until the script's part of the step has
+        ended: the state must not be saved then."""
         self.is_consistent_in_steps = True
-        """False if the script has included objects of its own in the checkpoints
-        (`Session.include`), because it may change them at any moment of a step."""
+        """False if the script has included objects of its own in the checkpoints, because it may
+        change them at any moment of a step."""
         self.stopping: str | None = None
         """The reason why training stops, once all ranks have agreed to stop."""
         self.is_committed = False
-        """True from the time when all models were committed (or skipped) in a step until the next
-        step begins."""
+        """True from the last model's commit in a step until the next step begins."""
         self.loop = LoopState()
         self.source: Microbatches | None = None
-        """The microbatches of the current step on this rank."""
         self.epoch_of: Callable[[int], int] | None = None
-        """Function from a step of the current loop to its epoch. None if the data has no length."""
+        """Step of the current loop -> its epoch. None if the data has no length."""
         self.microbatches = 0
         """Number of microbatches that this rank has begun, over all steps."""
         self.exchange = SyncBatchNormExchange()
         self.consensus = Consensus(context.mesh, context.phases, self._request)
         self.has_started = False
         self.stop: str | None = None
-        """The reason why this rank asks all ranks to stop training; None if it does not."""
+        """Reason why this rank asks all ranks to stop training."""
         self._devices_of: dict[int, list[torch.device]] = {}
-        """Cache of the result of `_devices`; the key is the number of models."""
         self._has_ended = False
         self._saved_loss = math.nan
 
     @property
     def current(self) -> Microbatches:
-        """The microbatches of the current step on this rank, once a step has begun."""
         assert self.source is not None, "a step has begun"
         return self.source
 
     @property
     def balances(self) -> list[ExpertBalance]:
-        """The objects that balance the experts of models (`Recipe.balance`), for each model that
-        has one."""
         return [module.balance for module in self.modules if module.balance is not None]
 
     @property
     def loss(self) -> float:
-        """See `Run.loss`."""
         return self._saved_loss if self.latest is None else self.latest.loss()
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """The speeds of the data ranks by which the latest step's microbatches were assigned; empty
-        if all are assumed equal."""
+        """Speeds of the data ranks by which the latest step's microbatches were assigned; empty if
+        all are assumed equal."""
         return () if self.source is None else self.source.layout.assignment.speeds
 
     def note_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Record the metrics that were measured after the latest step."""
         self.run.metrics |= metrics
         self.run.metrics_at |= dict.fromkeys(metrics, self.run.step)
 
     def metric(self, name: str, of: str) -> float | None:
-        """Return the value of metric `name` if it was measured after the latest step, else None.
-        Raises `RecipeError` if no evaluation has the metric; `of` names the setting that needs
-        it."""
+        """Return the metric's value if it was measured after the latest step, else None. `of`: the
+        setting that needs it, for the error's text."""
         run = self.run
         if name in run.metrics:
             return run.metrics[name] if run.metrics_at[name] == run.step else None
@@ -281,19 +268,16 @@ class Training:
         )
 
     def remark(self, remark: Remark) -> None:
-        """Record a remark as an event of the run, and print its line if it has one."""
         self.run.event(remark.event, **remark.details)
         if remark.line is not None:
             self.context.recorder.message(remark.line)
 
     def include_hooks(self, hooks: Sequence[Hook]) -> None:
-        """Include each user's hook that has a state_dict in the run's checkpoints."""
         for place, hook in enumerate(hooks):
             if isinstance(hook, Stateful):
                 self.run.include(f"{place}-{type(hook).__qualname__}", hook)
 
     def start(self) -> None:
-        """Call the hooks' `on_start`, and their `on_event` from now on."""
         self.has_started = True
         self.hooks.call("on_start", self.run)
 
@@ -302,21 +286,19 @@ class Training:
         self.hooks.call("before_step", self.run)
 
     def begin_change(self) -> None:
-        """Called before the first change of a model in a step."""
+        """Called before a step's first change of a model."""
         self.is_consistent = False
         if self.progress is not None:
             self.progress.begin_change()
 
     def end_updates(self, results: dict[int, StepResult]) -> None:
-        """Count the step as done. Called when all models have committed or skipped it. `results`:
-        model's number -> its result."""
+        """Called when all models have committed or skipped the step."""
         self.results, self.latest = results, results.get(0, self.latest)
         self.run.step += 1
         self.is_committed = True
 
     def end_step(self, source: Microbatches) -> None:
-        """Note that the state can be saved again. Called when the script's part of the step has
-        ended."""
+        """Called when the script's part of the step has ended: the state can be saved again."""
         self.is_consistent = True
         self.loop.shards = {str(shard): at for shard, at in (source.positions or {}).items()}
         if self.progress is not None:
@@ -333,7 +315,7 @@ class Training:
             self.progress.end_step(ended, self._devices())
 
     def _devices(self) -> list[torch.device]:
-        """Return the accelerators that hold or compute a part of the state; empty on a CPU."""
+        """Return the accelerators that hold or compute a part of the state."""
         devices = self._devices_of.get(len(self.modules))
         if devices is None:
             parameters = [p for module in self.modules for p in module.held.values()]
@@ -343,8 +325,8 @@ class Training:
         return devices
 
     def agree(self) -> None:
-        """Exchange the ranks' requests to stop, save or end after a step, and carry them out. Every
-        rank calls it."""
+        """Exchange the ranks' requests to stop, save or end, and carry them out. Every rank calls
+        it."""
         agreed = self.consensus.agree(
             list(self.results.values()), may_stop=self.run.is_logging_step
         )
@@ -352,7 +334,7 @@ class Training:
         self.hooks.call("on_agreement", self.run, agreed)
 
     def agree_to_stop(self) -> None:
-        """Ask all ranks, and set `stopping` if one of them asks to stop. Every rank calls it."""
+        """Every rank calls it."""
         self.stopping = self.consensus.agree_to_stop()
 
     def _request(self) -> Request:
@@ -363,14 +345,12 @@ class Training:
         return merge(requests)
 
     def end(self) -> None:
-        """Record, once, that the run has ended without an error."""
         if not self._has_ended:
             self._has_ended = True
             self.run.event("run-ended")
 
     def close(self) -> None:
-        """Call the hooks' `on_end` and remove lockstep's hooks from the models. Called at the end
-        of the run, even after an error."""
+        """Called at the end of the run, even after an error."""
         try:
             self.hooks.call_every("on_end", self.run)
         finally:

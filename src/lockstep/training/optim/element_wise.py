@@ -18,14 +18,13 @@ from lockstep.plan import Plan
 
 ROWS, COLUMNS, DEPTH = 8, 12, 3
 STEPS = 10
-"""Number of optimizer steps in a trial. (RAdam changes no parameter in the first five.)"""
+"""RAdam changes no parameter in the first five steps."""
 TOLERANCE = 1e-3
-"""Largest relative difference that counts as rounding between two updates of a tensor: one computed
-on the whole tensor, and one on its two halves separately."""
+"""Largest relative difference that counts as rounding between the update of a whole tensor and of
+its two halves."""
 MIXING_TOLERANCE = 1e-5
-"""Largest relative difference that counts as rounding between two updates of a tensor: one computed
-with the tensor alone in the optimizer, and one together with other tensors. It is small, because
-both are computed by the same operations."""
+"""Largest relative difference that counts as rounding between the update of a tensor alone and
+together with others. Small, because both run the same operations."""
 
 KNOWN = (
     torch.optim.SGD,
@@ -40,17 +39,14 @@ KNOWN = (
     torch.optim.Adadelta,
     torch.optim.ASGD,
 )
-"""torch's optimizers that update each element independently. Other optimizers are tried on small
-tensors."""
+"""torch's optimizers that update each element independently."""
 
 # for each parameter group in a trial: its settings, and the shapes of its small tensors
 _Trial = list[tuple[dict[str, Any], list[tuple[int, ...]]]]
 
 
 def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[Optimizer]:
-    """Return the optimizers that need whole tensors to update parameters that the plan shards. A
-    `WholeTensorOptimizer` must step these. Raises `RecipeError` if the plan shards the model in a
-    way that it, or an optimizer, does not support."""
+    """Return the optimizers that need whole tensors to update parameters that the plan shards."""
     optimizers = [optimizer for optimizer in optimizers if not _is_known(optimizer)]
     axes = plan.state_divided
     if axes and (mixing := next(filter(mixes_tensors, optimizers), None)) is not None:
@@ -78,10 +74,9 @@ def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[O
 def is_element_wise(
     optimizer: Optimizer, divided: Callable[[Tensor], object] = lambda parameter: True
 ) -> bool:
-    """True if the optimizer updates the two halves of a tensor, each by itself, in the same way as
-    the whole tensor. This is tried on a copy of each parameter group, with small tensors that have
-    as many dims as the group's parameters. `divided`: returns true for the parameters that are
-    sharded; others are not tried. Raises `RecipeError` if the optimizer cannot be tried."""
+    """True if two halves of a tensor are updated as the whole tensor is. Tries a copy of each
+    parameter group on small tensors. `divided`: returns true for sharded parameters; others are not
+    tried."""
     for group in optimizer.param_groups:
         dims = {parameter.dim() for parameter in group["params"] if divided(parameter)}
         if any(_differs(optimizer, group, _shape(each)) for each in sorted(dims - {0})):
@@ -90,16 +85,14 @@ def is_element_wise(
 
 
 def _is_known(optimizer: Optimizer) -> bool:
-    """True if the optimizer is of a class in `KNOWN`, and its `step` is torch's, without hooks."""
     kind = type(optimizer)
     is_changed = has_step_hooks(optimizer) or "step" in vars(optimizer)
     return kind in KNOWN and not is_changed and kind.step.__module__.startswith("torch.optim.")
 
 
 def mixes_tensors(optimizer: Optimizer) -> bool:
-    """True if the optimizer's update of a tensor depends on other tensors. This is tried on a copy
-    of the optimizer, with small tensors: each parameter group with two tensors, and all groups
-    together. Raises `RecipeError` if the optimizer cannot be tried."""
+    """True if the update of a tensor depends on other tensors. Tries a copy of the optimizer on
+    small tensors."""
     shapes = [
         _shape(max((each.dim() for each in group["params"]), default=1))
         for group in optimizer.param_groups
@@ -113,9 +106,8 @@ def mixes_tensors(optimizer: Optimizer) -> bool:
 
 
 def _mixes(optimizer: Optimizer, trial: _Trial) -> bool:
-    """True if, in a trial, the first tensor's update changes when the other tensors' gradients are
-    larger or change sign at each step, or if any tensor's update changes when the optimizer has no
-    other tensor. `trial`: parameter groups with the shapes of their tensors."""
+    """True if the first tensor's update changes with the other tensors' gradients, or any tensor's
+    update changes without the other tensors."""
     numbers = range(sum(len(shapes) for _, shapes in trial))
     try:
         # constant gradients, because the optimizer's estimate may need them
@@ -143,10 +135,9 @@ def _mixes(optimizer: Optimizer, trial: _Trial) -> bool:
 def _moved(
     optimizer: Optimizer, trial: _Trial, factor: float, *, varies: bool, only: int | None = None
 ) -> list[Tensor]:
-    """Return the change of each tensor over the trial's steps, by a copy of the optimizer. `factor`
-    multiplies the gradients of all tensors but the first; if it is negative, these change sign at
-    each step. `varies`: each step has different gradients. `only`: index of the only tensor that
-    the optimizer gets; None: it gets all."""
+    """Return the change of each tensor over the trial's steps. `factor` multiplies the gradients of
+    all tensors but the first; a negative one changes their sign at each step. `varies`: each step
+    has different gradients. `only`: index of the only tensor that the optimizer gets."""
     generator, device = torch.Generator().manual_seed(0), _device(trial[0][0])
 
     def drawn(shape: tuple[int, ...]) -> Tensor:
@@ -216,8 +207,8 @@ def _half(start: Tensor, gradients: Sequence[Tensor], part: int) -> tuple[Tensor
 def updated(
     optimizer: Optimizer, group: dict[str, Any], start: Tensor, gradients: Sequence[Tensor]
 ) -> Tensor:
-    """Return the value of a parameter that begins as `start`, after a copy of the optimizer, with
-    the settings of the parameter group `group`, has made one step for each gradient."""
+    """Return a parameter that begins as `start`, after one step of a copied optimizer for each
+    gradient."""
     parameter = torch.nn.Parameter(start.clone())
     copied = _copied(optimizer, [(group, [parameter])])
     for gradient in gradients:
@@ -229,8 +220,7 @@ def updated(
 def _copied(
     optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[torch.nn.Parameter]]]
 ) -> Optimizer:
-    """Return a copy of the optimizer without state. `groups`: for each of its parameter groups, a
-    group whose settings are copied, and the new parameters. A learning rate of 0 is replaced,
+    """Copy the optimizer without state, with new parameters. A learning rate of 0 is replaced,
     because no parameter would change."""
     copied: Optimizer = object.__new__(type(optimizer))
     vars(copied).update(vars(optimizer))

@@ -16,14 +16,13 @@ from lockstep.comm.mesh import Mesh, divided_over, shard_dim_over, to_local
 from lockstep.comm.world import World
 
 PIECE_ELEMENTS = 2**15 - 1
-"""Largest number of elements whose squares are summed by one call of torch on a CPU: torch sums
-this many in one thread, and so always in the same order."""
+"""torch sums at most this many elements on a CPU in one thread, and so always in the same order."""
 TOGETHER_ELEMENTS = 2**25
-"""Largest number of gradient elements whose squares are summed at once on an accelerator, unless a
-single tensor is larger; this takes 128 MiB of its memory."""
+"""Elements whose squares are summed at once on an accelerator, which takes 128 MiB of its
+memory."""
 MIN_SHARED_BYTES = 8 << 20
-"""If the gradients of a model have fewer bytes, each replica on a CPU computes the norms of all of
-them, because dividing the work and exchanging the norms would take longer."""
+"""Each replica on a CPU computes the norms of fewer bytes alone: exchanging the norms would take
+longer."""
 
 
 class GradientNorm:
@@ -31,8 +30,8 @@ class GradientNorm:
     Every rank calls it."""
 
     def __init__(self, mesh: Mesh, *, bitwise: bool, slices: int = 1) -> None:
-        """`slices`: the plan's number of equal parts of each row of a tensor-parallel weight. Under
-        numerics=bitwise, squares are first summed within these parts."""
+        """`slices`: `Plan.slices`, the parts of a row within which numerics=bitwise first sums the
+        squares."""
         self._slices = slices
         self._tensor = mesh.axis("tensor")
         self._device = mesh.world.device
@@ -43,23 +42,21 @@ class GradientNorm:
         self._parts = {
             axis.name: mesh.axis(axis.name) for axis in divided if "layers" not in axis.divides
         }
-        """Name -> ranks of each axis along which ranks hold different parts of some parameters, and
-        copies of others."""
+        """Axes along which ranks hold different parts of some parameters, and copies of others."""
         self._stages = mesh.stages
         self._bitwise = bitwise
         self._stage_rows: StageRows | None = None
 
     def begin(self, model: nn.Module, counted: Mapping[str, nn.Parameter]) -> None:
         """Set the parameters whose gradients enter the norm. In a pipeline, every rank calls it
-        before `of`. `counted`: name -> parameter, for those whose sums of squares this rank
-        contributes."""
+        before `of`."""
         if self._bitwise and self._stages.size > 1:
             self._stage_rows = StageRows(model, counted, self._stages)
 
     def of(self, gradients_or_none: Sequence[Tensor | None]) -> Tensor | float:
-        """Return the global norm of the gradients; None stands for a parameter without a gradient.
-        With numerics=bitwise its bits depend neither on the sharding nor on the pipeline's stages;
-        `gradients_or_none` then has an entry for each parameter given to `begin`, in order."""
+        """None stands for a parameter without a gradient. With numerics=bitwise, there is an entry
+        for each parameter given to `begin`, in order, and the bits do not depend on sharding or
+        pipeline stages."""
         gradients = [each for each in gradients_or_none if each is not None]
         parts = [to_local(gradient) for gradient in gradients]
         if self._bitwise:
@@ -86,9 +83,8 @@ class GradientNorm:
         return self._number(squares.sqrt())
 
     def of_each(self, gradients: Sequence[Tensor]) -> list[float]:
-        """Return the norm of each gradient. With numerics=bitwise these norms, like the global one,
-        have the same bits for any sharding. Takes one all-reduce over each axis and one wait for
-        the device."""
+        """Return the norm of each gradient, with one all-reduce over each axis and one wait for the
+        device. With numerics=bitwise, the bits do not depend on sharding."""
         if not gradients:
             return []
         wide, device = accelerator.wide_dtype(self._device), self._device
@@ -109,8 +105,8 @@ class GradientNorm:
         return numbers
 
     def check(self, gradients_or_none: Sequence[Tensor | None]) -> Tensor | float:
-        """Return a number that is finite only if every gradient is finite: on a CPU a sum that
-        takes half the time of the norm, otherwise the norm."""
+        """Return a number that is finite only if every gradient is. On a CPU, a sum takes half the
+        time of the norm."""
         gradients = [each for each in gradients_or_none if each is not None]
         if self._in_parts or self._bitwise or not gradients or not gradients[0].is_cpu:
             return self.of(gradients_or_none)
@@ -123,9 +119,8 @@ class GradientNorm:
         compute: Callable[[list[Tensor]], Sequence[Tensor]],
         lengths: Sequence[int] | None = None,
     ) -> Sequence[Tensor]:
-        """Return `compute(parts)`: a tensor of numbers for each of this rank's gradients.
-        `lengths`: how many numbers each has (None: one). If the gradients are large, replicas that
-        share memory compute some of the results each, and exchange them."""
+        """Return `compute(parts)`, one tensor for each part. Replicas that share memory divide
+        large work among them. `lengths`: elements of each result; None: one."""
         if (
             self._memory is None
             or not parts
@@ -146,8 +141,7 @@ class GradientNorm:
         return each
 
     def _counts(self, gradient: Tensor) -> bool:
-        """True if this rank adds its part of a gradient to the norm: if several ranks along an axis
-        have the same part, only the first of them adds it."""
+        """If several ranks hold the same part of a gradient, only the first adds it to the norm."""
         divided = divided_over(gradient)
         return all(name in divided or axis.rank == 0 for name, axis in self._parts.items())
 
@@ -160,9 +154,8 @@ class GradientNorm:
     def _squares_of_all_rows(
         self, gradients: Sequence[Tensor], parts: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return, for each gradient, the sum of squares of each row of its full tensor, in float64.
-        `parts`: this rank's parts of the gradients, which consist of full rows, or of slices of all
-        rows."""
+        """Return, for each gradient, the sum of squares of each row of its full tensor, in
+        float64."""
         size = self._tensor.size
         sharded_dims = [shard_dim_over(gradient, "tensor") for gradient in gradients]
         in_slices = [
@@ -201,9 +194,8 @@ class GradientNorm:
     def _gather_rows(
         self, squares: list[Tensor], places: Sequence[int], rows: Sequence[int], ranks: World
     ) -> None:
-        """Replace `squares`, the sums of squares of this rank's rows, by those of the rows of all
-        `ranks`, for the gradients at the indices `places`. `rows`: the number of rows of each full
-        gradient."""
+        """Replace the squares of this rank's rows by those of all `ranks`, for the gradients at
+        `places`. `rows`: number of rows of each full gradient."""
         if not places or ranks.size == 1:
             return
         local_rows = [
@@ -217,9 +209,8 @@ class GradientNorm:
             squares[at] = torch.cat(pieces[place :: len(places)])
 
     def _over_tensor(self, squares: list[Tensor], sharded_dims: Sequence[int | None]) -> None:
-        """Replace `squares`, the sums of squares of this rank's rows, by those of the full tensors'
-        rows. The ranks of the tensor axis have different rows, or different slices of the same
-        rows. `sharded_dims`: the dim along which each gradient is sharded over that axis, or
+        """Replace the squares of this rank's rows, or slices of rows, by those of the full tensors'
+        rows. `sharded_dims`: the dim along which each gradient is sharded over the tensor axis, or
         None."""
         sharded = [place for place, dim in enumerate(sharded_dims) if dim is not None]
         if not sharded:
@@ -234,16 +225,13 @@ class GradientNorm:
 
 
 def _slices_of_row(gradient: Tensor, slices: int) -> int:
-    """Return the number of equal parts in which the squares of each row of a gradient are summed:
-    `slices` if it divides the row's length, else 1. It depends on the shape of the full tensor
-    alone, and not on its sharding."""
+    """The result depends on the shape of the full tensor alone, and not on its sharding."""
     columns = math.prod(gradient.shape[1:])
     return slices if len(gradient.shape) > 1 and columns and columns % slices == 0 else 1
 
 
 def _sum_of_slices(squares: Tensor, slices: int) -> Tensor:
-    """Return the sum of squares of each row: the sums of its slices, added in a binary tree.
-    `squares`: the sum of squares of each slice of each row."""
+    """Add the sums of squares of each row's slices in a binary tree."""
     parts = list(squares.reshape(-1, slices).unbind(1))
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
@@ -251,14 +239,14 @@ def _sum_of_slices(squares: Tensor, slices: int) -> Tensor:
 
 
 class StageRows:
-    """Gathers the rows' sums of squares from all stages of a pipeline, in the order of the whole
-    model's parameters, for numerics=bitwise."""
+    """Gathers the rows' sums of squares from all pipeline stages, in the order of the whole model's
+    parameters."""
 
     def __init__(
         self, model: nn.Module, counted: Mapping[str, nn.Parameter], stages: World
     ) -> None:
-        """Every rank of the pipeline makes one. `counted`: name -> parameter, for those whose sums
-        of squares this rank contributes. `stages`: the ranks of the pipeline."""
+        """Every rank of the pipeline makes one. `counted`: parameters whose sums of squares this
+        rank contributes."""
         # modules of other stages keep the names of their parameters (with None as the value)
         names = [
             f"{prefix}.{name}" if prefix else name
@@ -275,9 +263,8 @@ class StageRows:
         self._stages = stages
 
     def gather(self, squares: Sequence[Tensor], has_gradient: Sequence[bool]) -> list[Tensor]:
-        """Return the rows' sums of squares for every parameter of the model that has a gradient.
-        Every rank of the pipeline calls it. `squares`: those of this rank's counted parameters that
-        have a gradient. `has_gradient`: True or False for each counted parameter of this rank."""
+        """Every rank of the pipeline calls it. `squares`: of this rank's counted parameters that
+        have a gradient."""
         waiting, device = iter(squares), self._stages.device
         pieces = [torch.zeros(0, dtype=accelerator.wide_dtype(device), device=device)]
         for rows, has in zip(self._rows, has_gradient, strict=True):
@@ -290,8 +277,8 @@ class StageRows:
 
 
 def squares_of_rows(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return, for each tensor of `parts`, the sum of squares of each row: shape (rows,), float64.
-    Each row is summed separately, so that its sum does not depend on the number of rows."""
+    """Return the sum of squares of each row in float64. Each row is summed separately, so that its
+    bits do not depend on the number of rows."""
     matrices = [
         part.reshape(part.shape[0] if part.dim() else 1, math.prod(part.shape[1:]))
         for part in parts
@@ -305,8 +292,7 @@ def squares_of_rows(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _squares_in_cache(rows: Tensor) -> Tensor:
-    """Return the sum of squares of each row on a CPU, computed in pieces that fit the processor's
-    cache."""
+    """Sum in pieces that fit the processor's cache."""
     if rows.numel() <= PIECE_ELEMENTS:
         return _summed_squares(rows)
     if (width := rows.shape[1]) <= PIECE_ELEMENTS:
@@ -320,9 +306,9 @@ def _squares_in_cache(rows: Tensor) -> Tensor:
 
 
 def squares_by_halves(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sum of squares of each row of each matrix on an accelerator, by adding the two
-    halves of each row element by element until one number is left. A GPU's reduction kernels would
-    sum in an order that depends on the number of rows, which is smaller in a shard."""
+    """Return the sum of squares of each row on an accelerator, by adding the two halves of each row
+    until one number is left. A reduction kernel would sum in an order that depends on the number of
+    rows."""
     wide = accelerator.wide_dtype(matrices[0].device)
     zeros = {
         device: torch.zeros((), dtype=wide, device=device)
@@ -340,9 +326,8 @@ def squares_by_halves(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _squares_of_halves(columns: Tensor, zero: Tensor) -> Tensor:
-    """Return the squares of the first half of each row plus the squares of its second half, element
-    by element: shape (half, rows). `columns`: the matrix, transposed. Each element is read once,
-    and converted to the wider dtype meanwhile."""
+    """Return the squares of each row's first half plus those of its second half: shape (half,
+    rows). Each element is read once, and converted to the wider dtype meanwhile."""
     half = -(-len(columns) // 2)
     first, second = columns[:half], columns[half:]
     squares = zero.new_empty(first.shape)
@@ -352,8 +337,7 @@ def _squares_of_halves(columns: Tensor, zero: Tensor) -> Tensor:
 
 
 def _groups(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the matrices in order, in groups of up to `TOGETHER_ELEMENTS` elements (or of one
-    matrix)."""
+    """Group the matrices in order, up to `TOGETHER_ELEMENTS` elements each."""
     group: list[Tensor] = []
     for rows in matrices:
         if group and sum(each.numel() for each in group) + rows.numel() > TOGETHER_ELEMENTS:
@@ -368,16 +352,15 @@ def _summed_squares(rows: Tensor) -> Tensor:
 
 
 def _local_rows(rows: int, rank: int, ranks: int) -> int:
-    """Return the number of rows that `rank` has of a tensor of `rows` rows that is sharded over
-    `ranks` ranks as by `torch.chunk`."""
+    """Return the rows that `rank` has of a tensor that is sharded as by `torch.chunk`."""
     each = -(-rows // ranks)
     return max(0, min(rows - rank * each, each))
 
 
 @lru_cache(maxsize=16)
 def balanced_assignment(sizes: tuple[int, ...], ranks: int) -> list[int]:
-    """Assign work items of these sizes to ranks, and return the rank of each: largest first, each
-    to the rank with the smallest sum of sizes so far."""
+    """Return the rank of each item: the largest first, each to the rank with the smallest sum of
+    sizes so far."""
     chosen = [0] * len(sizes)
     sums = [(0, rank) for rank in range(ranks)]
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
@@ -387,8 +370,8 @@ def balanced_assignment(sizes: tuple[int, ...], ranks: int) -> list[int]:
 
 
 def combined(norms: Sequence[Tensor]) -> Tensor | float:
-    """Return the global norm, computed from the norm of each gradient. So it does not depend on how
-    the gradients lie in memory."""
+    """Combine the norms of gradients. The result does not depend on how the gradients lie in
+    memory."""
     if all(norm.is_cpu for norm in norms):
         return math.hypot(*[norm.item() for norm in norms])
     total: Tensor = torch.linalg.vector_norm(
@@ -398,16 +381,15 @@ def combined(norms: Sequence[Tensor]) -> Tensor | float:
 
 
 def clip_divisor(norm: Tensor | float, limit: float) -> Tensor | float:
-    """Return the number (at least 1) by which gradients of global norm `norm` are to be divided so
-    that their norm is at most `limit`; NaN if the norm is NaN."""
+    """Return the number by which gradients are divided to have a norm of at most `limit`; NaN if
+    the norm is NaN."""
     return (
         torch.clamp(norm / limit, min=1.0) if isinstance(norm, Tensor) else max(norm / limit, 1.0)
     )
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor | float, limit: float) -> None:
-    """Scale the gradients, whose global norm is `norm`, to a norm of at most `limit`. Does nothing
-    if the norm is not finite."""
+    """Does nothing if the norm is not finite."""
     if isinstance(norm, Tensor):
         factor = torch.clamp(limit / norm, max=1.0)
         scale(gradients, torch.where(torch.isfinite(norm), factor, 1.0))
@@ -416,7 +398,7 @@ def clip(gradients: Sequence[Tensor], norm: Tensor | float, limit: float) -> Non
 
 
 def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply the gradients by a scalar tensor, in place. They may be on several devices."""
+    """The gradients may be on several devices."""
     parts = [to_local(gradient) for gradient in gradients]
     for device in dict.fromkeys(part.device for part in parts):
         torch._foreach_mul_([part for part in parts if part.device == device], factor.to(device))

@@ -16,19 +16,16 @@ from torch.optim import Optimizer
 
 
 def has_modes(optimizer: Optimizer) -> bool:
-    """True if the optimizer has a training and an evaluation mode: methods `train` and `eval`."""
     return callable(getattr(optimizer, "train", None)) and callable(
         getattr(optimizer, "eval", None)
     )
 
 
 class OptimizerModes:
-    """Switches a model's optimizers between training and evaluation mode, by their methods `train`
-    and `eval`. After a switch to evaluation mode and back, every parameter has the same bits."""
+    """Switches optimizers between training and evaluation mode. After a switch to evaluation mode
+    and back, every parameter has the same bits."""
 
     def __init__(self, optimizers: Sequence[Optimizer], held: Mapping[str, nn.Parameter]) -> None:
-        """`optimizers`: those without modes are ignored. `held`: the parameters that the optimizers
-        hold, by name."""
         self._optimizers = [optimizer for optimizer in optimizers if has_modes(optimizer)]
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         theirs = {id(parameter) for group in groups for parameter in group["params"]}
@@ -36,13 +33,11 @@ class OptimizerModes:
             name: parameter for name, parameter in held.items() if id(parameter) in theirs
         }
         self.training_values: dict[str, Tensor] = {}
-        """The parameters' training-mode values by name, while evaluation mode is on; otherwise
-        empty."""
+        """Training-mode values of the parameters while evaluation mode is on; otherwise empty."""
         self._groups: dict[int, list[dict[str, Any]]] = {}
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Enter evaluation mode; do nothing if it is on already."""
         if not self.training_values:
             self._groups = {
                 id(optimizer): [dict(group) for group in optimizer.param_groups]
@@ -56,8 +51,7 @@ class OptimizerModes:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A context in evaluation mode. On exit, training mode is entered again if it was on
-        before."""
+        """On exit, training mode is entered again if it was on before."""
         if self.training_values:
             yield
             return
@@ -76,6 +70,5 @@ class OptimizerModes:
         self.training_values, self._groups = {}, {}
 
     def groups_of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Return the optimizer's parameter groups, with the values that they have in training
-        mode."""
+        """Return the parameter groups with the values that they have in training mode."""
         return self._groups.get(id(optimizer), optimizer.param_groups)

@@ -18,7 +18,6 @@ from lockstep.model.tensor.elementwise import aligned, is_aligned
 
 
 def may_multiply(optimizers: Iterable[Optimizer]) -> bool:
-    """True if an optimizer may multiply matrices: it is Muon, or its `step` is not torch's."""
     return any(
         type(each).__name__ == "Muon" or not type(each).step.__module__.startswith("torch.optim.")
         for each in optimizers
@@ -26,9 +25,8 @@ def may_multiply(optimizers: Iterable[Optimizer]) -> bool:
 
 
 def lay_out(parameters: Iterable[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
-    """Copy each gradient that is not aligned in memory (because it is a view into a bucket). Also
-    copy each tensor of the optimizers' state that is not aligned, or whose strides differ from
-    those that it would have after a resume (the eigenvectors that `eigh` returns)."""
+    """Copy gradients and optimizer state that are not aligned in memory (views into a bucket), or
+    whose strides would differ after a resume (the eigenvectors that `eigh` returns)."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad = laid_out(parameter.grad)
@@ -40,18 +38,17 @@ def lay_out(parameters: Iterable[nn.Parameter], optimizers: Sequence[Optimizer])
 
 
 def laid_out(tensor: Tensor) -> Tensor:
-    """Return the tensor if its memory is aligned for the processor's vector instructions, else an
-    aligned copy with the same strides."""
+    """Return the tensor, or a copy with the same strides if its memory is not aligned for vector
+    instructions."""
     return tensor if is_aligned(to_local(tensor)) else tensor.clone()
 
 
 def _lay_out_state(
     held: dict[Any, Any] | list[Any], shape: Size | None, storages: Counter[int]
 ) -> None:
-    """Replace each tensor in a parameter's optimizer state by an aligned copy, unless it is
-    aligned. A tensor that shares its storage with another one stays, because a copy would no longer
-    change with the other. `shape`: the parameter's shape; tensors of this shape keep their strides,
-    and others become contiguous."""
+    """Replace tensors by aligned copies. A tensor that shares its storage with another stays,
+    because a copy would no longer change with the other. Tensors of `shape`, the parameter's, keep
+    their strides; others become contiguous."""
     for name, each in held.items() if isinstance(held, dict) else enumerate(held):
         if isinstance(each, dict | list):
             _lay_out_state(each, None, storages)
@@ -60,7 +57,7 @@ def _lay_out_state(
 
 
 def _tensors(held: Any) -> Iterator[Tensor]:
-    """Yield the dense tensors in an optimizer's state: those in nested dicts and lists."""
+    """Yield the dense tensors in nested dicts and lists."""
     if isinstance(held, dict | list):
         for each in held.values() if isinstance(held, dict) else held:
             yield from _tensors(each)

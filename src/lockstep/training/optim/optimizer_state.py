@@ -38,7 +38,7 @@ def settings_of(optimizers: Sequence[Optimizer]) -> Settings:
 
 def differing(saved: Settings, now: Settings) -> Iterator[tuple[int, int, str]]:
     """Yield (index of the optimizer, index of the parameter group, name) of each setting that
-    differs between a checkpoint and this run. Groups that only one of them has are skipped."""
+    differs between a checkpoint and this run."""
     for number, (theirs, ours) in enumerate(zip(saved, now, strict=False)):
         for group, (before, after) in enumerate(zip(theirs, ours, strict=False)):
             yield from (
@@ -49,8 +49,7 @@ def differing(saved: Settings, now: Settings) -> Iterator[tuple[int, int, str]]:
 
 
 def described(saved: Settings, now: Settings) -> list[str]:
-    """Return each difference between a checkpoint's optimizer settings and this run's as text, such
-    as `optimizer: lr of group 0: 0.1, now 0.01`."""
+    """Return texts such as `optimizer: lr of group 0: 0.1, now 0.01`."""
     return [
         f"optimizer{f' {number}' if len(now) > 1 else ''}: {name} of group {group}:"
         f" {saved[number][group][name]!r}, now {now[number][group][name]!r}"
@@ -78,15 +77,12 @@ class OptimizerState:
     rest: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name of a parameter -> key -> value that is not a tensor."""
     shared: dict[Any, Any] = field(default_factory=dict)
-    """State that belongs to no parameter: the entries of `Optimizer.state` whose keys are not
-    parameters."""
+    """Entries of `Optimizer.state` whose keys are not parameters."""
     more: dict[str, Any] = field(default_factory=dict)
     """Entries of the optimizer's state dict other than `state` and `param_groups`."""
 
     @classmethod
     def of(cls, optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> OptimizerState:
-        """Return the state of `optimizer`. `named`: the model's parameters by name, including the
-        optimizer's. Raises `CheckpointError` if the state cannot be saved."""
         state = cls()
         _check_inner(optimizer)
         names = {id(parameter): name for name, parameter in named.items()}
@@ -106,8 +102,7 @@ class OptimizerState:
     def load(
         self, optimizer: Optimizer, named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]]
     ) -> None:
-        """Load this state into the optimizer. `named`: the model's parameters by name. `groups`:
-        the saved settings of the optimizer's parameter groups."""
+        """`groups`: the saved settings of the optimizer's parameter groups."""
         states = {
             name: {**self.tensors.get(name, {}), **self.rest.get(name, {})}
             for name in {**self.tensors, **self.rest}
@@ -153,8 +148,7 @@ def has_own_pair(optimizer: Optimizer) -> bool:
 
 
 def remedy(optimizer: Optimizer) -> str:
-    """Return the part of an error that tells the user what to do about an optimizer whose state
-    does not consist of tensors, numbers and text."""
+    """Remedy for an optimizer whose state does not consist of tensors, numbers and text."""
     name = type(optimizer).__name__
     return (
         f"give {name} both a state_dict() that returns tensors, numbers or text instead, by"
@@ -166,9 +160,9 @@ def remedy(optimizer: Optimizer) -> str:
 def allocate(
     optimizer: Optimizer, named: Mapping[str, nn.Parameter], prefix: str, saved: Kinds
 ) -> dict[str, dict[str, Tensor]]:
-    """Return name of a parameter -> key -> tensor into which a checkpoint's tensor can be loaded:
-    the optimizer's own state tensor if it exists, else a new one. `saved`: dtype and shape of the
-    checkpoint's tensors by name; those of this optimizer begin with `prefix`."""
+    """Return name of a parameter -> key -> tensor to load a checkpoint's tensor into: the
+    optimizer's own, or a new one. `prefix`: beginning of the names of this optimizer's tensors in
+    `saved`."""
     mine = {id(parameter) for parameter in _parameters(optimizer)}
     on_device = any(
         group.get("capturable") or group.get("fused") for group in optimizer.param_groups
@@ -192,8 +186,6 @@ def allocate(
 
 
 def _check_inner(optimizer: Optimizer) -> None:
-    """Raise `CheckpointError` if the optimizer contains another optimizer whose state is not
-    saved."""
     if has_own_pair(optimizer):
         return
     for name, value in vars(optimizer).items():
@@ -208,9 +200,8 @@ def _check_inner(optimizer: Optimizer) -> None:
 
 
 def _own_states(optimizer: Optimizer) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """Return the contents of the `state_dict` that the optimizer overrides: the entries of `state`,
-    with parameters as keys instead of their numbers; and all entries other than `state` and
-    `param_groups`."""
+    """Return the entries of the overridden `state_dict`: of `state`, by parameter instead of
+    number; and all others than `state` and `param_groups`."""
     kept = {
         key: dict(values) for key, values in optimizer.state.items() if isinstance(values, dict)
     }
@@ -247,7 +238,7 @@ def _own_states(optimizer: Optimizer) -> tuple[dict[Any, Any], dict[str, Any]]:
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    """The optimizer's parameters, in the order in which torch's state dict numbers them."""
+    """In the order in which torch's state dict numbers them."""
     return list(
         {
             id(parameter): parameter

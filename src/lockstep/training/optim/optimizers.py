@@ -25,8 +25,6 @@ from lockstep.plan import Plan
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """True if the optimizer's `step` cannot be called without a closure that computes the loss, or
-    if its attribute `needs_closure` is true."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return bool(getattr(optimizer, "needs_closure", False)) or (
         closure is not None and closure.default is inspect.Parameter.empty
@@ -36,8 +34,6 @@ def needs_closure(optimizer: Optimizer) -> bool:
 def check_closures(
     optimizers: Sequence[Optimizer], plan: Plan, *, precision: str, gradient_compression: str
 ) -> None:
-    """Raise `RecipeError` if an optimizer's `step` needs a closure, and the plan or the recipe does
-    not allow that the gradient is computed several times per step."""
     with_closure = next(filter(needs_closure, optimizers), None)
     if with_closure is None:
         return
@@ -67,12 +63,8 @@ STATE_IS_ZERO_AT_FIRST = (
 def build_optimizers(
     factory: Callable[[nn.Module], Any], model: nn.Module, *, in_part: bool = False
 ) -> list[Optimizer]:
-    """Call the recipe's optimizer factory with the model, and return its optimizers. Raises
-    `RecipeError` unless each trainable parameter is in exactly one of them.
-
-    `in_part`: True if this rank has only some of the model's parameters, so that one of several
-    optimizers may have none.
-    """
+    """`in_part`: True if this rank has only some of the model's parameters, so that one of several
+    optimizers may have none."""
     with collector_paused():
         import_module("torch._dynamo")  # the first optimizer of a process imports it
     with _empty_optimizers_allowed() if in_part else nullcontext():
@@ -102,8 +94,6 @@ def build_optimizers(
 
 
 def _made(factory: Callable[[nn.Module], Any], model: nn.Module) -> Any:
-    """Return the result of the recipe's optimizer factory. Raises `RecipeError` if the factory is
-    an optimizer class, which takes parameters instead of a model."""
     try:
         return factory(model)
     except TypeError as error:
@@ -121,8 +111,7 @@ def _made(factory: Callable[[nn.Module], Any], model: nn.Module) -> Any:
 
 @contextmanager
 def _empty_optimizers_allowed() -> Iterator[None]:
-    """A context in which optimizers without parameters can be made, which torch refuses
-    otherwise."""
+    """torch refuses to make optimizers without parameters otherwise."""
     original: Any = Optimizer.__init__
 
     def patched(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
@@ -139,8 +128,7 @@ def _empty_optimizers_allowed() -> Iterator[None]:
 
 
 def trainable(model: Any) -> dict[str, nn.Parameter]:
-    """The model's trainable parameters by name; tied parameters occur once. Raises `RecipeError` if
-    there are none."""
+    """Tied parameters occur once."""
     if not isinstance(model, nn.Module):
         raise RecipeError(
             f"the model factory returned {model!r} (a {type(model).__name__}); it must return a"
@@ -169,7 +157,7 @@ def trainable(model: Any) -> dict[str, nn.Parameter]:
 def check_gradients(
     model: nn.Module, parameters: dict[str, nn.Parameter], *, bitwise: bool
 ) -> None:
-    """Raise `RecipeError` if the model will have gradients that cannot be summed over ranks."""
+    """Refuse models whose gradients cannot be summed over ranks."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise RecipeError(
@@ -187,9 +175,8 @@ def check_gradients(
 
 
 def unfuse(optimizers: Sequence[Optimizer]) -> bool:
-    """Set `foreach` instead of `fused` in each optimizer with parameters on a CPU, because the
-    CPU's fused kernels round differently at the end of a tensor. Parameter groups that are added
-    later get the same setting. Returns True if any optimizer was changed."""
+    """Use foreach instead of fused kernels on a CPU, because those round differently at the end of
+    a tensor. Returns True if any optimizer was changed."""
     was_fused = False
     for optimizer in optimizers:
         fused = [
@@ -209,8 +196,8 @@ def unfuse(optimizers: Sequence[Optimizer]) -> bool:
 
 
 def separate_meshes(optimizer: Optimizer) -> None:
-    """Register step hooks that split the optimizer's param groups by device mesh during each
-    `step`, because foreach and fused kernels refuse DTensors of different meshes together."""
+    """Split the optimizer's param groups by device mesh during each `step`, because foreach and
+    fused kernels refuse DTensors of different meshes together."""
     if all(len(_by_mesh(group["params"])) == 1 for group in optimizer.param_groups):
         return
     kept: list[list[dict[str, Any]]] = []
@@ -247,12 +234,9 @@ def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
 
 
 def allocate_state(optimizer: Optimizer) -> None:
-    """Allocate the optimizer's state by a step with zero gradients and zero learning rate, so that
-    no later step runs out of memory while it is applied.
-
-    Only for optimizers whose state starts at zero; the other optimizers allocate in their first
-    step.
-    """
+    """Allocate state by a step with zero gradients and zero learning rate, so that no later step
+    runs out of memory while it is applied. Does nothing for optimizers whose state does not start
+    at zero."""
     if (
         type(optimizer) not in STATE_IS_ZERO_AT_FIRST
         or optimizer.state

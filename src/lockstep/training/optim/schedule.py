@@ -32,8 +32,8 @@ class OnMetric:
 
 
 class Schedule:
-    """Sets the learning rates of each step: the optimizer's own rates times a function of the step,
-    or by torch LRSchedulers that are stepped after each step or evaluation."""
+    """Sets the learning rates of each step: the optimizer's rates times a function of the step, or
+    by torch LRSchedulers."""
 
     def __init__(
         self, schedule: Callable[[Any], Any] | None, optimizers: Sequence[Optimizer]
@@ -47,8 +47,8 @@ class Schedule:
         self.metric: str | None = None
         """The evaluation metric that the schedule follows; None if it follows the step."""
         self._set: list[float] | None = None
-        """The learning rates as the schedule has set them last, to detect changes by other code;
-        None before the first step, after a checkpoint was loaded, and if they are not compared."""
+        """Learning rates that the schedule set last, to detect changes by other code. None if they
+        are not compared."""
         if schedule is None:
             return
         try:
@@ -74,12 +74,12 @@ class Schedule:
 
     @property
     def counts_updates(self) -> bool:
-        """True if the schedule is a torch scheduler that is stepped after each optimizer step."""
+        """True if a torch scheduler is stepped after each optimizer step."""
         return any(not isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
 
     def before_step(self, step: int) -> None:
-        """Set the learning rates of a step. Raises `RecipeError` if other code has changed them
-        since the schedule set them."""
+        """Raises `RecipeError` if other code has changed the learning rates since the schedule set
+        them."""
         if self._set is not None and self._set != (rates := self._rates()):
             number = next(
                 i for i, (now, then) in enumerate(zip(rates, self._set, strict=True)) if now != then
@@ -114,7 +114,6 @@ class Schedule:
         self._note_rates()
 
     def after_evaluation(self, value: float) -> None:
-        """Step the schedulers that follow an evaluation metric. `value`: the metric's new value."""
         for scheduler in self._schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(value)
@@ -126,16 +125,12 @@ class Schedule:
             self._set = self._rates()
 
     def _rates(self) -> list[Any]:
-        """Return the current learning rate of each parameter group; None for a group without
-        one."""
         return [group.get("lr") for group in self._groups]
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [scheduler.state_dict() for scheduler in self._schedulers]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Load the saved state. Raises `CheckpointError` if the saved schedule was a function of
-        the step and this one is a torch scheduler, or the reverse."""
         if len(states) != len(self._schedulers):
             raise CheckpointError(
                 f"the checkpoint has {len(states)} torch LRSchedulers and this run has"
@@ -147,9 +142,8 @@ class Schedule:
         self._set = None
 
     def change_base(self, optimizer: int, group: int, before: float, now: float) -> None:
-        """Change the base learning rate of a parameter group in a loaded torch scheduler, when the
-        recipe's rate differs from the checkpoint's. (A schedule that is a function of the step
-        already uses the new rate.) `before`, `now`: the old and the new base rate."""
+        """Use the recipe's new base learning rate in a loaded torch scheduler. A schedule that is a
+        function of the step already uses it."""
         if self._multiplier is not None:
             return
         settings = self._optimizers[optimizer].param_groups[group]
@@ -162,9 +156,8 @@ class Schedule:
             settings["initial_lr"] = self._schedulers[optimizer].base_lrs[group] = now
 
     def rates(self) -> dict[str, float]:
-        """Return the learning rates of the last step, by their names in metrics.jsonl: `lr` for the
-        first parameter group and, if other groups have other rates, `lr/1` and so on. A group
-        without a learning rate is left out."""
+        """Return the last step's learning rates by their names in metrics.jsonl: `lr`, and `lr/1`
+        and so on if parameter groups have other rates."""
         rates = [None if rate is None else float(rate) for rate in self._latest]
         shown = enumerate(rates if len(set(rates)) > 1 else rates[:1])
         return {

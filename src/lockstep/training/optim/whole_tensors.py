@@ -1,10 +1,8 @@
 """Steps an optimizer that needs whole tensors (such as Muon) on sharded parameters: for each
 tensor, one rank, its owner, computes the update.
 
-Between steps, parameters and optimizer state are sharded and saved as for any optimizer. In a step,
-every rank all-gathers each parameter, its gradient and its state. The owner updates the tensor and
-broadcasts the result, and each rank keeps its shard. Under tensor parallelism every rank of that
-axis computes the same update, because all gather the same full tensors.
+Every rank all-gathers each parameter, its gradient and its optimizer state. The owner updates the
+tensor and broadcasts the result, and each rank keeps its shard.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ _REMEDY = (
 
 
 class WholeTensorOptimizer:
-    """Replaces `optimizer.step()` for an optimizer that needs whole tensors, if its parameters are
-    sharded over the ranks of `world`. (Parameters that are not sharded are whole on each rank.)"""
+    """Replaces `optimizer.step()` for an optimizer that needs whole tensors, if parameters are
+    sharded over the ranks of `world`."""
 
     def __init__(self, optimizer: Optimizer, world: World) -> None:
         self._optimizer = optimizer
@@ -46,8 +44,7 @@ class WholeTensorOptimizer:
             elements[owner] += parameter.numel()
 
     def step(self) -> None:
-        """Update all parameters that have a gradient, in place of `optimizer.step()`. Every rank
-        calls it."""
+        """Every rank calls it."""
         optimizer = self._optimizer
         updated = [
             parameter
@@ -83,8 +80,8 @@ class WholeTensorOptimizer:
             self._distribute(parameter, whole.get(id(parameter)), copied)
 
     def _gathered(self, parameter: nn.Parameter, copied: Optimizer) -> nn.Parameter | None:
-        """All-gather a parameter, its gradient and its optimizer state. Return the whole parameter,
-        with its state in `copied`, on the rank that owns it, and None on the others."""
+        """All-gather a parameter, its gradient and its state. Returns the whole parameter, with its
+        state in `copied`, on its owner; None on other ranks."""
         assert parameter.grad is not None
         gradient, value = full_tensor(parameter.grad), full_tensor(parameter.detach())
         state = self._optimizer.state.get(parameter, {})
@@ -105,9 +102,8 @@ class WholeTensorOptimizer:
     def _distribute(
         self, parameter: nn.Parameter, mine: nn.Parameter | None, copied: Optimizer
     ) -> None:
-        """Broadcast an updated parameter and its optimizer state from the owner, and copy this
-        rank's shards of them. `mine`: the whole updated parameter on its owner, else None.
-        `copied`: the optimizer that has updated it."""
+        """Broadcast an updated parameter and its state from the owner, and copy this rank's shards
+        of them. `mine`: the whole parameter on its owner, else None."""
         owner = self._owners[id(parameter)]
         to_local(parameter.detach()).copy_(
             self._shard(parameter, None if mine is None else mine.detach(), owner)
@@ -145,8 +141,8 @@ class WholeTensorOptimizer:
         state.update(decode(encoded, received.__getitem__))
 
     def _shard(self, like: Tensor, value: Tensor | None, owner: int) -> Tensor:
-        """Broadcast the owner's `value` (None on the other ranks), and return this rank's shard of
-        it, sharded as `like` is."""
+        """Broadcast the owner's `value`, and return this rank's shard of it, sharded as `like`
+        is."""
         return shard_as(like, self._received(value, list(like.shape), like.dtype, owner))
 
     def _received(
