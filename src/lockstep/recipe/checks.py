@@ -132,7 +132,6 @@ def check_seed(value: Any) -> None:
 
 
 def check_factory(name: str, value: Any, *, remedy: str) -> None:
-    """The usual mistake is to pass the module or optimizer that the function should make."""
     if hasattr(value, "state_dict") and not isinstance(value, type):
         raise RecipeError(
             f"{name} is a {type(value).__name__}, not a function that makes one; every process"

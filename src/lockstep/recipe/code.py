@@ -23,8 +23,7 @@ from lockstep.recipe.recipe import Recipe
 
 @functools.cache
 def texts() -> Mapping[str, str]:
-    """Source of the script (as `__main__`) and of each loaded module of the user, read at the first
-    call."""
+    """Source of the script (as `__main__`) and of each module of the user."""
     by_name: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
         # includes the script; in a process that was a spare, `__main__` is lockstep's own file
@@ -45,7 +44,6 @@ def sources() -> dict[str, str]:
 
 
 def programs(names: Iterable[str]) -> dict[str, str]:
-    """Digest modules without comments, docstrings and line numbers."""
     return {name: _program(texts()[name]) for name in names if name in texts()}
 
 
@@ -75,7 +73,6 @@ def _digest(text: str) -> str:
 
 
 def other_sources(one: Mapping[str, str], another: Mapping[str, str]) -> list[str]:
-    """Return the names of modules whose digests differ."""
     return [name for name, digest in one.items() if another.get(name, digest) != digest]
 
 
@@ -139,9 +136,9 @@ def _functions(recipe: Recipe) -> dict[str, Any]:
 def parts(
     function: Any, *, objects: bool = False, unread: frozenset[int] = frozenset()
 ) -> dict[str, str]:
-    """Digest a function's code, and the closure variables, defaults, globals, functions and classes
-    that it uses. Line numbers and docstrings are ignored; trained parameters count only by dtype
-    and shape. `objects`: include the contents of the user's objects."""
+    """Digest a function's code and what it uses. Line numbers and docstrings are ignored; trained
+    parameters count only by dtype and shape. `objects`: include the contents of the user's
+    objects."""
     return digest_parts(_RecipeReader(objects, unread).parts(function), _PARTS)[0]
 
 
@@ -191,7 +188,6 @@ class _RecipeReader(CodeReader):
 
 
 def _parts_of_module(module: Any) -> dict[str, Any]:
-    """Return the parameters, buffers and modules that belong to a module directly, by name."""
     modules = {
         name: each
         for name, each in module.named_modules(remove_duplicate=False)

@@ -39,7 +39,6 @@ class Parameter:
     """Smallest value; None: no bounds."""
     high: float | None = None
     log: bool = False
-    """True if a search samples the logarithm of values."""
     step: float | None = None
     """Distance between allowed values, counted from `low`. None: any value; 1 for an int."""
     choices: tuple[Value, ...] = ()
@@ -147,7 +146,6 @@ class Parameter:
         return [float(low + number * step) for number in range(int((high - low) / step) + 1)]
 
     def check(self, value: Value, source: str) -> None:
-        """`source`: where the value came from, for the error."""
         if isinstance(value, float) and not math.isfinite(value):
             raise self._error(
                 f"has the value {value!r} ({source}); a value is finite; give a number, or None for"
@@ -270,7 +268,6 @@ class Declared:
         self.parameters: dict[str, Parameter] = {}
         self.values: dict[str, Value] = {}
         self.is_closed = False
-        """True once a recipe was made: no more parameters may be declared."""
 
     def add(self, parameter: Parameter, environ: Mapping[str, str]) -> Value:
         name, before = parameter.name, self.parameters.get(parameter.name)
@@ -315,7 +312,6 @@ declared = Declared()
 
 
 def given_values(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values that `--set` gives, as text by name."""
     return dict(
         map(split_assignment, read_assignments(environ.get(ASSIGNMENTS) or "[]", ASSIGNMENTS))
     )
@@ -345,7 +341,6 @@ def split_assignment(text: str) -> tuple[str, str]:
 
 
 def saved_values(run_dir: Path) -> dict[str, Value]:
-    """Return the parameter values of the run in a directory; empty if it has none."""
     try:
         described = read_object(run_dir, "run.json")["recipe"]["parameters"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -53,14 +53,13 @@ class Routed:
     counted: Tensor | None
     """Shape (tokens,): True for tokens that count in the loads and loss terms. None if all do."""
     loads: Tensor | None = None
-    """For each sample, the tokens of each expert of all layers: shape (samples, columns). None
-    until computed."""
+    """Shape (samples, columns of all layers). None until computed."""
 
 
 class ExpertBalance:
-    """Counts the tokens that each expert of a model gets (its load), and computes the loss terms
-    that balance the experts. In each step, every rank calls `begin`, then `count` and `terms` for
-    each microbatch, `reduce`, and `commit`."""
+    """Counts the tokens that each expert of a model gets, and computes the loss terms that balance
+    the experts. In each step, every rank calls `begin`, then `count` and `terms` for each
+    microbatch, `reduce`, and `commit`."""
 
     def __init__(
         self,
@@ -86,7 +85,6 @@ class ExpertBalance:
         """Tokens of each expert in the latest step's global batch: the columns of all layers, one
         layer after another."""
         self._mine = self._zeros()
-        """Loads of this rank's microbatches so far in the step."""
         self._previous = self._zeros()
         """Loads of the latest step that updated the model."""
         self._idle = self._zeros()
@@ -115,19 +113,16 @@ class ExpertBalance:
             )
 
     def counts_of_f(self, microbatch: int) -> dict[str, list[int]]:
-        """Return, for each layer on this rank, the token counts from which a microbatch's balance
-        loss computed f, the fraction of tokens that chose each expert. Empty without a balance
-        loss. Waits for the device."""
+        """Return, by layer, the token counts from which a microbatch's balance loss computed f.
+        Empty without a balance loss. Waits for the device."""
         loads = self._of_f.get(microbatch, {})
         return {name: load[:-MORE].tolist() for name, load in loads.items()}
 
     def of_layers(self, loads: Tensor) -> list[Tensor]:
-        """Split `loads` along its last dim into one tensor for each layer."""
         return list(torch.split(loads, self._widths, dim=-1))
 
     def joined_weight(self, weight: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-        """Return a weight function (batch -> denominators) that adds the denominators of the
-        balance's loss terms to those of `weight`."""
+        """Add the denominators of the balance's loss terms to those that `weight` returns."""
         return partial(self._weight, weight) if self.balance.has_terms else weight
 
     def _weight(self, weight: Callable[[Any], Any] | None, batch: Any) -> dict[str, Any]:
@@ -146,8 +141,8 @@ class ExpertBalance:
         return denominators
 
     def _shape(self, batch: Any) -> tuple[int, int, Tensor | None]:
-        """Return the number of samples, the tokens in each, and a mask of shape (samples, tokens):
-        True for tokens that count in the balance. None if all count."""
+        """Return the number of samples, the tokens in each, and a mask of shape (samples, tokens).
+        None if all tokens count."""
         arguments = None if self._inputs is None else self._inputs(batch)
         counted = None
         if self.balance.tokens is not None:
@@ -188,7 +183,6 @@ class ExpertBalance:
         self._of_microbatches, self._of_f = {}, {}
 
     def routed(self, microbatch: int, batch: Any) -> Routed:
-        """Return the experts that the routers chose in the latest forward."""
         choices = self.recorder.take()
         samples, counted = self._counted(batch, choices)
         return Routed(microbatch, choices, samples, counted)
@@ -234,8 +228,7 @@ class ExpertBalance:
             joined(loss, dict.fromkeys(self.term_names))
 
     def _counted(self, batch: Any, choices: Sequence[Choices]) -> tuple[int, Tensor | None]:
-        """Return the number of samples, and a mask of this rank's tokens that count in the balance.
-        None if all count."""
+        """None if all tokens count."""
         samples, tokens, counted = self._shape(batch)
         places = next((each.places for each in choices if each.places is not None), None)
         if places is not None:
@@ -270,8 +263,7 @@ class ExpertBalance:
                 )
 
     def _loads_of(self, routed: Routed) -> Tensor:
-        """Return the tokens of each expert for each sample: shape (samples, columns of all
-        layers)."""
+        """Shape (samples, columns of all layers)."""
         if routed.loads is not None:
             return routed.loads
         device, columns = self._mesh.world.device, []
@@ -301,8 +293,8 @@ class ExpertBalance:
         return terms
 
     def _balance_term(self, routed: Routed) -> Tensor:
-        """Return this rank's part of the balance loss Σ f · P, not yet divided by its denominator.
-        P is the mean probability of each expert."""
+        """Return this rank's part of the balance loss Σ f · P, not yet divided by its
+        denominator."""
         by_sample = self.balance.over == "sample"
         loads = self.of_layers(self._loads_of_f(routed))
         if self.is_watched:
@@ -329,8 +321,6 @@ class ExpertBalance:
         return self.balance.coefficient * share * _sum(parts)
 
     def _loads_of_f(self, routed: Routed) -> Tensor:
-        """Return the loads from which f, the fraction of tokens that chose each expert, is
-        computed."""
         if self.balance.over == "previous":
             return self._previous
         if self.balance.over == "step":
@@ -374,8 +364,7 @@ class ExpertBalance:
         return summed
 
     def check(self, step: int) -> None:
-        """Raise `LossError` on all ranks if a router returned logits that are not finite or chose
-        an expert that does not exist. Waits for the device."""
+        """Waits for the device."""
         for layer, load in zip(self.layers, self.of_layers(self.loads.cpu()), strict=True):
             _, out_of_range, not_finite = load[-MORE:].tolist()
             if not_finite:
@@ -411,7 +400,7 @@ class ExpertBalance:
         self._previous, self._idle = state["previous"].to(device), state["idle"].to(device)
 
     def idle_steps(self) -> list[list[int]]:
-        """Return the steps since a token chose each expert, by layer. Waits for the device."""
+        """Waits for the device."""
         return [each[:-MORE].tolist() for each in self.of_layers(self._idle.cpu())]
 
     def close(self) -> None:
@@ -473,7 +462,6 @@ def balance_experts(
     inputs: Callable[[Any], Any] | None,
     stages: Stages | None,
 ) -> ExpertBalance:
-    """Begin to record the experts that the routers of a parallelized model choose."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     biases = [None if layer.bias is None else buffers.get(layer.bias) for layer in layers]
     needs_all_stages = stages is not None and (

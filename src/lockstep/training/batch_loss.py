@@ -56,8 +56,7 @@ def gather_columns(
     sizes: Sequence[int],
 ) -> list[Tensor]:
     """Concatenate the rows of all microbatches in the order of the samples, on the CPU. Every rank
-    of `data` calls it. `parts`: index of a microbatch of this rank -> its rows. `sizes`: samples in
-    each microbatch."""
+    of `data` calls it."""
     mine, count = list(parts.values()), _count(data, what, parts)
     return [
         samples_in_order(
@@ -68,8 +67,6 @@ def gather_columns(
 
 
 def _count(data: World, what: str, parts: Mapping[int, Columns]) -> int:
-    """Return the number of tensors collected from each microbatch. Every rank of `data` calls
-    it."""
     kinds = {
         index: [
             [str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])] for tensor in part
@@ -89,8 +86,8 @@ def _count(data: World, what: str, parts: Mapping[int, Columns]) -> int:
 
 
 def distinct_kinds(data: World, kinds: Mapping[int, Any]) -> list[tuple[int, Any]]:
-    """Return (first microbatch that has it, value) for each distinct value of any rank. `kinds`:
-    index of a microbatch of this rank -> JSON value. Every rank of `data` calls it."""
+    """Return (first microbatch that has it, value) for each distinct value of any rank. Every rank
+    of `data` calls it."""
     everyone = data.gather_values(_firsts(kinds.items()))
     return _firsts(sorted(chain.from_iterable(everyone), key=itemgetter(0)))
 
@@ -136,8 +133,7 @@ class BatchLoss:
         call: Callable[[Any], Any],
         autocast: AbstractContextManager[Any],
     ) -> None:
-        """Compute the rows of all microbatches without gradients, then the gradient of the loss for
-        each row. Every rank calls it."""
+        """Every rank calls it."""
         parts: dict[int, Columns] = {}
         with torch.no_grad():
             for item, batch in batches:

@@ -13,7 +13,6 @@ _MIX = 0x9E3779B97F4A7C15 - 2**64
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Sum the tensor's bytes, read as 64-bit integers, on its device."""
     raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     whole = raw.numel() // _WORD_BYTES * _WORD_BYTES
     words = raw[:whole]
@@ -23,7 +22,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def mixed(sums: Tensor) -> Tensor:
-    """Combine checksums into one that depends on their order."""
+    """The result depends on the order of `sums`."""
     total = torch.zeros((), dtype=torch.int64)
     for each in sums:
         total = total * _MIX + each
@@ -35,7 +34,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def on_cpu(sums: Sequence[Tensor]) -> Tensor:
-    """Stack scalars from any devices on the CPU, with one copy from each device."""
+    """Takes one copy from each device."""
     gathered = torch.empty(len(sums), dtype=torch.int64)
     for device in {each.device for each in sums}:
         indices = [index for index, each in enumerate(sums) if each.device == device]

@@ -32,7 +32,6 @@ NOTHING = Request()
 
 
 def merge(requests: Sequence[Request]) -> Request:
-    """Keep the first reason to stop, and the first reason to end."""
     if not requests:
         return NOTHING
     return Request(
@@ -59,13 +58,11 @@ class Consensus:
         self._reach_all = self.mesh.summed().size == self.mesh.world.size
 
     def flag(self, *, may_stop: bool) -> bool:
-        """Return True if this rank has a request. `may_stop`: True if a request to stop counts in
-        this step."""
+        """`may_stop`: True if a request to stop counts in this step."""
         return bool(self._mine(may_stop))
 
     def agree(self, results: Sequence[StepResult], *, may_stop: bool) -> Request:
-        """Return the requests of all ranks after a step, the same on every rank. `results`: the
-        step's result for each model. Every rank calls it."""
+        """Every rank calls it."""
         if not results:  # all models have skipped the step
             return (
                 self._merged(may_stop)
@@ -85,7 +82,7 @@ class Consensus:
         )
 
     def agree_to_stop(self) -> str | None:
-        """Return the first rank's reason to stop; None if no rank asks. Every rank calls it."""
+        """Every rank calls it."""
         everyone = self.mesh.world.gather_values(self.request().stop)
         return next((reason for reason in everyone if reason is not None), None)
 

@@ -79,8 +79,6 @@ class Overrides:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """The fixed settings, process groups and recorder of one run on this rank."""
-
     world: World
     mesh: Mesh
     plan: Plan

@@ -34,8 +34,6 @@ INSTEAD = {
 
 
 def error_of_determinism(error: BaseException | None, plan: object) -> PlanError | None:
-    """Return an error that explains `error` if torch has no deterministic kernel for an operation,
-    else None."""
     if not isinstance(error, RuntimeError) or not (found := _REFUSED.search(str(error))):
         return None
     name = found.group(1)

@@ -60,11 +60,9 @@ class EndedStep:
     """Mark before the first change of models or optimizers after the step."""
 
     def is_certain(self) -> bool:
-        """True if the tensors on the device have the values of this step."""
         return self.end.is_reached() and not self.change.may_be_passed()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the `Run` after this step."""
         loss = self.saved_loss if self.latest is None else self.latest.loss()
         return {
             "step": self.step,
@@ -101,7 +99,6 @@ class DeviceProgress:
         self._ended.append(ended)
 
     def begin_change(self) -> None:
-        """Record that work queued from now on changes the state."""
         if self._ended and not (latest := self._ended[-1]).change.is_recorded:
             latest.change.record()
 

@@ -43,8 +43,7 @@ ALONE = (
     "torcheval's metric.compute() does without, as torchmetrics do; code of your own can ask"
     " torch.distributed.is_initialized()"
 )
-"""Remedy, in error texts, for a metric that calls a collective. While metrics are computed,
-`torch.distributed.is_initialized()` returns False."""
+"""While metrics are computed, `torch.distributed.is_initialized()` returns False."""
 
 
 @contextmanager
@@ -91,8 +90,7 @@ class Evaluator:
         return cls(recipe, evaluation, context.mesh, context.plan, loader, module)
 
     def measure(self, step: int, speeds: tuple[float, ...]) -> dict[str, float]:
-        """Return the loss and every metric, the same on every rank. Every rank calls it. Seeds the
-        default generators before each microbatch."""
+        """Every rank calls it. Seeds the default generators before each microbatch."""
         plan = self.plan
         self.assignment = MicrobatchAssignment(plan.data_ranks, plan.has_rounds, speeds=speeds)
         with in_evaluation_mode(self.module.model), torch.no_grad():
@@ -143,7 +141,6 @@ class Evaluator:
         return metrics
 
     def _position(self, step: int, item: Microbatch) -> tuple[int, ...]:
-        """Return the key that seeds a microbatch's random generators."""
         return self.recipe.seed, RandomStream.EVALUATION, step, item.index
 
     def _measured(
@@ -229,7 +226,7 @@ class Evaluator:
         return means
 
     def _names(self, rows: dict[int, Sums]) -> list[str]:
-        """Return the names of loss terms and metrics of all ranks. Every rank calls it."""
+        """Every rank calls it."""
         (_, names), *others = distinct_kinds(
             self.mesh.data, {index: list(row) for index, row in rows.items()}
         )
@@ -273,9 +270,8 @@ class Evaluator:
 
 
 class _ToHost:
-    """Copies the rows that metrics collected from one microbatch to the host, without waiting.
-    `take` waits for them, once the next microbatch has begun, so that the host is at most one
-    microbatch ahead of the device."""
+    """Copies rows to the host without waiting. `take` waits for them, once the next microbatch has
+    begun, so that the host is at most one microbatch ahead of the device."""
 
     def __init__(self, columns: Mapping[str, Columns], device: torch.device) -> None:
         """`device`: the model's, which the host must not get far ahead of."""

@@ -51,12 +51,10 @@ class Accumulation(Protocol):
         """Yields this rank's microbatches with their batches on the device, after seeding the
         random generators for each."""
 
-    def accumulate(self, loss: Any) -> None:
-        """Accumulate the gradient of the latest microbatch's loss."""
+    def accumulate(self, loss: Any) -> None: ...
 
     def fetched(self) -> list[tuple[Microbatch, Any]]:
-        """Return all microbatches at once, for executors that call `record` instead of
-        `accumulate`."""
+        """For executors that call `record` instead of `accumulate`."""
 
     def random_position(self, microbatch: Microbatch) -> tuple[int, ...]:
         """Return the key that seeds the microbatch's random generators."""
@@ -72,8 +70,7 @@ class Accumulation(Protocol):
     def without_backward(self) -> AbstractContextManager[None]:
         """Raises `LossError` if the user's loss function calls `backward` inside."""
 
-    def contribution(self, loss: Any, microbatch: Microbatch) -> Contribution:
-        """Check and scale the result of the user's loss function."""
+    def contribution(self, loss: Any, microbatch: Microbatch) -> Contribution: ...
 
     def grad_output(self, part: Contribution) -> Tensor:
         """The gradient that the backward of `part.total` starts with, times the loss scale."""
@@ -81,8 +78,7 @@ class Accumulation(Protocol):
     def record(
         self, microbatch: Microbatch, value: Any, weight: Any, part: Contribution | None
     ) -> None:
-        """Record the loss of a microbatch whose gradient the executor has accumulated. `part`: None
-        if another rank computes its loss."""
+        """`part`: None if another rank computes the loss."""
 
     def count_choices(self, microbatch: Microbatch, batch: Any) -> None:
         """Count the tokens that routers have sent to each expert in the latest forward."""
@@ -91,8 +87,7 @@ class Accumulation(Protocol):
     def balance_terms(self) -> Sequence[str]: ...
 
     def balance_part(self, microbatch: Microbatch, batch: Any) -> Contribution | None:
-        """Return the loss terms that balance the experts, from the latest forward of a pipeline's
-        stage; None if the stage adds no such term."""
+        """None if the pipeline's stage adds no loss term that balances experts."""
 
 
 class Executor(Protocol):
@@ -194,8 +189,7 @@ class SerialExecutor:
     def on_output_rank(self, compute: Callable[[], Any]) -> Any:
         return compute()
 
-    def _check(self, inputs: Inputs, loss: Loss, batch: Any) -> None:
-        """Checks of the model that need a batch."""
+    def _check(self, inputs: Inputs, loss: Loss, batch: Any) -> None: ...
 
     def _computed(self, inputs: Inputs, loss: Loss, batch: Any) -> tuple[Any, Any]:
         output = self._output(inputs, batch)
@@ -381,9 +375,8 @@ class PipelineExecutor:
         term: Callable[[], StageTerm | None] = lambda: None,
         around_loss: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> PipelineMicrobatch:
-        """Describe a microbatch for the pipeline. If sequences are split over ranks, the first one
-        checks that this does not change the output. `score`: (output, loss) -> the microbatch's
-        result."""
+        """If sequences are split over ranks, the first microbatch checks that this does not change
+        the output."""
         cut = self._cut
         if cut is None:
 

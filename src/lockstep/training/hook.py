@@ -89,7 +89,6 @@ class ControlHook(Hook):
 
 
 MOMENTS = ("on_", "before_", "after_", "between_")
-"""Prefixes of the names of hook methods."""
 
 
 def check_hooks(hooks: Any) -> None:

@@ -72,8 +72,6 @@ class LoopOptions:
     batch_sampler: Callable[[int, int], Any] | None
 
     def __post_init__(self) -> None:
-        """If a sampler gives the order of samples, replace a DataLoader by its dataset and its
-        collate function."""
         if isinstance(self.data, DataLoader) and (
             self.sampler is not None or self.batch_sampler is not None
         ):
@@ -83,8 +81,7 @@ class LoopOptions:
 
 
 def lay_out_loop(training: Training, options: LoopOptions) -> Batching:
-    """Check the options of a loop, assign microbatches to ranks, and build each model's gradient
-    reducer. Every rank calls it."""
+    """Every rank calls it."""
     plan, data, models = (
         training.context.plan,
         options.data,
@@ -196,7 +193,6 @@ def _describe(training: Training, options: LoopOptions) -> None:
 
 
 def report_layout(training: Training, options: LoopOptions, batching: Batching) -> None:
-    """Record, as events, how the first loop of steps is executed."""
     if training.run.recipe is None:
         _describe(training, options)
     models = [module.model for module in training.modules]
@@ -218,8 +214,6 @@ def report_layout(training: Training, options: LoopOptions, batching: Batching) 
 
 
 def report_kernels(training: Training) -> None:
-    """Record, after the first step, the kernels that compute attention within packed documents, or
-    in sequences that are split over ranks."""
     for number, module in enumerate(training.modules):
         cut = module.parallel.cut
         if cut is not None and cut.hides_tokens and not cut.kernels.is_reported:
@@ -249,8 +243,7 @@ def _order(training: Training, options: LoopOptions) -> SampleOrder | None:
 
 
 def order_and_samples(recipe: Recipe) -> tuple[SampleOrder | None, int]:
-    """Return the sampler's order (None without a sampler), and the number of samples in an epoch (0
-    for a stream)."""
+    """None without a sampler; 0 samples for a stream."""
     if isinstance(recipe.data, Stream):
         return None, 0
     order = order_of(
@@ -272,8 +265,7 @@ def steps_of(recipe: Recipe) -> int:
 
 
 def interval_of(recipe: Recipe, evaluation: Evaluation) -> int | None:
-    """Return the steps between two measurements of an evaluation. None if it is measured only at
-    the end, or after epochs of different lengths."""
+    """None if the evaluation is measured only at the end, or after epochs of different lengths."""
     if evaluation.every != "epoch":
         return evaluation.every
     order, samples = order_and_samples(recipe)
@@ -357,8 +349,8 @@ def sources(
 def compare_data(
     training: Training, name: str, digests: Digests, *, is_trained_on: bool = False
 ) -> None:
-    """Compare digests of some samples with the other ranks', and of training data also with those
-    of the resumed run. Every rank calls it."""
+    """Compare digests of samples with the other ranks', and of training data also with the resumed
+    run's. Every rank calls it."""
     everyone = [
         Digests(**theirs) for theirs in training.context.world.gather_values(asdict(digests))
     ]
@@ -391,8 +383,6 @@ def steps(
     total: int,
     weight: Callable[[Any], Any] | None,
 ) -> Iterator[Step]:
-    """Yield each step to the script, which computes and commits it. Then call the hooks, and stop,
-    save or end if the ranks agree to."""
     context, terms = training.context, None
     context.recorder.show(total)
     training.hooks.call("before_steps", training.run)

@@ -185,9 +185,8 @@ def contribution(
     weights: Weights | None,
     prescale: Tensor,
 ) -> Contribution:
-    """Check and scale a microbatch's loss. `step_samples`: samples in the global batch. `weights`:
-    term name -> denominator over the global batch. `prescale`: divisor of an `ls.Loss`, whose
-    denominator is not known yet."""
+    """`step_samples`: samples in the global batch. `weights`: denominators over the global batch.
+    `prescale`: divisor of an `ls.Loss`, whose denominator is not known yet."""
     if isinstance(loss, Loss):
         return _forward_known(loss, weights, prescale)
     _check_terms(loss, weights)
@@ -216,8 +215,7 @@ def contribution(
 
 
 def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> Sums:
-    """Return metric name -> (total, weight) of a microbatch's loss in an evaluation. `weights`:
-    term name -> denominator in this microbatch."""
+    """Return metric name -> (total, weight)."""
     if isinstance(loss, Loss):
         part = _forward_known(loss, weights, torch.ones(()), learns=False)
         assert part.weight is not None
@@ -237,8 +235,7 @@ def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) ->
 
 
 def number_of(scalar: Tensor) -> Number:
-    """Convert to float64: a tensor if it is on an accelerator, where reading it would make the host
-    wait, else a number."""
+    """Leave the number on an accelerator, where reading it would make the host wait."""
     return (
         scalar.detach().double()
         if accelerator.has_streams(scalar.device)
@@ -258,7 +255,6 @@ def numbers_on_host(numbers: Sequence[Number]) -> list[float]:
 
 
 def weights_of(raw: Any) -> Weights:
-    """Check the result of a weight function, and return term name -> denominator."""
     named = raw if isinstance(raw, Mapping) else {SINGLE: raw}
     _check_names("weight", named)
     weights = {name: _number(name, value) for name, value in named.items()}
@@ -337,8 +333,7 @@ def no_weight(term: str, value: float) -> str:
 def _term(
     name: str, term: Any, *, batch: Any, weights: Weights | None, learns: bool = True
 ) -> Tensor:
-    """Check a term, and return its total before scaling. `learns`: True if it must have a
-    gradient."""
+    """`learns`: True if the total must have a gradient."""
     if isinstance(term, Loss):
         raise LossError(
             f"term {name!r} of the loss is an ls.Loss; several terms have several denominators,"

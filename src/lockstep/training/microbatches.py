@@ -45,7 +45,7 @@ def total_steps(
     epochs: int | None,
     drop_last: bool,
 ) -> int:
-    """`samples`: number of samples in one epoch. Other arguments: as in `Recipe`."""
+    """`samples`: number of samples in one epoch."""
     if isinstance(order, BatchOrder):
         return steps if steps is not None else order.batches * (epochs or 0)
     assert global_batch is not None, "a recipe has one, or a batch_sampler"
@@ -143,7 +143,6 @@ class Batching:
         )
 
     def epoch(self, step: int) -> int:
-        """The epoch of a step's first sample."""
         if self._batches is not None:
             return step // self._batches.batches
         return self.span(step)[0] // self.samples
@@ -171,12 +170,10 @@ class Batching:
         return self._spans[size]
 
     def _most_parts(self) -> int:
-        """The number of parts into which a microbatch with enough samples is split."""
         return self.assignment.slices or self._parts
 
     @property
     def largest(self) -> int:
-        """Number of samples in the largest microbatch."""
         return (
             max(stop - start for start, stop in self.spans(0))
             if self._batches is None
@@ -185,8 +182,8 @@ class Batching:
 
     @property
     def last_of_epoch(self) -> list[int]:
-        """Number of samples in each microbatch of an epoch's last global batch; with a
-        `batch_sampler`, of all global batches."""
+        """Samples in each microbatch of an epoch's last global batch; with a `batch_sampler`, of
+        all global batches."""
         if self._batches is not None:
             return self._batches.sizes
         per_epoch = assignment.total_steps(
@@ -210,7 +207,6 @@ class Batching:
         return self.mine_among(self.assignment_in_step(step), len(self.spans(step)))
 
     def mine_among(self, assigned: MicrobatchAssignment, count: int) -> list[tuple[int, bool]]:
-        """Return `mine` for a step of `count` microbatches that are assigned as in `assigned`."""
         if self._mine_of is None or self._mine_of[0] is not assigned or self._mine_of[1] != count:
             self._mine_of = assigned, count
             self._mine = assigned.with_dummies(count, self.mesh.data.rank)
@@ -229,7 +225,7 @@ class Batching:
 
     def recomputed_here(self, step: int, count: int) -> list[int | None]:
         """Return the microbatches of other ranks that this rank recomputes: one always, and one if
-        two other ranks got different gradients. None for a missing one. Empty in most steps."""
+        two other ranks got different gradients. Empty in most steps."""
         several = self.recomputed(step, count)
         if not several:
             return []
@@ -306,8 +302,8 @@ class StepLayout:
         )
 
     def full_microbatch(self, place: int) -> tuple[int, Sequence[int | str]]:
-        """Return the index and the samples of the whole microbatch that contains part `place`.
-        Samples are dataset indices; for a stream, names that this rank has read."""
+        """If microbatches are split over ranks, `place` is the index of a part. Samples are dataset
+        indices, or names of a stream's samples."""
         if self.origins is not None:
             return place, self.origins[place].names()
         split = self.assignment.slices or 1
@@ -380,8 +376,8 @@ class Microbatches:
         self._seed = seed
 
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
-        """Set `weights` to the sums of `weight(batch)` over all ranks, and return the terms' names.
-        Every rank calls it. `names`: the terms in earlier steps; None in the first."""
+        """Set `weights` to the sums over all ranks, and return the terms' names. Every rank calls
+        it. `names`: the terms in earlier steps; None in the first."""
         self.keep()
         assert self._kept is not None, "kept just now"
         try:
@@ -415,8 +411,6 @@ class Microbatches:
         return list(names)
 
     def leave_out(self, samples: frozenset[int]) -> None:
-        """Subtract samples that the loader leaves out of this step from the step's number of
-        samples."""
         everyone: list[int] = []
         for place in range(self.count):
             own = self.layout.samples_of(place)
@@ -440,7 +434,6 @@ class Microbatches:
             self._kept = list(self._items)
 
     def peek(self) -> Microbatch | None:
-        """Return this rank's first microbatch; None if it has none. Calls `keep`."""
         self.keep()
         assert self._kept is not None, "kept just now"
         return self._kept[0] if self._kept else None
@@ -556,7 +549,6 @@ def from_stream(
 
 
 def positions_in(values: Mapping[str, Any], stream: Stream) -> dict[int, Position]:
-    """Return the position in each stream shard from a checkpoint's JSON."""
     saved = {int(shard): position_in(position) for shard, position in values["shards"].items()}
     if saved.keys() != set(range(stream.shards)):
         raise CheckpointError(

@@ -135,7 +135,6 @@ def loss_scale(precision: Precision, device: torch.device | None) -> LossScale |
 
 
 def candidates(device: torch.device) -> list[Precision]:
-    """The precisions that `precision="auto"` measures."""
     # on a CPU only fp32: the run may be resumed on a CPU without bf16 instructions
     if not accelerator.is_accelerator(device):
         return ["fp32"]

@@ -53,7 +53,6 @@ class ParallelModel(NamedTuple):
     parallel: Parallelized
     pretrained: PretrainedWeights | None
     routed: Sequence[RoutedLayer]
-    """Layers of experts whose numbers of tokens are balanced (`Recipe.balance`)."""
 
 
 def build_model(
@@ -65,8 +64,7 @@ def build_model(
     exchange: SyncBatchNormExchange,
     weights: Weights | None,
 ) -> ParallelModel:
-    """Build a model and parallelize it; match the names of pretrained `weights`, but do not load
-    them. `number`: index of the model in the session. Every rank calls it."""
+    """Match the names of pretrained `weights`, but do not load them. Every rank calls it."""
     mesh = context.mesh
     check_sequence(context.plan, options.sequence)
 
@@ -119,8 +117,7 @@ def prepare(
     schedule: Callable[[Any], Any] | None,
     weights: Weights | None,
 ) -> TrainModule:
-    """Build a model, parallelize it, load pretrained weights, and build its optimizers. Every rank
-    calls it."""
+    """Every rank calls it."""
     check_factory(
         "session.prepare(build_model)",
         factory,

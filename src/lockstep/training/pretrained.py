@@ -87,8 +87,7 @@ class PretrainedWeights:
         return self.tensors.specs[self.theirs[name][0]]
 
     def _filled(self, state: Mapping[str, Tensor]) -> dict[str, int]:
-        """Copy the values into `state`. Returns the checksum of each part of the file that this
-        rank read."""
+        """Returns the checksum of each part of the file that this rank read."""
         kinds = {name: self._kind(name) for name in state}
         full = [
             TensorShard(name, dtype, shape, (0,) * len(shape), shape)
@@ -178,7 +177,7 @@ def match_names(
 
 
 def _renamed(names: Mapping[str, str | None], name: str) -> str | None:
-    """Return the model's name for a name in the file; None if the user leaves the tensor out."""
+    """None if the user leaves the tensor out."""
     for pattern, target in names.items():
         if (text := _match(pattern, name)) is not None:
             return None if target is None else target.replace("*", text)
@@ -207,7 +206,6 @@ def _is_float(dtype: str) -> bool:
 
 
 def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Propose the argument `names=` if names of the model and the file differ by a prefix."""
     wanted = set(missing)
     before = Counter(
         name[: -len(end)] for name in unexpected for end in _ends(name) if end in wanted
@@ -234,7 +232,6 @@ def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
 
 def _ends(name: str) -> list[str]:
-    """Return the text after each of the name's dots."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(1, len(parts))]
 
@@ -255,7 +252,7 @@ def _not_alike(path: str) -> str:
 
 
 def _exchange(call: Callable[[], tuple[T, Any]], world: World) -> tuple[T, list[Any]]:
-    """Return this rank's first item, and every rank's second item (JSON). The first `RecipeError`
-    of any rank is raised on all ranks."""
+    """Return every rank's second item (JSON). The first `RecipeError` of any rank is raised on all
+    ranks."""
     mine, told = raise_on_all_ranks(world, call, RecipeError)
     return mine, world.gather_values(told)

@@ -23,10 +23,8 @@ class Recomputation:
     """Checksums of the gradient that this rank has computed for another rank's microbatch."""
     decide: Callable[[], MicrobatchChecksums]
     """Computes the microbatch for which two other ranks got different gradients, if this rank
-    decides between them. Every rank calls it; the gradients that were summed over ranks are
-    lost."""
+    decides between them. Every rank calls it. The summed gradients are lost."""
     names: Sequence[str]
-    """Names of the parameters whose gradients have the checksums."""
 
     @property
     def mine(self) -> int | None:

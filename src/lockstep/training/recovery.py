@@ -43,14 +43,13 @@ class HookState:
     """Digests of the values that a user's hook holds or uses at one time."""
 
     digests: Mapping[str, str]
-    """Path, such as an attribute's name -> digest: of attributes, closure variables, and the module
-    variables that the hook uses."""
+    """Path, such as an attribute's name -> digest."""
     unread: list[str]
-    """Paths of values that have no digest, and so cannot be compared."""
+    """Paths of values that have no digest."""
 
 
 def hook_states(training: Training) -> dict[str, HookState]:
-    """Return the values of users' hooks that have no state_dict, by the hook's index and name."""
+    """Includes only users' hooks that have no state_dict."""
     hooks = [
         hook
         for hook in training.hooks.all
@@ -65,8 +64,7 @@ def hook_states(training: Training) -> dict[str, HookState]:
 
 
 def why_not_set_back(before: Mapping[str, HookState], now: Mapping[str, HookState]) -> str | None:
-    """Return the reason why a hook in a new process would differ from the hook in this process;
-    None if none would."""
+    """Return the reason why a recovery cannot restore a hook. `before`: values before training."""
     for name, state in before.items():
         current = now[name]
         changed = [
@@ -113,7 +111,6 @@ class _HookReader(CodeReader):
 
 
 def _learned(training: Training) -> Iterator[Any]:
-    """Yield the tensors and optimizers that a recovery restores."""
     for module in training.modules:
         yield from module.model.parameters()
         yield from module.model.buffers()
@@ -128,7 +125,6 @@ class HeldState:
     step: int
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Any]
-    """JSON values, as in a checkpoint's manifest."""
 
     @classmethod
     def of(cls, training: Training) -> HeldState:
@@ -193,8 +189,6 @@ class Recovery:
         """`watchers`: hooks and loggers; their state is not compared with the recipe's."""
         self._rejoin, self._recipe, self._watchers = rejoin, recipe, watchers
         self.code = RecipeCode.of(recipe)
-        """Digests of the recipe's functions and of the values that they use, before this process
-        trained."""
         rejoin.trainings += 1
         self._too_late = (
             None
@@ -213,7 +207,6 @@ class Recovery:
         self._held: HeldState | None = None
         self._distrusts = False  # True if the states in the ranks' memory may be wrong
         self.why_no_state = "no process holds the state, and there is no image"
-        """Reason why `reader` has returned None."""
         self._is_restored = False
         self.can_replace = False
         """True once all processes can recover in place; the same on all ranks."""
@@ -262,8 +255,7 @@ class Recovery:
         return self._rejoin.is_rejoining
 
     def lost_holders(self, world: World) -> list[dict[str, Any]]:
-        """Return the processes that wrote the run directory before a process was lost. Every rank
-        calls it."""
+        """Every rank calls it."""
         return (
             [each for each in world.gather_values(self.holder) if each is not None]
             if self.is_under_way
@@ -280,8 +272,7 @@ class Recovery:
         self._rejoin.raise_if_lost()
 
     def check_recipe(self, training: Training) -> None:
-        """Refuse functions of the recipe that use an object that has changed since the start, and
-        that a recovery could not restore. Every rank calls it."""
+        """Every rank calls it."""
         set_back = [*self._watchers, *training.stateful.values(), *_learned(training)]
         mine = code_and_objects_of(self._recipe, set_back)
         first, *others = training.context.world.gather_values(mine)
@@ -342,8 +333,8 @@ class Recovery:
         return ("replica", held) if held.manifest.step >= 0 else None
 
     def restored(self, step: int) -> dict[str, float]:
-        """Return the recovery's figures: seconds until all processes were ready, seconds from then
-        until now, and steps to compute again."""
+        """Return the seconds until all processes were ready, the seconds from then until now, and
+        the steps to compute again."""
         lost_at, rejoined_at = self._rejoin.lost_at, self._rejoin.rejoined_at
         figures = {
             "wait_seconds": round(rejoined_at - lost_at, 3),
@@ -371,7 +362,6 @@ class Recovery:
         return self._rejoin.rejoined(error, hold, at=-1 if run is None else run.step)
 
     def leave(self, error: BaseException) -> None:
-        """Leave the process groups that `error` has broken."""
         self.times += 1
         link: BaseException | None = error
         while link is not None:
@@ -387,8 +377,8 @@ class Recovery:
         self._rejoin.close(failed=failed)
 
     def _hold(self, run: Run | None) -> int | str:
-        """Return the step of the state that this process holds (-1: none), or the reason why this
-        process cannot recover in place."""
+        """Return the step of the state that this process holds, or the reason why it cannot recover
+        in place."""
         if run is not None:
             self._reached = max(self._reached, run.step)
         if run is not None and self._is_restored and run.training.is_consistent and self.is_replica:

@@ -56,7 +56,6 @@ class Remark(NamedTuple):
 
 
 def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
-    """Yield avoidable causes of a slow run, and an untested version of torch."""
     if (untested := untested_torch(torch.__version__)) is not None:
         yield untested
     if mesh.world.device.type == "cpu" and (reason := accelerator.unseen(os.environ)):
@@ -408,7 +407,6 @@ def _file_of(module: str) -> str:
 
 
 def check_same_code(everyone: Sequence[Digests]) -> None:
-    """`everyone`: for each rank, the digests of the recipe's functions."""
     first = everyone[0]
     for rank, other in enumerate(everyone):
         for field in {**first, **other}:

@@ -64,7 +64,6 @@ _TRAINING_FORM: Mapping[str, Any] = {
     "schedule": list, "loss_scale": list | None, "overflows": int, "prescale": float | None,
     "trainable": list | None
 }  # fmt: skip
-"""The expected type of each value in a checkpoint's JSON."""
 
 EXTRA_STATE = "_extra_state"
 """Key of `get_extra_state`'s result in a module's state dict."""
@@ -91,7 +90,7 @@ class StateReader(Protocol):
         """Name -> dtype and shape of each saved tensor."""
 
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Load the saved values into the tensors of `state`. Every rank calls it."""
+        """Every rank calls it."""
 
 
 @dataclass(slots=True)
@@ -172,7 +171,6 @@ class _ModuleTensors:
         )
 
     def is_current(self) -> bool:
-        """True if the module and its optimizers still hold the same objects."""
         if any(
             optimizer.state is not state or has_own_pair(optimizer)
             for optimizer, state in self.states
@@ -293,7 +291,6 @@ def _checked(values: Any, form: Mapping[str, Any]) -> Any:
 def _model_targets(
     module: TrainModule, number: int, saved: Mapping[str, Any], there: Kinds
 ) -> dict[str, Tensor]:
-    """Return name in the checkpoint -> the model's tensor into which it is loaded."""
     named: dict[str, Tensor] = {
         **dict(module.model.named_parameters()),
         **dict(module.model.named_buffers()),
@@ -537,5 +534,4 @@ def _describe(name: str, kind: Sequence[Any]) -> str:
 
 
 def listed(found: Mapping[str, Sequence[str]]) -> str:
-    """Return one line of text with the first few names of each kind."""
     return "; ".join(f"{kind}: {first_few(names)}" for kind, names in found.items() if names)

@@ -64,7 +64,6 @@ class Step:
         """Term name -> denominator of its mean over the global batch. None without a weight
         function."""
         self.committed: dict[int, StepResult] = {}
-        """Index of a model in the session -> its result."""
         self.skipped: set[int] = set()
         self._training, self._run = training, training.run
         self._modules = training.modules
@@ -79,21 +78,19 @@ class Step:
         # with several models, the backward of one may rightly change the gradients of another
         alone = self._compares and len(training.modules) == 1
         self._gradients = training.modules[0].reducer.gradient_versions() if alone else None
-        """Version counters of the `.grad` tensors, to detect backwards that lockstep did not call.
-        None if this step does not check for them."""
+        """Version counters of the `.grad` tensors, to detect backwards that the script calls. None
+        if they are not checked."""
         self._current: Microbatch | None = None
         self._recomputation: Recomputation | None = None
-        """Checksums of microbatch gradients to compare with other ranks'. None in most steps."""
         self._passes = 0
         self._seed_loop()
         self._borrowed: tuple[Microbatch, MicrobatchChecksums] | None = None
-        """Another rank's microbatch that this rank is recomputing, and the checksums of its
-        gradient so far."""
+        """Another rank's microbatch that this rank is recomputing, and its gradient's checksums so
+        far."""
         self._held: list[tuple[Microbatch, Any, Routed]] | None = None
         """Microbatches whose backward waits for all forwards, each with its loss and its tokens'
         choices of experts. None if backwards do not wait."""
         self._number = 0
-        """Index of the model whose gradient is being accumulated; valid once `_has_begun`."""
         self._has_begun = False
 
     def compute(
@@ -141,8 +138,6 @@ class Step:
             self._release(balance)
 
     def _recompute_for_others(self, compute: Callable[[], None]) -> Recomputation:
-        """Called before this rank's own microbatches. `compute`: computes forward and backward of
-        each microbatch that `batches` yields."""
         before = self._phases.enter("data", interrupts=True)
         others = self.source.others()
         self._phases.enter(before)
@@ -159,8 +154,6 @@ class Step:
     def _recompute(
         self, item: Microbatch | None, compute: Callable[[], None]
     ) -> MicrobatchChecksums:
-        """Compute the gradient of another rank's microbatch, discard it, and return its
-        checksums."""
         checksums = MicrobatchChecksums()
         if item is not None:
             self._borrowed = item, checksums
@@ -193,8 +186,7 @@ class Step:
         inputs: Callable[[Any], Any] | None,
         loss: Callable[[Any, Any], Any],
     ) -> None:
-        """Count the tokens that each expert gets by an additional forward of each microbatch
-        without gradients."""
+        """Takes an additional forward of each microbatch without gradients."""
         self.source.keep()
         self._module.executor.forwards(self, inputs, loss)
         reshard(self._module.model)
@@ -227,7 +219,6 @@ class Step:
         return self._contribution(terms, microbatch, balance_weights(self.weights))
 
     def _release(self, balance: ExpertBalance) -> None:
-        """Compute the backwards that waited for all forwards of the step."""
         held, self._held = self._held or [], None
         balance.know_loads()
         for current, loss, routed in held:
@@ -366,7 +357,6 @@ class Step:
             yield
 
     def _compared_among(self, microbatches: Sequence[Microbatch]) -> int | None:
-        """Return the index into `microbatches` of the one whose gradient ranks compare."""
         if self._recomputation is None or self._is_repeated:
             return None
         mine = self._recomputation.mine
@@ -630,7 +620,6 @@ class Step:
 
     @property
     def current(self) -> Microbatch:
-        """The microbatch that `batches` yielded last."""
         if self._current is None:
             raise LossError(
                 f"after step {self.index}: backward outside of a loop over step.microbatches();"
@@ -643,7 +632,6 @@ class Step:
         return batch if change is None else change(current, batch)
 
     def _refuse_dummies(self) -> None:
-        """Raise `RecipeError` on all ranks if a step of the epoch has dummy microbatches."""
         assigned = self.source.layout.assignment
         counts = self.count, *sorted(self.source.batching.counts)
         count = next((count for count in counts if assigned.has_dummies(count)), None)
@@ -722,7 +710,6 @@ class Step:
             self._values: list[Number] = []
             self._forward_weights: list[Tensor] = []
             self._terms: list[dict[str, Tensor]] = []
-            """The values of the loss's terms for each microbatch whose loss this rank computes."""
             self._kinds: list[LossKind] = []
         if self._number != number:
             raise LossError(
@@ -752,8 +739,6 @@ class Step:
             self._gradients = self._modules[0].reducer.gradient_versions()
 
     def _check_complete(self) -> None:
-        """Raise `LossError` unless each microbatch of this rank had a backward, with losses of one
-        kind."""
         module = self._module
         if len(self._seen) < self.source.mine:
             missing = [place for place in self.source.layout.mine() if place not in self._seen]

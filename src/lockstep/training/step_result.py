@@ -63,8 +63,7 @@ class StepResult:
 
     @property
     def is_without_weight(self) -> bool:
-        """True if the weights of an `ls.Loss` are 0 in the whole global batch. Waits for the
-        device."""
+        """Waits for the device."""
         return self.weights is not None and not any(self.weights.tolist())
 
     def term_losses(self) -> dict[str, float]:

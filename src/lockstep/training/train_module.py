@@ -110,13 +110,12 @@ class TrainModule:
         """True if an optimizer's step may draw random numbers."""
         self._lays_out = context.bitwise and may_multiply(optimizers)
         self.held = held_by(model, optimizers)
-        """The parameters that the optimizers hold, by name, including frozen ones."""
+        """Includes frozen parameters."""
         self.modes = OptimizerModes(optimizers, self.held)
         self.balance: ExpertBalance | None = None
         """None without `Recipe.balance`; set once the model is built."""
         self.left_out: LeftOut | None = None
-        """Tensors that neither the state dict nor an optimizer holds. None in a run that saves
-        nothing."""
+        """None in a run that saves nothing."""
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.mesh = context.mesh
         self._sums_partial = any(axis.sums == "partial" for axis in context.mesh.larger)
@@ -147,7 +146,6 @@ class TrainModule:
         # the factor by which the latest step's summed gradient was multiplied
         self.gain: Tensor | float = 1.0
         self.snapshot = ModelSnapshot(model, optimizers)
-        """Modules and parameters of the model when it was prepared, to detect later changes."""
         self.gradient_hooks = GradientHooks(model, in_pipeline=parallel.pipeline is not None)
         self.agreement = self._new_agreement()
         self._reducer: GradientReducer | None = None
@@ -164,8 +162,7 @@ class TrainModule:
                 else SequenceExecutor(*serial, cut=parallel.cut)
             )
             self.statistics = [RunningStatistics(model, context.mesh)]
-            """BatchNorm's running statistics of the model, or of each pipeline stage on this
-            rank."""
+            """One for each pipeline stage on this rank."""
         else:
             self.executor = PipelineExecutor(parallel.pipeline, self.autocast, parallel.cut)
             self.statistics = [
@@ -257,8 +254,7 @@ class TrainModule:
         self.agreement.settle()
 
     def begin_loop(self, max_microbatches: int) -> None:
-        """Build the reducer for steps of at most `max_microbatches` microbatches. Every rank calls
-        it."""
+        """Every rank calls it."""
         self.choice = choose_reducer(
             self.mesh,
             bitwise=self._bitwise,
@@ -287,7 +283,7 @@ class TrainModule:
 
     @property
     def names_of_leaves(self) -> list[str]:
-        """Name of each tensor of `leaves`. The name of a tied parameter may occur several times."""
+        """The name of a tied parameter may occur several times."""
         return [*self.names, *(() if self._tied is None else self._tied.names_of_leaves)]
 
     @property
@@ -311,7 +307,7 @@ class TrainModule:
 
     @property
     def scale(self) -> float:
-        """The fp16 loss scale; 1.0 in other precisions."""
+        """1.0 in other precisions than fp16."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     @property
@@ -330,7 +326,6 @@ class TrainModule:
         return self._reducer
 
     def begin_step(self, count: int, samples: int, assignment: MicrobatchAssignment) -> None:
-        """`count` and `samples`: microbatches and samples over all ranks."""
         if self.prescale is None:
             self.prescale = torch.tensor(
                 2.0 ** round(math.log2(samples)),
@@ -344,8 +339,6 @@ class TrainModule:
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
-        """Sum the gradients over all ranks, and over the parts of the model that share a tied
-        parameter."""
         self.agreement.refuse_late()
         for parameter in self._complex:
             if parameter.grad is not None:
@@ -369,7 +362,7 @@ class TrainModule:
         )
 
     def agree_on_loss(self, kinds: Sequence[LossKind]) -> None:
-        """Set the properties of the loss on all ranks at the first commit. Every rank calls it."""
+        """Every rank calls it at the first commit."""
         everyone = self.mesh.world.gather_values(kinds[0] if kinds else None)
         self.forward_knows_weight, self.terms, self.repeats = next(
             kind for kind in everyone if kind is not None
@@ -393,19 +386,17 @@ class TrainModule:
         )
 
     def call_gradient_hooks(self) -> None:
-        """Call the user's hooks with the reduced gradients. Every rank calls it."""
+        """Every rank calls it."""
         self.gradient_hooks.call(1.0 if self.loss_scale is None else self.loss_scale.divisor)
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def counted_gradients(self) -> list[tuple[str, Tensor]]:
-        """Return the name and gradient of each parameter that counts in the norm on this rank. A
-        parameter that several pipeline stages share counts on the first of them."""
+        """A parameter that several pipeline stages share counts on the first of them."""
         return [(name, each.grad) for name, each in self._counted if each.grad is not None]
 
     def _counted_now(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters whose gradients this rank adds to the global norm."""
         named = zip(self.names, self.parameters, strict=True)
         return [each for each in named if self._tied is None or self._tied.counts(each[1])]
 
@@ -422,10 +413,8 @@ class TrainModule:
         measure: bool,
         closure: Callable[[], Closure] | None = None,
     ) -> tuple[Tensor | float, bool | None]:
-        """Unscale and clip the reduced gradient and step the optimizers, unless the gradient is not
-        finite. Returns `StepResult.norm` and `StepResult.applied`. `measure`: True if the norm
-        itself is needed. `closure`: called once the gradient is clipped; returns the closure of the
-        optimizers' `step`."""
+        """Returns `StepResult.norm` and `StepResult.applied`. `measure`: True if the norm itself is
+        needed. `closure`: called once the gradient is clipped."""
         divisor: Tensor | float = 1.0
         if self.loss_scale is not None:
             if self._optimizer_unscales:
@@ -514,8 +503,6 @@ class TrainModule:
         return HostValues(self.schedule.state_dict(), self.prescale, self._chosen_trainable, groups)
 
     def state_dict(self, host: HostValues) -> dict[str, Any]:
-        """Return the state outside the models' and optimizers' tensors: schedule, loss scale and
-        the like."""
         return {
             "schedule": host.schedule,
             "loss_scale": (
@@ -541,8 +528,8 @@ class TrainModule:
             )
 
     def keep_changed_settings(self, saved: Settings) -> None:
-        """After a resume, use the optimizer settings that the factory now gives and that differ
-        from `saved`, the factory's settings in the saved run."""
+        """After a resume, use the optimizer settings that the script has changed. `saved`: the
+        settings in the saved run."""
         for number, group, name in differing(saved, self.settings):
             value = self.settings[number][group][name]
             if name == "lr":
@@ -590,8 +577,6 @@ _CALLED_NOTHING = "'nonetype' object is not callable"
 
 
 def _step_without_closure(optimizer: Optimizer) -> None:
-    """Explain an error that comes from a missing closure, or from an operation that DTensors
-    lack."""
     kind = type(optimizer).__name__
     try:
         step_optimizer(optimizer)

@@ -73,7 +73,6 @@ class LoopState:
 
     @staticmethod
     def check(values: Mapping[str, Any], step: int) -> None:
-        """Raise an error unless `values` have the form that a run saves after `step` steps."""
         for shard, position in values["shards"].items():
             int(shard)
             position_in(position)
@@ -115,7 +114,6 @@ class Hooks:
         self._at: dict[str, list[Callable[..., None]]] = {}
 
     def call(self, moment: str, *arguments: Any) -> None:
-        """Call the method of all hooks that override it, in order."""
         if moment not in self._at:  # looked up late: a hook may set its methods in `on_start`
             self._at[moment] = [
                 self._method(hook, moment)
@@ -180,31 +178,22 @@ class Training:
         self.run = Run(context, self)
         self.hooks = Hooks(hooks, context)
         self.code: Mapping[str, str] | None = None
-        """Digests of the recipe's functions. None without `ls.train`."""
+        """None without `ls.train`."""
         self.modules: list[TrainModule] = []
         self.statistics: list[RunningStatistics] = []
-        """BatchNorm's running statistics of all models, in the current loop."""
         self.streams: list[tuple[int, ModuleRandomStreams]] = []
-        """(index of a model, the object that seeds the random generators of its sequential parts),
-        for models with several such parts."""
         self.stateful: dict[str, Stateful] = {"run": self}
-        """Objects besides models whose state is saved in checkpoints."""
         self.results: dict[int, StepResult] = {}
-        """Index of a model -> its result of the latest step, without models that skipped the
-        step."""
         self.latest: StepResult | None = None
-        """The first model's result of the latest step that it did not skip."""
+        """Not of a step that skipped the first model."""
         self.measure: Callable[[], None] | None = None
-        """Measures the recipe's evaluations. None if it has none."""
         self.logged: dict[str, float] = {}
         """The script's numbers for this step's line of metrics.jsonl."""
         self.measured: dict[str, float] = {}
         """The numbers of lockstep's own hooks for this step's line of metrics.jsonl."""
         self.checksum: str | None = None
-        """Checksum of the latest logging step's gradient, in hexadecimal digits."""
         self.progress = DeviceProgress() if accelerator.has_streams(context.device) else None
-        """The steps that the accelerator has reached, because the host may be ahead of it. None on
-        a CPU."""
+        """None on a CPU."""
         self.is_consistent = True
         """False from a step's first change of a model until the script's part of the step has
         ended: the state must not be saved then."""
@@ -212,7 +201,6 @@ class Training:
         """False if the script has included objects of its own in the checkpoints, because it may
         change them at any moment of a step."""
         self.stopping: str | None = None
-        """The reason why training stops, once all ranks have agreed to stop."""
         self.is_committed = False
         """True from the last model's commit in a step until the next step begins."""
         self.loop = LoopState()
@@ -220,7 +208,7 @@ class Training:
         self.epoch_of: Callable[[int], int] | None = None
         """Step of the current loop -> its epoch. None if the data has no length."""
         self.microbatches = 0
-        """Number of microbatches that this rank has begun, over all steps."""
+        """Microbatches that this rank has begun, over all steps."""
         self.exchange = SyncBatchNormExchange()
         self.consensus = Consensus(context.mesh, context.phases, self._request)
         self.has_started = False
@@ -292,7 +280,6 @@ class Training:
             self.progress.begin_change()
 
     def end_updates(self, results: dict[int, StepResult]) -> None:
-        """Called when all models have committed or skipped the step."""
         self.results, self.latest = results, results.get(0, self.latest)
         self.run.step += 1
         self.is_committed = True
@@ -315,7 +302,6 @@ class Training:
             self.progress.end_step(ended, self._devices())
 
     def _devices(self) -> list[torch.device]:
-        """Return the accelerators that hold or compute a part of the state."""
         devices = self._devices_of.get(len(self.modules))
         if devices is None:
             parameters = [p for module in self.modules for p in module.held.values()]
@@ -325,8 +311,7 @@ class Training:
         return devices
 
     def agree(self) -> None:
-        """Exchange the ranks' requests to stop, save or end, and carry them out. Every rank calls
-        it."""
+        """Every rank calls it."""
         agreed = self.consensus.agree(
             list(self.results.values()), may_stop=self.run.is_logging_step
         )

@@ -46,7 +46,6 @@ _Trial = list[tuple[dict[str, Any], list[tuple[int, ...]]]]
 
 
 def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[Optimizer]:
-    """Return the optimizers that need whole tensors to update parameters that the plan shards."""
     optimizers = [optimizer for optimizer in optimizers if not _is_known(optimizer)]
     axes = plan.state_divided
     if axes and (mixing := next(filter(mixes_tensors, optimizers), None)) is not None:
@@ -74,9 +73,8 @@ def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[O
 def is_element_wise(
     optimizer: Optimizer, divided: Callable[[Tensor], object] = lambda parameter: True
 ) -> bool:
-    """True if two halves of a tensor are updated as the whole tensor is. Tries a copy of each
-    parameter group on small tensors. `divided`: returns true for sharded parameters; others are not
-    tried."""
+    """Tries a copy of each parameter group on small tensors, as a whole and in halves. `divided`:
+    returns true for sharded parameters; others are not tried."""
     for group in optimizer.param_groups:
         dims = {parameter.dim() for parameter in group["params"] if divided(parameter)}
         if any(_differs(optimizer, group, _shape(each)) for each in sorted(dims - {0})):
@@ -91,8 +89,7 @@ def _is_known(optimizer: Optimizer) -> bool:
 
 
 def mixes_tensors(optimizer: Optimizer) -> bool:
-    """True if the update of a tensor depends on other tensors. Tries a copy of the optimizer on
-    small tensors."""
+    """Tries a copy of the optimizer on small tensors."""
     shapes = [
         _shape(max((each.dim() for each in group["params"]), default=1))
         for group in optimizer.param_groups
@@ -106,8 +103,6 @@ def mixes_tensors(optimizer: Optimizer) -> bool:
 
 
 def _mixes(optimizer: Optimizer, trial: _Trial) -> bool:
-    """True if the first tensor's update changes with the other tensors' gradients, or any tensor's
-    update changes without the other tensors."""
     numbers = range(sum(len(shapes) for _, shapes in trial))
     try:
         # constant gradients, because the optimizer's estimate may need them
@@ -207,8 +202,6 @@ def _half(start: Tensor, gradients: Sequence[Tensor], part: int) -> tuple[Tensor
 def updated(
     optimizer: Optimizer, group: dict[str, Any], start: Tensor, gradients: Sequence[Tensor]
 ) -> Tensor:
-    """Return a parameter that begins as `start`, after one step of a copied optimizer for each
-    gradient."""
     parameter = torch.nn.Parameter(start.clone())
     copied = _copied(optimizer, [(group, [parameter])])
     for gradient in gradients:
@@ -220,8 +213,7 @@ def updated(
 def _copied(
     optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[torch.nn.Parameter]]]
 ) -> Optimizer:
-    """Copy the optimizer without state, with new parameters. A learning rate of 0 is replaced,
-    because no parameter would change."""
+    """A learning rate of 0 is replaced, because no parameter would change."""
     copied: Optimizer = object.__new__(type(optimizer))
     vars(copied).update(vars(optimizer))
     copied.param_groups = [{**group, "params": parameters} for group, parameters in groups]

@@ -48,8 +48,7 @@ class GradientNorm:
         self._stage_rows: StageRows | None = None
 
     def begin(self, model: nn.Module, counted: Mapping[str, nn.Parameter]) -> None:
-        """Set the parameters whose gradients enter the norm. In a pipeline, every rank calls it
-        before `of`."""
+        """In a pipeline, every rank calls it before `of`."""
         if self._bitwise and self._stages.size > 1:
             self._stage_rows = StageRows(model, counted, self._stages)
 
@@ -154,8 +153,7 @@ class GradientNorm:
     def _squares_of_all_rows(
         self, gradients: Sequence[Tensor], parts: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return, for each gradient, the sum of squares of each row of its full tensor, in
-        float64."""
+        """Return the sum of squares of each row of each full tensor, in float64."""
         size = self._tensor.size
         sharded_dims = [shard_dim_over(gradient, "tensor") for gradient in gradients]
         in_slices = [
@@ -194,8 +192,8 @@ class GradientNorm:
     def _gather_rows(
         self, squares: list[Tensor], places: Sequence[int], rows: Sequence[int], ranks: World
     ) -> None:
-        """Replace the squares of this rank's rows by those of all `ranks`, for the gradients at
-        `places`. `rows`: number of rows of each full gradient."""
+        """Replace the squares of this rank's rows by those of all `ranks`. `rows`: number of rows
+        of each full gradient."""
         if not places or ranks.size == 1:
             return
         local_rows = [
@@ -210,8 +208,7 @@ class GradientNorm:
 
     def _over_tensor(self, squares: list[Tensor], sharded_dims: Sequence[int | None]) -> None:
         """Replace the squares of this rank's rows, or slices of rows, by those of the full tensors'
-        rows. `sharded_dims`: the dim along which each gradient is sharded over the tensor axis, or
-        None."""
+        rows."""
         sharded = [place for place, dim in enumerate(sharded_dims) if dim is not None]
         if not sharded:
             return
@@ -245,8 +242,7 @@ class StageRows:
     def __init__(
         self, model: nn.Module, counted: Mapping[str, nn.Parameter], stages: World
     ) -> None:
-        """Every rank of the pipeline makes one. `counted`: parameters whose sums of squares this
-        rank contributes."""
+        """Every rank of the pipeline makes one."""
         # modules of other stages keep the names of their parameters (with None as the value)
         names = [
             f"{prefix}.{name}" if prefix else name
@@ -263,8 +259,7 @@ class StageRows:
         self._stages = stages
 
     def gather(self, squares: Sequence[Tensor], has_gradient: Sequence[bool]) -> list[Tensor]:
-        """Every rank of the pipeline calls it. `squares`: of this rank's counted parameters that
-        have a gradient."""
+        """Every rank of the pipeline calls it."""
         waiting, device = iter(squares), self._stages.device
         pieces = [torch.zeros(0, dtype=accelerator.wide_dtype(device), device=device)]
         for rows, has in zip(self._rows, has_gradient, strict=True):
@@ -326,8 +321,7 @@ def squares_by_halves(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _squares_of_halves(columns: Tensor, zero: Tensor) -> Tensor:
-    """Return the squares of each row's first half plus those of its second half: shape (half,
-    rows). Each element is read once, and converted to the wider dtype meanwhile."""
+    """Shape (half, rows). Each element is read once, and converted to the wider dtype meanwhile."""
     half = -(-len(columns) // 2)
     first, second = columns[:half], columns[half:]
     squares = zero.new_empty(first.shape)
@@ -337,7 +331,6 @@ def _squares_of_halves(columns: Tensor, zero: Tensor) -> Tensor:
 
 
 def _groups(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group the matrices in order, up to `TOGETHER_ELEMENTS` elements each."""
     group: list[Tensor] = []
     for rows in matrices:
         if group and sum(each.numel() for each in group) + rows.numel() > TOGETHER_ELEMENTS:
@@ -359,8 +352,6 @@ def _local_rows(rows: int, rank: int, ranks: int) -> int:
 
 @lru_cache(maxsize=16)
 def balanced_assignment(sizes: tuple[int, ...], ranks: int) -> list[int]:
-    """Return the rank of each item: the largest first, each to the rank with the smallest sum of
-    sizes so far."""
     chosen = [0] * len(sizes)
     sums = [(0, rank) for rank in range(ranks)]
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
@@ -370,8 +361,7 @@ def balanced_assignment(sizes: tuple[int, ...], ranks: int) -> list[int]:
 
 
 def combined(norms: Sequence[Tensor]) -> Tensor | float:
-    """Combine the norms of gradients. The result does not depend on how the gradients lie in
-    memory."""
+    """The result does not depend on how the gradients lie in memory."""
     if all(norm.is_cpu for norm in norms):
         return math.hypot(*[norm.item() for norm in norms])
     total: Tensor = torch.linalg.vector_norm(
@@ -381,8 +371,6 @@ def combined(norms: Sequence[Tensor]) -> Tensor | float:
 
 
 def clip_divisor(norm: Tensor | float, limit: float) -> Tensor | float:
-    """Return the number by which gradients are divided to have a norm of at most `limit`; NaN if
-    the norm is NaN."""
     return (
         torch.clamp(norm / limit, min=1.0) if isinstance(norm, Tensor) else max(norm / limit, 1.0)
     )

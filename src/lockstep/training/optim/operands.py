@@ -57,7 +57,6 @@ def _lay_out_state(
 
 
 def _tensors(held: Any) -> Iterator[Tensor]:
-    """Yield the dense tensors in nested dicts and lists."""
     if isinstance(held, dict | list):
         for each in held.values() if isinstance(held, dict) else held:
             yield from _tensors(each)

@@ -37,8 +37,7 @@ def settings_of(optimizers: Sequence[Optimizer]) -> Settings:
 
 
 def differing(saved: Settings, now: Settings) -> Iterator[tuple[int, int, str]]:
-    """Yield (index of the optimizer, index of the parameter group, name) of each setting that
-    differs between a checkpoint and this run."""
+    """Yield (index of the optimizer, index of the parameter group, name of the setting)."""
     for number, (theirs, ours) in enumerate(zip(saved, now, strict=False)):
         for group, (before, after) in enumerate(zip(theirs, ours, strict=False)):
             yield from (
@@ -148,7 +147,6 @@ def has_own_pair(optimizer: Optimizer) -> bool:
 
 
 def remedy(optimizer: Optimizer) -> str:
-    """Remedy for an optimizer whose state does not consist of tensors, numbers and text."""
     name = type(optimizer).__name__
     return (
         f"give {name} both a state_dict() that returns tensors, numbers or text instead, by"
@@ -160,9 +158,8 @@ def remedy(optimizer: Optimizer) -> str:
 def allocate(
     optimizer: Optimizer, named: Mapping[str, nn.Parameter], prefix: str, saved: Kinds
 ) -> dict[str, dict[str, Tensor]]:
-    """Return name of a parameter -> key -> tensor to load a checkpoint's tensor into: the
-    optimizer's own, or a new one. `prefix`: beginning of the names of this optimizer's tensors in
-    `saved`."""
+    """Return name of a parameter -> key -> tensor to load a checkpoint's tensor into. `prefix`:
+    beginning of the names of this optimizer's tensors in `saved`."""
     mine = {id(parameter) for parameter in _parameters(optimizer)}
     on_device = any(
         group.get("capturable") or group.get("fused") for group in optimizer.param_groups
@@ -200,8 +197,8 @@ def _check_inner(optimizer: Optimizer) -> None:
 
 
 def _own_states(optimizer: Optimizer) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """Return the entries of the overridden `state_dict`: of `state`, by parameter instead of
-    number; and all others than `state` and `param_groups`."""
+    """Return the state by parameter, and the state dict's entries other than `state` and
+    `param_groups`."""
     kept = {
         key: dict(values) for key, values in optimizer.state.items() if isinstance(values, dict)
     }

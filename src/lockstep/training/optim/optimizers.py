@@ -157,7 +157,6 @@ def trainable(model: Any) -> dict[str, nn.Parameter]:
 def check_gradients(
     model: nn.Module, parameters: dict[str, nn.Parameter], *, bitwise: bool
 ) -> None:
-    """Refuse models whose gradients cannot be summed over ranks."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise RecipeError(

@@ -74,7 +74,6 @@ class Schedule:
 
     @property
     def counts_updates(self) -> bool:
-        """True if a torch scheduler is stepped after each optimizer step."""
         return any(not isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
 
     def before_step(self, step: int) -> None:

@@ -141,8 +141,6 @@ class WholeTensorOptimizer:
         state.update(decode(encoded, received.__getitem__))
 
     def _shard(self, like: Tensor, value: Tensor | None, owner: int) -> Tensor:
-        """Broadcast the owner's `value`, and return this rank's shard of it, sharded as `like`
-        is."""
         return shard_as(like, self._received(value, list(like.shape), like.dtype, owner))
 
     def _received(
