@@ -1,5 +1,5 @@
 """Digests of a recipe's functions: a resumed run, and processes that join, compare them to find
-edited code. Needs no torch."""
+edited code."""
 
 from __future__ import annotations
 
@@ -92,17 +92,16 @@ MOST_BYTES = 2**26
 _PARTS = 64
 
 Digests = Mapping[str, Mapping[str, str]]
-"""Field of the recipe -> digests of the function's code and of the values that it uses, by name."""
+"""Field of the recipe -> name -> digest of the function's code or of a value that it uses."""
 
 
 class RecipeCode(NamedTuple):
-    """Digests of a recipe's functions, for comparison with those of a saved run or of another
-    process."""
+    """Digests of a recipe's functions, to compare with a saved run's or another process's."""
 
     digests: Mapping[str, str]
-    """One digest per function, without the contents of objects that the function uses."""
+    """Without the contents of objects that the functions use."""
     with_objects: Digests
-    """Digests of the functions that also include the contents of objects that the functions use."""
+    """With the contents of objects that the functions use."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> RecipeCode:
@@ -111,8 +110,8 @@ class RecipeCode(NamedTuple):
 
 
 def code_and_objects_of(recipe: Recipe, unread: Collection[Any] = ()) -> Digests:
-    """Digest each function of the recipe, with the contents of the objects that it uses, except the
-    objects in `unread`."""
+    """Digest each function of the recipe, with the objects that it uses except those in
+    `unread`."""
     ids = frozenset(map(id, unread))
     return {
         name: parts(function, objects=True, unread=ids)

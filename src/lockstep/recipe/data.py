@@ -85,9 +85,8 @@ class StreamOfStreams:
 
 @dataclass(frozen=True, slots=True)
 class Mixture(StreamOfStreams):
-    """Several streams with the same number of shards, mixed into one. At each position, shard k of
-    the mixture has a sample from shard k of one of the streams. A stream that ends continues with
-    its next epoch."""
+    """Streams mixed into one: each sample of shard k comes from shard k of one of the streams. A
+    stream that ends continues with its next epoch."""
 
     streams: Mapping[str, Stream]
     """In the order of names."""
@@ -260,7 +259,7 @@ def checked_mixture(streams: Any, weights: Any) -> dict[str, float]:
 
 
 def _weight(value: Any) -> float:
-    """Return `inf` for a number that is too large, NaN for a value that is not a number."""
+    """Return `inf` for too large a number, NaN for a value that is no number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
         return math.nan
     try:

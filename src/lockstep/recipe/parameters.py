@@ -1,9 +1,5 @@
-"""Hyper-parameters of a script: `param` declares one; its value comes from `--set`, a search or the
-resumed run.
-
-A script declares all parameters before its first recipe. `declared` holds this process's
-parameters.
-"""
+"""Hyper-parameters of a script, whose values come from `--set`, a search or the resumed run. A
+script declares all of them before its first recipe."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ Value = bool | int | float | str | None
 T = TypeVar("T", bool, int, float, str, None)
 
 ASSIGNMENTS = "LOCKSTEP_SET"
-"""Environment variable: a JSON list of texts `name=value`, from `--set` or a search."""
+"""Environment variable: a JSON list of texts `name=value`."""
 RUN_DIR = "LOCKSTEP_RUN_DIR"
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
@@ -36,7 +32,6 @@ class Parameter:
     name: str
     default: Value
     low: float | None = None
-    """Smallest value; None: no bounds."""
     high: float | None = None
     log: bool = False
     step: float | None = None
@@ -128,7 +123,7 @@ class Parameter:
 
     @property
     def values(self) -> Sequence[Value] | None:
-        """All allowed values; None if they cannot be listed."""
+        """None if the values cannot be listed."""
         if self.choices:
             return self.choices
         if (
@@ -210,7 +205,6 @@ class Parameter:
 
 
 def _same(text: str, choice: Value) -> bool:
-    """True if a text on a command line means this choice."""
     if isinstance(choice, bool) and text.lower() == str(choice).lower():
         return True
     try:

@@ -1,5 +1,5 @@
-"""Counts the tokens that each expert of a model gets in each step (its load), and computes the loss
-terms that balance these loads."""
+"""Counts the tokens that each expert of a model gets (its load), and computes loss terms that
+balance these loads."""
 
 from __future__ import annotations
 
@@ -44,22 +44,20 @@ BALANCE_TERMS = BALANCE, ROUTER_Z = "balance", "router_z"
 
 @dataclass(slots=True)
 class Routed:
-    """The experts that this rank's routers (in a pipeline, one stage's) chose for the tokens of one
-    microbatch."""
+    """The experts that this rank's routers chose for the tokens of one microbatch."""
 
     microbatch: int
     choices: list[Choices]
     samples: int
     counted: Tensor | None
-    """Shape (tokens,): True for tokens that count in the loads and loss terms. None if all do."""
+    """Shape (tokens,): True for tokens that count in the balance. None if all do."""
     loads: Tensor | None = None
     """Shape (samples, columns of all layers). None until computed."""
 
 
 class ExpertBalance:
-    """Counts the tokens that each expert of a model gets, and computes the loss terms that balance
-    the experts. In each step, every rank calls `begin`, then `count` and `terms` for each
-    microbatch, `reduce`, and `commit`."""
+    """Measures and balances one model's experts. In each step, every rank calls `begin`, then
+    `count` and `terms` for each microbatch, `reduce`, and `commit`."""
 
     def __init__(
         self,
@@ -71,8 +69,7 @@ class ExpertBalance:
         *,
         counts_first: bool,
     ) -> None:
-        """`biases`: for each layer on this rank, the router's bias to update, or None.
-        `counts_first`: True if the loads of the step must be known before the first backward."""
+        """`biases`: for each layer on this rank, the router's bias to update, or None."""
         self.balance = balance
         self.counts_first = counts_first
         self.recorder = recorder
@@ -82,8 +79,7 @@ class ExpertBalance:
         self._inputs = inputs
         self._widths = [layer.experts.count + MORE for layer in self.layers]
         self.loads = self._zeros()
-        """Tokens of each expert in the latest step's global batch: the columns of all layers, one
-        layer after another."""
+        """Tokens of each expert in the latest step's global batch, one layer after another."""
         self._mine = self._zeros()
         self._previous = self._zeros()
         """Loads of the latest step that updated the model."""
@@ -93,11 +89,10 @@ class ExpertBalance:
         """Loads of the step's global batch. None unless they were counted before the first
         backward."""
         self._of_microbatches: dict[int, Tensor] = {}
-        """Index of a microbatch of this rank -> the loads of each of its samples, over all pipeline
-        stages. Empty unless a stage needs other stages' loads."""
+        """Index of a microbatch of this rank -> loads of each of its samples, over all pipeline
+        stages."""
         self._has_seen_logits = False
         self.is_watched = False
-        """True to keep the numbers that `counts_of_f` returns."""
         self._of_f: dict[int, dict[str, Tensor]] = {}
         """For each microbatch, by layer: the loads from which its balance loss computed f, the
         fraction of tokens that chose each expert."""
@@ -113,8 +108,8 @@ class ExpertBalance:
             )
 
     def counts_of_f(self, microbatch: int) -> dict[str, list[int]]:
-        """Return, by layer, the token counts from which a microbatch's balance loss computed f.
-        Empty without a balance loss. Waits for the device."""
+        """Return the token counts from which a microbatch's balance loss computed f, by layer.
+        Waits for the device."""
         loads = self._of_f.get(microbatch, {})
         return {name: load[:-MORE].tolist() for name, load in loads.items()}
 
@@ -122,7 +117,6 @@ class ExpertBalance:
         return list(torch.split(loads, self._widths, dim=-1))
 
     def joined_weight(self, weight: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-        """Add the denominators of the balance's loss terms to those that `weight` returns."""
         return partial(self._weight, weight) if self.balance.has_terms else weight
 
     def _weight(self, weight: Callable[[Any], Any] | None, batch: Any) -> dict[str, Any]:
@@ -198,7 +192,7 @@ class ExpertBalance:
             self._of_microbatches[routed.microbatch] = loads + before
 
     def know_loads(self) -> None:
-        """Sum the step's loads over ranks before the first backward. Every rank calls it."""
+        """Every rank calls it before the first backward."""
         self._known = self._summed()
         if self._of_microbatches:
             summed = torch.cat(list(self._of_microbatches.values()))
@@ -209,8 +203,7 @@ class ExpertBalance:
             self._of_microbatches = dict(zip(self._of_microbatches, parts, strict=True))
 
     def terms(self, loss: Any, routed: Routed) -> Any:
-        """Add the balance's terms to a microbatch's loss. All ranks that share the microbatch's
-        tokens call it."""
+        """All ranks that share the microbatch's tokens call it."""
         self.check_own(loss)
         if not self.balance.has_terms:
             return loss

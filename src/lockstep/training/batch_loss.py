@@ -1,9 +1,8 @@
 """A loss over the whole global batch, such as CLIP's, with the memory of one microbatch.
 
-A first forward without gradients collects the rows of all microbatches. The loss of all rows gives
-the gradient of each row, and a second forward of each microbatch carries it to the parameters:
-gradient caching, from Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size
-under Memory Limited Setup", 2021.
+A first forward without gradients collects the rows of all microbatches. A second forward of each
+microbatch carries the gradient of its rows to the parameters: gradient caching, from Gao et al.,
+"Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lockstep.recipe.recipe import Gathered, Sum
 from lockstep.training.microbatches import Spans
 
 Columns = tuple[Tensor, ...]
-"""The tensors that an `ls.Gathered` collected from one microbatch, each with one row per sample."""
+"""Tensors that an `ls.Gathered` collected from one microbatch, each with one row per sample."""
 
 
 def checked_columns(what: str, collected: Any, samples: int) -> Columns:
@@ -109,9 +108,9 @@ WHAT = "the batch loss"
 
 
 class BatchLoss:
-    """A loss over the rows of a whole global batch. After `collect`, it is called like a loss
-    function for each microbatch, and returns a term whose gradient is the microbatch's part of the
-    loss's gradient."""
+    """A loss over the rows of a whole global batch. After `collect`, it is called for each
+    microbatch, and returns a term whose gradient is the microbatch's part of the loss's
+    gradient."""
 
     def __init__(
         self, loss: Gathered, spans: Spans, current: Callable[[], Microbatch], *, watched: bool

@@ -9,7 +9,7 @@ from torch import Tensor
 
 _WORD_BYTES = 8
 _MIX = 0x9E3779B97F4A7C15 - 2**64
-"""Odd, so that a combined checksum depends on each tensor and on their order."""
+"""Odd, so that a combined checksum depends on the order of the tensors."""
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -22,7 +22,6 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def mixed(sums: Tensor) -> Tensor:
-    """The result depends on the order of `sums`."""
     total = torch.zeros((), dtype=torch.int64)
     for each in sums:
         total = total * _MIX + each

@@ -1,5 +1,5 @@
-"""Lets all ranks agree, between two steps, to stop training, to save a checkpoint, or to end the
-run and resume it later."""
+"""Lets all ranks agree, between two steps, to stop, to save a checkpoint, or to end the run and
+resume it later."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from lockstep.training.step_result import StepResult
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Requests to stop training, to save a checkpoint, or to end the run: of one rank, or of
-    all."""
+    """Requests to stop training, to save a checkpoint, or to end the run."""
 
     stop: str | None = None  # the reason why training stops after this step
     save: bool = False
@@ -43,8 +42,8 @@ def merge(requests: Sequence[Request]) -> Request:
 
 @dataclass(slots=True)
 class Consensus:
-    """Lets the ranks agree on requests after each step. Each rank sets a flag that is exchanged
-    with the gradients; only if a flag is set, all ranks exchange their requests."""
+    """Lets the ranks agree on requests after each step. Only if a rank's flag, which is exchanged
+    with the gradients, is set, all ranks exchange their requests."""
 
     mesh: Mesh
     phases: Phases
@@ -52,7 +51,6 @@ class Consensus:
     # flags of the previous step, while they are copied from the GPU
     _before: tuple[Tensor, torch.Event] | None = None
     _reach_all: bool = field(init=False)
-    """True if the flags that are exchanged with the gradients come from all ranks."""
 
     def __post_init__(self) -> None:
         self._reach_all = self.mesh.summed().size == self.mesh.world.size

@@ -30,21 +30,19 @@ class Probe(Protocol):
         self, module: int, microbatch: int, total: Tensor, grad_output: Tensor
     ) -> None:
         """Called before the backward of `grad_output * total`. `module`: index of the model in the
-        session. `microbatch`: its index in the step."""
+        session."""
 
     def without_backward(self, module: int, microbatch: int) -> None:
         """Called instead of `before_backward` if a pipeline's schedule has computed the
         backward."""
 
-    def result(self, name: str, value: float) -> None:
-        """Called with a number that `name`, a function of lockstep, has reduced over all ranks for
-        the script."""
+    def result(self, name: str, value: float) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeginAt:
-    """The checkpoint of another run from which this run begins. Settings that are `auto` get the
-    values of that run."""
+    """The checkpoint of another run from which this run begins. `auto` settings get the values of
+    that run."""
 
     folder: str
     """A path or a URL, which is only read."""
@@ -64,7 +62,6 @@ class Overrides:
     # called with each model that a script's factory returns, before it is parallelized
     change_model: Callable[[nn.Module], None] | None = None
     change_loaded: Callable[[nn.Module], None] | None = None
-    """Called with each model after pretrained weights were loaded into it."""
     # called with each microbatch of a step and its batch on the device; returns the batch to use
     # instead
     change_batch: Callable[[Microbatch, Any], Any] | None = None
@@ -73,8 +70,7 @@ class Overrides:
     left_out: SamplesLeftOut | None = None
     without_values: bool = False  # parameters and buffers are left empty, for `lockstep plan`
     bare: bool = False
-    """True: no checkpoints, no autotuning, no loggers, and only the hooks that training itself
-    needs."""
+    """No checkpoints, autotuning or loggers, and only the hooks that training itself needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

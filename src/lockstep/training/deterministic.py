@@ -46,8 +46,8 @@ def error_of_determinism(error: BaseException | None, plan: object) -> PlanError
 
 class FillsInFirstStep(Hook):
     """Stops torch from filling new tensors with NaN after the first step, because filling takes a
-    tenth of a step. If code reads a tensor before writing it, the loss of the first step is already
-    NaN, which is refused."""
+    tenth of a step. If code reads a tensor before writing it, the first step's loss is NaN, which
+    is refused."""
 
     def after_step(self, run: Run) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is a module's property

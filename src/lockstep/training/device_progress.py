@@ -1,9 +1,9 @@
 """Tracks which of the steps that the host has queued an accelerator has computed.
 
-The host may be steps ahead of its device, and stays ahead if a collective never ends. The host's
-state (step, schedule, position in the data) then does not match the tensors on the device. One
-event is recorded at the end of each step, and another before the next change of the state. While
-the device has reached the first event and not the second, its tensors have the values of that step.
+The host may be steps ahead of its device, and its state (step, schedule, position in the data) does
+not match the device's tensors then. One event is recorded at the end of each step, and another
+before the next change of the state. While the device is between the two, its tensors have the
+values of that step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.training.step_result import StepResult
 from lockstep.training.train_module import HostValues
 
 _KEPT = 3
-"""Number of ended steps that are kept: the device may be at the end of any of them."""
+"""Number of ended steps that are kept: the device may be at any of them."""
 _POLL_SECONDS = 0.005
 
 
@@ -85,7 +85,6 @@ class DeviceProgress:
         self._devices: Sequence[torch.device] = ()
 
     def end_step(self, ended: EndedStep, devices: Sequence[torch.device]) -> None:
-        """`devices`: all devices that hold a part of the state."""
         if devices != self._devices:
             self._devices, self._marks = devices, []
         if len(self._ended) == _KEPT:

@@ -43,7 +43,6 @@ ALONE = (
     "torcheval's metric.compute() does without, as torchmetrics do; code of your own can ask"
     " torch.distributed.is_initialized()"
 )
-"""While metrics are computed, `torch.distributed.is_initialized()` returns False."""
 
 
 @contextmanager
@@ -72,7 +71,7 @@ class Evaluator:
     module: TrainModule
     assignment: MicrobatchAssignment = field(init=False)
     _is_first: bool = True
-    """True until the first microbatch is measured, in which metrics are checked for collectives."""
+    """Metrics are checked for collectives in the first microbatch."""
 
     @classmethod
     def of(
@@ -274,7 +273,6 @@ class _ToHost:
     begun, so that the host is at most one microbatch ahead of the device."""
 
     def __init__(self, columns: Mapping[str, Columns], device: torch.device) -> None:
-        """`device`: the model's, which the host must not get far ahead of."""
         devices = {device, *(tensor.device for each in columns.values() for tensor in each)}
         streams = [each for each in devices if accelerator.has_streams(each)]
         behind = bool(streams)
@@ -301,7 +299,7 @@ def _arrive(index: int, parts: _ToHost, collected: Mapping[str, dict[int, Column
 
 
 def _no_loss(output: Any, batch: Any) -> None:
-    """For a recipe with a `batch_loss`, which is computed from the rows of all microbatches."""
+    """For a `batch_loss`, which is computed from all microbatches."""
 
 
 def _one_number(name: str, computed: Any) -> float:

@@ -1,5 +1,4 @@
-"""Executors, which compute a rank's microbatches of one model: one after another, or through a
-pipeline's stages."""
+"""Executors, which compute a rank's microbatches of one model."""
 
 from __future__ import annotations
 
@@ -40,16 +39,16 @@ Loss = Callable[[Any, Any], Any]
 Score = Callable[[Microbatch, Any, Any, Any], T]
 """(microbatch, batch, output, loss) -> the numbers that the microbatch adds to an evaluation."""
 EVALUATED_TOGETHER = 2
-"""Microbatches that a pipeline stage evaluates before the next stage begins. Their activations
-between stages are in memory at the same time."""
+"""Microbatches that a pipeline stage evaluates before the next stage begins. Their activations are
+in memory at the same time."""
 
 
 class Accumulation(Protocol):
-    """The part of `Step` that executors use: gradient accumulation of one model in one step."""
+    """The part of `Step` that executors use."""
 
     def batches(self) -> Iterator[tuple[Microbatch, Any]]:
-        """Yields this rank's microbatches with their batches on the device, after seeding the
-        random generators for each."""
+        """Yields this rank's microbatches and their batches on the device, after seeding the random
+        generators for each."""
 
     def accumulate(self, loss: Any) -> None: ...
 
@@ -60,12 +59,12 @@ class Accumulation(Protocol):
         """Return the key that seeds the microbatch's random generators."""
 
     def comparing(self, microbatches: Sequence[Microbatch]) -> AbstractContextManager[None]:
-        """Records or discards the gradients of the backwards inside, if ranks recompute each
-        other's microbatches in this step."""
+        """Records or discards the gradients of backwards, if ranks recompute each other's
+        microbatches."""
 
     @property
     def is_recomputing(self) -> bool:
-        """True while this rank computes another rank's microbatch to compare the gradients."""
+        """True while this rank recomputes another rank's microbatch."""
 
     def without_backward(self) -> AbstractContextManager[None]:
         """Raises `LossError` if the user's loss function calls `backward` inside."""
@@ -81,7 +80,7 @@ class Accumulation(Protocol):
         """`part`: None if another rank computes the loss."""
 
     def count_choices(self, microbatch: Microbatch, batch: Any) -> None:
-        """Count the tokens that routers have sent to each expert in the latest forward."""
+        """Count the tokens that each expert gets in the latest forward."""
 
     @property
     def balance_terms(self) -> Sequence[str]: ...
@@ -101,8 +100,8 @@ class Executor(Protocol):
     def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None: ...
 
     def forwards(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
-        """Compute forwards without gradients. Calls `step.count_choices` after each forward; in a
-        pipeline, after each stage's."""
+        """Compute forwards without gradients, with `step.count_choices` after each forward of the
+        model or of a pipeline's stage."""
 
     def evaluate(
         self,
@@ -112,8 +111,8 @@ class Executor(Protocol):
         loss: Loss,
         score: Score[T],
     ) -> Iterable[tuple[Microbatch, T]]:
-        """Compute forwards only. Yields each microbatch and its `score`, on ranks that have the
-        model's output. `position`: returns the key that seeds a microbatch's random generators."""
+        """Yields each microbatch and its `score`, on ranks that have the model's output.
+        `position`: returns the key that seeds a microbatch's random generators."""
 
     def whole(self, output: Any) -> Any:
         """Return the output for all tokens of a microbatch from this rank's part."""
@@ -201,8 +200,8 @@ class SerialExecutor:
 
 @dataclass(slots=True, kw_only=True)
 class SequenceExecutor(SerialExecutor):
-    """Splits sequences over ranks: each rank of the `context` axis computes some tokens of every
-    microbatch, and their part of the loss."""
+    """Splits sequences: each rank of the `context` axis computes some tokens of every microbatch,
+    and their part of the loss."""
 
     cut: SequenceCut
     why_no_loop: str | None = (
@@ -330,8 +329,6 @@ class PipelineExecutor:
 
     @property
     def _together(self) -> int:
-        """Number of microbatches whose activations are in memory at once in forwards without
-        backwards."""
         return EVALUATED_TOGETHER * len(self._pipeline.stages.ranges)
 
     def evaluate(

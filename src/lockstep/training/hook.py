@@ -75,8 +75,8 @@ class ControlHook(Hook):
         """Before the first step of a loop, and after a checkpoint was loaded."""
 
     def on_recomputation(self, run: Run, found: Recomputation) -> None:
-        """Called before the summed gradients are used, in a step in which ranks have recomputed
-        each other's microbatches."""
+        """In a step in which ranks have recomputed each other's microbatches, before the summed
+        gradients are used."""
 
     def between_steps(self, run: Run) -> None:
         """After each step, after all hooks' `after_step`."""
@@ -92,8 +92,7 @@ MOMENTS = ("on_", "before_", "after_", "between_")
 
 
 def check_hooks(hooks: Any) -> None:
-    """Also raise `RecipeError` for a method that is named like a hook's and that nothing would
-    call."""
+    """Also refuse a method that is named like a hook's and that nothing would call."""
     several = hooks if isinstance(hooks, Sequence) else [hooks]
     for hook in several:
         if not isinstance(hook, Hook):

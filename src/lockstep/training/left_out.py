@@ -1,5 +1,5 @@
-"""Finds the parameters and buffers that a model's state dict leaves out and that have changed since
-the start."""
+"""Finds parameters and buffers that a model's state dict leaves out and that have changed since the
+start."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PIECE = 1 << 20
 
 
 class LeftOut:
-    """The tensors of a model that neither its state dict nor an optimizer holds. Such a tensor is
-    saved in checkpoints once it has changed."""
+    """The tensors of a model that neither its state dict nor an optimizer holds. Checkpoints
+    contain such a tensor once it has changed."""
 
     def __init__(self, model: nn.Module, held: Collection[str]) -> None:
-        """Made on every rank before a checkpoint is loaded, because changes count from then on.
-        `held`: names of parameters that an optimizer holds."""
+        """Made before a checkpoint is loaded, because changes count from then on. `held`:
+        parameters that an optimizer holds."""
         saved = dict(in_state(model, held))
         ours = set(map(id, saved.values()))
         named = (
@@ -47,7 +47,7 @@ class LeftOut:
         return left_out
 
     def agree(self, world: World) -> None:
-        """Make `changed` return each tensor on all ranks if it has changed on one. Every rank calls
+        """Make `changed` return a tensor on all ranks if it has changed on one. Every rank calls
         it."""
         for names in world.gather_values(sorted(self.changed())):
             self._agreed |= set(names)
@@ -68,8 +68,8 @@ class LeftOut:
 
 
 def in_state(model: nn.Module, held: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters, then the buffers, that the state dict or an optimizer holds, each under
-    all of its names."""
+    """Yield parameters and buffers that the state dict or an optimizer holds, under all of their
+    names."""
     saved = model.state_dict().keys()
     for named in (model.named_parameters, model.named_buffers):
         yield from (
@@ -90,8 +90,8 @@ def not_persistent(model: nn.Module) -> set[str]:
 def complete_state_dict(
     model: nn.Module, held: Collection[str], changed: Mapping[str, Tensor], world: World
 ) -> dict[str, Any]:
-    """Return the model's state dict, plus tensors outside of it that an optimizer holds or that
-    have changed. Buffers with persistent=False are left out. Every rank calls it."""
+    """Return the state dict, plus tensors outside of it that an optimizer holds or that have
+    changed. Every rank calls it."""
     state = dict(model.state_dict())
     transient = not_persistent(model)
     more = {name: tensor.detach() for name, tensor in in_state(model, held) if name not in state}
@@ -110,13 +110,12 @@ def complete_state_dict(
 
 
 def _address(tensor: Tensor) -> int:
-    """Return 0 if this rank has no part of the tensor."""
     return to_local(tensor).detach().data_ptr() if to_local(tensor).numel() else 0
 
 
 def _checksum(tensor: Tensor) -> tuple[object, ...]:
-    """Return a value that depends on every byte of this rank's part and the byte's position. For a
-    tensor without dense bytes, it contains the version counter instead."""
+    """Depends on every byte of this rank's part and the byte's position. For a tensor without dense
+    bytes, the version counter counts instead."""
     part, kind = to_local(tensor).detach(), (str(tensor.dtype), tuple(tensor.shape))
     if (
         type(part) is not Tensor

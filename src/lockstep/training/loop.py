@@ -243,7 +243,7 @@ def _order(training: Training, options: LoopOptions) -> SampleOrder | None:
 
 
 def order_and_samples(recipe: Recipe) -> tuple[SampleOrder | None, int]:
-    """None without a sampler; 0 samples for a stream."""
+    """The order is None without a sampler. A stream has 0 samples."""
     if isinstance(recipe.data, Stream):
         return None, 0
     order = order_of(
@@ -311,7 +311,6 @@ def sources(
     first: int,
     close: Callable[[Callable[[], object]], object],
 ) -> Iterator[Microbatches]:
-    """`close`: gets the loader's `close` method, to call it at the end of the loop."""
     context, data = training.context, options.data
     if context.overrides.left_out is not None and (data is None or isinstance(data, Stream)):
         raise DataError(
@@ -349,8 +348,8 @@ def sources(
 def compare_data(
     training: Training, name: str, digests: Digests, *, is_trained_on: bool = False
 ) -> None:
-    """Compare digests of samples with the other ranks', and of training data also with the resumed
-    run's. Every rank calls it."""
+    """Compare samples with the other ranks' samples, and training data also with the resumed run's.
+    Every rank calls it."""
     everyone = [
         Digests(**theirs) for theirs in training.context.world.gather_values(asdict(digests))
     ]

@@ -1,5 +1,4 @@
-"""Checks and scales the results of the user's loss and weight functions. A step's loss is the sum
-of its terms, each Σ total / Σ weight over the microbatches of the global batch."""
+"""Checks and scales the results of the user's loss and weight functions."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _LISTS = (list, tuple)
 
 def rows_per_sample(name: str, batch: Any, samples: int) -> int:
     """Return 1, or more if every sample is repeated (several views). Otherwise the mean over rows
-    is not the mean over samples, which raises `LossError`."""
+    is not the mean over samples."""
     kind = type(batch)  # common cases first, for speed: called for each microbatch
     first = (
         batch[0]
@@ -51,8 +50,8 @@ def rows_per_sample(name: str, batch: Any, samples: int) -> int:
 
 
 def rows_of(batch: Any, samples: int) -> int | None:
-    """Count the rows of the batch's tensors, or the lengths of its lists. -1 if its tensors have
-    different numbers of rows, none of them `samples`. None if it has no tensors and no lists."""
+    """Count the rows of the batch's tensors, or of its lists. -1 if its tensors have different
+    numbers of rows, none of them `samples`. None if nothing has rows."""
     if isinstance(batch, Tensor | np.ndarray):
         return len(batch) if batch.ndim else None
     if is_dataclass(batch):
@@ -94,8 +93,8 @@ NAME = "loss_module"
 
 
 def with_loss_in_model(recipe: Recipe) -> Recipe:
-    """Make a loss with parameters a submodule of the model, so that optimizer, plans and
-    checkpoints find them."""
+    """Make a loss with parameters a submodule of the model, so that optimizers and checkpoints find
+    them."""
     if not isinstance(recipe.loss, nn.Module) or not any(
         parameter.requires_grad for parameter in recipe.loss.parameters()
     ):
@@ -146,22 +145,21 @@ Sums = dict[str, tuple[Number, Number]]
 
 
 class LossKind(NamedTuple):
-    """Properties of a loss function's result, which must be the same for all microbatches."""
+    """Properties of a loss function's result that all microbatches must share."""
 
     has_weight: bool
-    """True for an `ls.Loss`."""
     terms: list[str]
     repeats: int
-    """Number of rows per sample, if the loss is a mean over rows."""
+    """Rows per sample, if the loss is a mean over rows."""
 
 
 class Contribution(NamedTuple):
-    """One microbatch's part of a step: its gradient, which the backward of `grad_output * total`
-    computes, and the numbers to record."""
+    """One microbatch's part of a step: the gradient, which the backward of `grad_output * total`
+    computes, and numbers to record."""
 
     total: Tensor  # scalar with a gradient
     grad_output: Tensor
-    """Scalar. NaN if the loss is not finite, so that the summed gradient tells all ranks."""
+    """NaN if the loss is not finite, so that the summed gradient tells all ranks."""
     # scalar: the microbatch's part of the step's loss; the unscaled total of an `ls.Loss`
     value: Tensor | float
     weight: Tensor | None  # scalar; for an `ls.Loss` only
@@ -186,7 +184,7 @@ def contribution(
     prescale: Tensor,
 ) -> Contribution:
     """`step_samples`: samples in the global batch. `weights`: denominators over the global batch.
-    `prescale`: divisor of an `ls.Loss`, whose denominator is not known yet."""
+    `prescale`: divisor of an `ls.Loss`."""
     if isinstance(loss, Loss):
         return _forward_known(loss, weights, prescale)
     _check_terms(loss, weights)
@@ -321,7 +319,6 @@ def _check_zero(name: str, term: Any, total: Tensor, weights: Weights | None) ->
 
 
 def no_weight(term: str, value: float) -> str:
-    """Error text for a loss term that is not 0, although its weights add up to 0."""
     return (
         f"term {term!r} of the loss is {value:.6g} in a global batch in which its weights add up to"
         " 0; a term that counts nothing is the sum of nothing, 0: return ls.Sum(total) of a sum"
@@ -333,7 +330,6 @@ def no_weight(term: str, value: float) -> str:
 def _term(
     name: str, term: Any, *, batch: Any, weights: Weights | None, learns: bool = True
 ) -> Tensor:
-    """`learns`: True if the total must have a gradient."""
     if isinstance(term, Loss):
         raise LossError(
             f"term {name!r} of the loss is an ls.Loss; several terms have several denominators,"
@@ -449,7 +445,7 @@ def _number(name: Any, value: Any) -> float:
 
 def _ignore_index_in(batch: Any) -> str | None:
     """Return the index expression ("", "[0]", "['labels'][1]") of a tensor that contains torch's
-    ignore index, -100; None if no tensor does."""
+    ignore index."""
     if isinstance(batch, Tensor):
         if batch.dtype not in (torch.int64, torch.int32) or not batch.is_cpu or not batch.numel():
             return None

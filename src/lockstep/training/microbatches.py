@@ -1,5 +1,4 @@
-"""The microbatches of each step: samples of a dataset in the order that the seed determines,
-samples of a stream, or (without data) ranges of indices."""
+"""The microbatches of each step: of a dataset, of a stream, or (without data) ranges of indices."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def total_steps(
 
 
 class Batching:
-    """The number of steps of a loop, the microbatches of each global batch, and their assignment to
-    ranks."""
+    """The steps of a loop, the microbatches of each global batch, and their assignment to ranks."""
 
     def __init__(
         self,
@@ -74,7 +72,7 @@ class Batching:
         seed: int = 0,
         recompute_every: int = 0,
     ) -> None:
-        """`order`: of the recipe's sampler; if it is a `BatchOrder`, `global_batch` is None.
+        """`order`: of the recipe's sampler; with a `BatchOrder`, `global_batch` is None.
         `recompute_every`: steps between recomputations of other ranks' microbatches; 0: never."""
         self._seed, self._recompute_every = seed, recompute_every
         self.order = order
@@ -83,7 +81,7 @@ class Batching:
         self.mesh = mesh
         self._assignments = [(0, assignment)]
         self.requested = -1
-        """The latest step whose microbatches this rank has requested from the loader."""
+        """Latest step whose microbatches this rank has requested from the loader."""
         self._parts = 2**microbatch_splits
         self._drop_last = drop_last
         self.steps = total_steps(
@@ -111,8 +109,7 @@ class Batching:
 
     @property
     def assignment(self) -> MicrobatchAssignment:
-        """The latest assignment, for steps whose microbatches were not yet requested from the
-        loader."""
+        """The latest assignment, for steps that were not yet requested from the loader."""
         return self._assignments[-1][1]
 
     def assignment_in_step(self, step: int) -> MicrobatchAssignment:
@@ -122,8 +119,8 @@ class Batching:
         return next(each for first, each in reversed(self._assignments) if first <= step)
 
     def reassign(self, assignment: MicrobatchAssignment, *, first: int, done: int) -> None:
-        """Change the assignment from step `first` on, which no rank may have requested. Every rank
-        calls it. `done`: the last step that has ended."""
+        """Every rank calls it; no rank may have requested step `first`. `done`: the last step that
+        has ended."""
         assert first > self.requested, "what a rank has requested, it computes"
         settled = max(0, min(done, self.requested))
         oldest = max(at for at, _ in self._assignments if at <= settled)
@@ -131,7 +128,7 @@ class Batching:
         self._assignments = [*kept, (first, assignment)]
 
     def span(self, step: int) -> tuple[int, int]:
-        """Return the global batch's span [start, stop) in the order of samples over all epochs."""
+        """Returns [start, stop) of the global batch in the order of samples over all epochs."""
         if self._batches is not None:
             return self._batches.span(step)
         return assignment.batch_span(
@@ -148,8 +145,8 @@ class Batching:
         return self.span(step)[0] // self.samples
 
     def spans(self, step: int) -> Spans:
-        """Return the span of each microbatch in the global batch; of each part, if microbatches are
-        split over ranks."""
+        """Return the span of each microbatch, or of each part of split ones, in the global
+        batch."""
         if self._batches is not None:
             return tuple(
                 assignment.split_spans(self._batches.microbatches(step), self._most_parts())
@@ -157,7 +154,7 @@ class Batching:
         return self.spans_of(step, *self.span(step))
 
     def spans_of(self, step: int, start: int, stop: int) -> Spans:
-        """Return `spans(step)`, faster if the caller knows `start, stop = span(step)`."""
+        """Return `spans(step)`, faster, from `span(step)`."""
         return self._uniform(stop - start) if self._batches is None else self.spans(step)
 
     def _uniform(self, size: int) -> Spans:
@@ -183,7 +180,7 @@ class Batching:
     @property
     def last_of_epoch(self) -> list[int]:
         """Samples in each microbatch of an epoch's last global batch; with a `batch_sampler`, of
-        all global batches."""
+        any."""
         if self._batches is not None:
             return self._batches.sizes
         per_epoch = assignment.total_steps(
@@ -197,7 +194,7 @@ class Batching:
 
     @cached_property
     def counts(self) -> set[int]:
-        """The numbers of microbatches that steps have; with a `batch_sampler`, in epoch 0."""
+        """Numbers of microbatches that steps have."""
         if self._batches is not None:
             return {len(self.spans(step)) for step in range(self._batches.batches)}
         return {len(self.spans(0)), len(self.last_of_epoch)}
@@ -213,8 +210,7 @@ class Batching:
         return self._mine
 
     def recomputed(self, step: int, count: int) -> tuple[Recomputed, ...]:
-        """Return the microbatches whose gradients several ranks compute, to compare them. Empty in
-        most steps."""
+        """Return the microbatches whose gradients several ranks compute, to compare them."""
         every, ranks = self._recompute_every, self.mesh.data.size
         if not every or ranks == 1 or (step % every and step + 1 < self.steps):
             return ()
@@ -225,7 +221,7 @@ class Batching:
 
     def recomputed_here(self, step: int, count: int) -> list[int | None]:
         """Return the microbatches of other ranks that this rank recomputes: one always, and one if
-        two other ranks got different gradients. Empty in most steps."""
+        two other ranks got different gradients."""
         several = self.recomputed(step, count)
         if not several:
             return []
@@ -237,8 +233,7 @@ class Batching:
         ]
 
     def mine_in_step(self, step: int) -> list[Span]:
-        """Return this rank's microbatches with their spans in the order of samples; first those of
-        other ranks that this rank recomputes."""
+        """Begins with the microbatches of other ranks that this rank recomputes."""
         start, stop = self.span(step)
         spans = self.spans_of(step, start, stop)
         again = [
@@ -257,7 +252,7 @@ class Batching:
         ]
 
     def request(self, first: int) -> Iterator[Span]:
-        """Yields `mine_in_step` from step `first` on. The loader iterates it."""
+        """Yields `mine_in_step` of each step. The loader iterates it."""
         for step in range(first, self.steps):
             self.requested = step
             yield from self.mine_in_step(step)
@@ -265,9 +260,8 @@ class Batching:
 
 @dataclass(slots=True)
 class StepLayout:
-    """The samples and the rank of each microbatch of one step, for error messages and checks.
-    `place`: index of a microbatch in the step, or of a part if microbatches are split over
-    ranks."""
+    """The samples and the rank of each microbatch of a step, for error messages. `place`: index of
+    a microbatch, or of a part if microbatches are split over ranks."""
 
     step: int
     start: int  # the position of the first sample of the global batch
@@ -276,11 +270,10 @@ class StepLayout:
     assignment: MicrobatchAssignment
     order: Order | SampleOrder | None
     origins: dict[int, Origin] | None = None
-    """Index of a microbatch -> the place in the stream from which this rank read it. None for a
-    dataset."""
+    """Microbatch -> the place in the stream from which this rank read it. None for a dataset."""
 
     def mine(self) -> range:
-        """Indices of this rank's microbatches, without dummies."""
+        """Leaves out dummies."""
         return self.assignment.indices(len(self.spans), self.mesh.data.rank)
 
     def name(self, place: int) -> str:
@@ -302,8 +295,7 @@ class StepLayout:
         )
 
     def full_microbatch(self, place: int) -> tuple[int, Sequence[int | str]]:
-        """If microbatches are split over ranks, `place` is the index of a part. Samples are dataset
-        indices, or names of a stream's samples."""
+        """Samples are dataset indices; for a stream, names that only the reading rank knows."""
         if self.origins is not None:
             return place, self.origins[place].names()
         split = self.assignment.slices or 1
@@ -332,7 +324,7 @@ class StepLayout:
 
 
 class Microbatches:
-    """The microbatches that this rank computes in one step, and their batches."""
+    """The microbatches that this rank computes in one step."""
 
     def __init__(
         self,
@@ -344,8 +336,8 @@ class Microbatches:
         order: Order | SampleOrder | None,
         positions: Mapping[int, Position] | None = None,
     ) -> None:
-        """`items`: iterator over this rank's fetched microbatches, this step's next. `positions`:
-        stream shard -> position before the step; None for other data."""
+        """`items`: iterator over this rank's fetched microbatches. `positions`: stream shard ->
+        position before the step."""
         start, stop = batching.span(step)
         self.step = step
         self.samples = stop - start
@@ -361,11 +353,9 @@ class Microbatches:
         self.mine = sum([not is_dummy for _, is_dummy in mine])  # without dummies
         self.most = batching.max_microbatches
         self.weights: Weights | None = None
-        """Term name -> denominator of its mean over the global batch. None without a weight
-        function."""
+        """Term name -> denominator over the global batch. None without a weight function."""
         self.positions = None if positions is None else dict(positions)
-        """Stream shard -> position after the step, once all microbatches are fetched. None for
-        other data."""
+        """Stream shard -> position after the step, once all microbatches are fetched."""
         self.recomputed = batching.recomputed(step, self.count)
         self._indices = batching.recomputed_here(step, self.count)
         others = len(self._indices) - self._indices.count(None)
@@ -377,7 +367,7 @@ class Microbatches:
 
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
         """Set `weights` to the sums over all ranks, and return the terms' names. Every rank calls
-        it. `names`: the terms in earlier steps; None in the first."""
+        it. `names`: in earlier steps."""
         self.keep()
         assert self._kept is not None, "kept just now"
         try:
@@ -441,9 +431,8 @@ class Microbatches:
     def batches(
         self, passes: int, only: Microbatch | None = None
     ) -> Iterator[tuple[Microbatch, Any]]:
-        """Yields this rank's microbatches (or only `only`) with their batches on the device, after
-        seeding the random generators. `passes`: times that the step has computed the microbatches
-        before."""
+        """Yields microbatches with their batches on the device, after seeding the random
+        generators. `passes`: times that the step has computed them before."""
         mine = self._kept if self._kept is not None else self._items
         for item in mine if only is None else [only]:
             batch = to_device(item.batch, self._device)
@@ -500,8 +489,7 @@ def from_data(
 
 
 def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
-    """For a run without data: the batch of a microbatch is its range of indices in the global
-    batch."""
+    """Without data, a microbatch's batch is its range of indices in the global batch."""
     for step in range(first, batching.steps):
         start, _ = batching.span(step)
         batching.requested = step
@@ -526,8 +514,7 @@ def from_stream(
     first: int = 0,
     positions: Mapping[int, Position] | None = None,
 ) -> Iterator[Microbatches]:
-    """`positions`: stream shard -> position before step `first`. None: all shards are at their
-    beginning."""
+    """`positions`: stream shard -> position before step `first`."""
     begin = positions or {}
     count = batching.max_microbatches
     mine = batching.mine(0)  # the same in all steps

@@ -24,8 +24,8 @@ STEPS_TO_DOUBLE = 2000
 def autocast(
     precision: Precision, device: torch.device, *, keep_casts: bool = True
 ) -> AbstractContextManager[Any]:
-    """`keep_casts`: cast each weight once per forward. The gradients of a weight's several uses are
-    then added in autocast's precision."""
+    """`keep_casts`: cast each weight once per forward. The gradients of its several uses are then
+    added in autocast's precision."""
     dtype = AUTOCAST.get(precision)
     if dtype is None:
         return nullcontext()
@@ -55,8 +55,8 @@ def keeps_casts(plan: Plan) -> bool:
 
 
 class LossScale:
-    """Keeps fp16 gradients from underflow: halved when the gradient's norm overflows, doubled after
-    2000 steps without overflow."""
+    """Keeps fp16 gradients from underflow: halved at an overflow, doubled after 2000 steps without
+    one."""
 
     def __init__(self) -> None:
         self.value = 2.0**16
@@ -65,7 +65,7 @@ class LossScale:
 
     @property
     def divisor(self) -> float | Tensor:
-        """The loss scale, without waiting for the device: a tensor if it is there."""
+        """A tensor if it is on the device, so that the host does not wait."""
         return self.value
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
@@ -83,8 +83,8 @@ class LossScale:
 
 
 class DeviceLossScale(LossScale):
-    """A `LossScale` whose numbers are on the device, so that the host need not wait to know whether
-    a step overflowed."""
+    """A `LossScale` on the device, so that the host need not wait to know whether a step
+    overflowed."""
 
     def __init__(self, device: torch.device) -> None:
         self._scale = torch.zeros((), device=device)

@@ -1,4 +1,4 @@
-"""Pretrained weights: matches a file's tensors with the model's, and loads each rank's part."""
+"""Matches a file's pretrained weights with the model's tensors, and loads each rank's part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Kinds = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (dtype, shap
 
 @dataclass(frozen=True, slots=True)
 class PretrainedWeights:
-    """Open files of pretrained weights, whose tensors are matched with a model's by name."""
+    """Open files of pretrained weights, with their tensors matched to a model's."""
 
     weights: Weights
     tensors: TensorFiles
@@ -60,8 +60,7 @@ class PretrainedWeights:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, world: World) -> dict[str, Any]:
-        """Load this rank's part of the weights into the model, and close the file. Every rank calls
-        it."""
+        """Load this rank's part of the weights, and close the file. Every rank calls it."""
         state = {
             name: tensor for name, tensor in tensors_of(model, self.theirs) if name in self.theirs
         }
@@ -118,8 +117,8 @@ class PretrainedWeights:
 
 
 def left_out_in(model: nn.Module, weights: Weights, theirs: Kinds) -> set[str]:
-    """Return parameters that the state dict leaves out and that are loaded all the same: trainable
-    ones, and those in the file."""
+    """Return parameters outside the state dict that are loaded all the same: trainable ones, and
+    those in the file."""
     named = dict(model.named_parameters())
     there = {_renamed(weights.names, name) for name in theirs}
     return {name for name, parameter in named.items() if name in there or parameter.requires_grad}
@@ -185,7 +184,7 @@ def _renamed(names: Mapping[str, str | None], name: str) -> str | None:
 
 
 def _match(pattern: str, name: str) -> str | None:
-    """Return the text that matches the `*` of the pattern; None if the name does not match."""
+    """Return the text that matches the `*` of the pattern; None without a match."""
     before, star, after = pattern.partition("*")
     if not star:
         return "" if name == pattern else None

@@ -1,5 +1,5 @@
-"""The gradients that several ranks have computed for the same microbatches in one step, to find
-ranks that compute wrong results."""
+"""Gradients that several ranks have computed for the same microbatches, to find ranks that compute
+wrong results."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from lockstep.training.reducers.microbatch_checksums import MicrobatchChecksums
 @dataclass(frozen=True, slots=True)
 class Recomputation:
     """Checksums of the gradients that this rank computes for microbatches that other ranks compute
-    too, in one step."""
+    too."""
 
     chosen: Sequence[Recomputed]
     rank: int
     own: MicrobatchChecksums
-    """Checksums of the gradient of `mine`; empty if that is None."""
     again: MicrobatchChecksums
-    """Checksums of the gradient that this rank has computed for another rank's microbatch."""
+    """Checksums of another rank's microbatch."""
     decide: Callable[[], MicrobatchChecksums]
-    """Computes the microbatch for which two other ranks got different gradients, if this rank
-    decides between them. Every rank calls it. The summed gradients are lost."""
+    """If two other ranks got different gradients and this rank decides between them, computes that
+    microbatch. Every rank calls it. The summed gradients are lost."""
     names: Sequence[str]
 
     @property
     def mine(self) -> int | None:
-        """The microbatch of `chosen` that is assigned to this rank; None if there is none."""
+        """The microbatch of `chosen` that is assigned to this rank."""
         own = (each.microbatch for each in self.chosen if each.ranks[0] == self.rank)
         return next(own, None)

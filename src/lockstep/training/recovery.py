@@ -1,5 +1,5 @@
 """Recovery in place: after the loss of another process, this process keeps its memory, waits for a
-new rank, and continues training from the newest state that the processes still have."""
+new rank, and continues training."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _learned(training: Training) -> Iterator[Any]:
 @dataclass(frozen=True, slots=True)
 class HeldState:
     """The full state of training after a step, held by a process that is not sharded. Its tensors
-    are the trained modules' own, not copies."""
+    are not copies."""
 
     step: int
     tensors: Mapping[str, Tensor]
@@ -182,11 +182,11 @@ T = TypeVar("T")
 
 
 class Recovery:
-    """The recoveries in place of one run on this process. In each, the run is closed after the loss
-    of another process and opened again in this process."""
+    """The recoveries in place of one run: after the loss of another process, the run is closed and
+    opened again in this process."""
 
     def __init__(self, rejoin: Rejoin, recipe: Recipe, watchers: Collection[Any] = ()) -> None:
-        """`watchers`: hooks and loggers; their state is not compared with the recipe's."""
+        """`watchers`: hooks and loggers."""
         self._rejoin, self._recipe, self._watchers = rejoin, recipe, watchers
         self.code = RecipeCode.of(recipe)
         rejoin.trainings += 1
@@ -201,9 +201,9 @@ class Recovery:
                 " again"
             )
         self.sizes: Sequence[int] = ()
-        """The numbers of processes, up to the run's own, with which the plan works."""
+        """Numbers of processes with which the plan works."""
         self.holder: dict[str, Any] | None = None
-        """The process that writes the run directory, in the form of `RunDirectory.holder`."""
+        """The process that writes the run directory."""
         self._held: HeldState | None = None
         self._distrusts = False  # True if the states in the ranks' memory may be wrong
         self.why_no_state = "no process holds the state, and there is no image"
@@ -216,7 +216,6 @@ class Recovery:
         self._reached = -1
         self._hooks_before: Mapping[str, HookState] = {}
         self.times = 0
-        """Number of recoveries that this process has been through."""
 
     def begin(self) -> None:
         self._is_restored = False
@@ -225,8 +224,8 @@ class Recovery:
         self._rejoin.join_at_first()
 
     def run(self, attempt: Callable[[], T]) -> T:
-        """Call `attempt`, which opens the run and trains. After the loss of another process, call
-        it again in this process, with the rank that the launcher assigns."""
+        """Call `attempt`, which opens the run and trains, again after each loss of another process,
+        with the rank that the launcher assigns."""
         while True:
             self.begin()
             try:
@@ -251,7 +250,7 @@ class Recovery:
 
     @property
     def is_under_way(self) -> bool:
-        """True from the loss of a process until the state is restored; the same on all ranks."""
+        """True from the loss of a process until the state is restored."""
         return self._rejoin.is_rejoining
 
     def lost_holders(self, world: World) -> list[dict[str, Any]]:
@@ -267,8 +266,8 @@ class Recovery:
         self._distrusts = True
 
     def raise_if_lost(self) -> None:
-        """Raise `ConnectionAbortedError` if the launcher has told all processes to leave their
-        collectives. A process that waits in no collective would not notice otherwise."""
+        """Raise if the launcher has told all processes to leave their collectives. A process that
+        waits in no collective would not notice otherwise."""
         self._rejoin.raise_if_lost()
 
     def check_recipe(self, training: Training) -> None:
@@ -303,22 +302,20 @@ class Recovery:
         self._rejoin.announce(reason, self.sizes)
 
     def report_hang(self, ranks: Sequence[int], record: FailureRecord) -> None:
-        """Have the launcher kill and replace the processes of `ranks`, which have hung."""
         self._rejoin.report_hang(ranks, record)
 
     def offer_images(self, descriptors: Sequence[int]) -> None:
-        """Give the launcher the file descriptors of this process's copies of its state, so that the
-        copies outlive the process."""
+        """Give the launcher the file descriptors of copies of the state, so that the copies outlive
+        this process."""
         self._rejoin.offer_images(descriptors)
 
     def note_all_offered(self) -> None:
-        """Called once all ranks have called `offer_images`, so that the launcher can free older
-        copies."""
+        """Called once all ranks have called `offer_images`."""
         self._rejoin.note_all_offered()
 
     def reader(self, world: World, plan: Plan) -> tuple[str, StateReader] | None:
-        """Return the newest state in memory and its source: "replica" for a surviving process,
-        "image" for copies that all ranks gave to the launcher. Every rank calls it."""
+        """Return the newest state in memory: "replica" of a surviving process, or "image" that
+        ranks gave to the launcher. Every rank calls it."""
         held = ReplicaReader(self._held if not plan.state_divided else None, world)
         self._reached = max(world.gather_values(self._reached))
         if any(world.gather_values(self._distrusts)):
@@ -333,8 +330,8 @@ class Recovery:
         return ("replica", held) if held.manifest.step >= 0 else None
 
     def restored(self, step: int) -> dict[str, float]:
-        """Return the seconds until all processes were ready, the seconds from then until now, and
-        the steps to compute again."""
+        """Return the seconds until all processes were ready, the seconds since then, and the steps
+        to compute again."""
         lost_at, rejoined_at = self._rejoin.lost_at, self._rejoin.rejoined_at
         figures = {
             "wait_seconds": round(rejoined_at - lost_at, 3),
@@ -351,8 +348,8 @@ class Recovery:
     def rejoined(
         self, error: BaseException, run: Run | None, stop_watching: Callable[[], None] | None = None
     ) -> bool:
-        """Wait for a new rank if `error` came from the loss of another process; return False for
-        other errors. `stop_watching`: keeps the watchdog from reporting this wait as a hang."""
+        """Wait for a new rank if `error` came from the loss of another process. `stop_watching`:
+        keeps the watchdog from reporting a hang."""
 
         def hold() -> int | str:
             if stop_watching is not None:
@@ -370,7 +367,6 @@ class Recovery:
         self._rejoin.leave(partial(leave_groups, collect=False))
 
     def refuse(self, error: BaseException) -> None:
-        """Make the launcher start all processes again."""
         self._rejoin.refuse(str(error))
 
     def close(self, *, failed: bool) -> None:

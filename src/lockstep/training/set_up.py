@@ -1,4 +1,4 @@
-"""Sets up threads, determinism and memory allocators for a session, and checks its plan and its
+"""Sets up threads, determinism and allocators for a session, and checks its plan and its
 devices."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OWN_GPU_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HI
 
 
 class Remark(NamedTuple):
-    """An event for the run's log (name and details), with an optional line for the terminal."""
+    """An event for the run's log, with an optional line for the terminal."""
 
     event: str
     details: dict[str, Any]
@@ -130,7 +130,6 @@ def _major_and_minor(version: str) -> tuple[int, ...]:
 
 
 def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:
-    """Return a remark if BatchNorm takes its statistics over one of several microbatches."""
     plain = [
         name for name, each in training_batchnorms(models) if not isinstance(each, nn.SyncBatchNorm)
     ]
@@ -147,8 +146,8 @@ def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:
 
 
 def refuse_single_samples(models: Sequence[nn.Module], batching: Batching) -> None:
-    """Make the first forward raise `RecipeError` if BatchNorm will get one value per channel in an
-    epoch's last global batch. torch would raise an error only then."""
+    """Make the first forward raise if BatchNorm will get one value per channel in an epoch's last
+    global batch. torch would raise an error only then."""
     sizes = batching.last_of_epoch
     if 1 not in sizes or batching.assignment.slices:
         return
@@ -336,7 +335,7 @@ def _check_bitwise_sequence(plan: Plan, sequence: RecipeSequence | None) -> None
 
 
 def resolved(plan: Plan, world_size: int) -> str:
-    """Return the plan as text, with its `auto` sizes replaced if the plan fits the world size."""
+    """Return the plan as text, without `auto` if the plan fits the world size."""
     try:
         return str(plan.resolve(world_size))
     except PlanError:
@@ -423,8 +422,7 @@ def check_same_code(everyone: Sequence[Digests]) -> None:
 def set_up_computation(
     plan: Plan, world: World, threads: int, stack: ExitStack
 ) -> list[Remark | None]:
-    """Set the number of threads and torch's determinism until `stack` closes. `threads`: the number
-    if the plan gives none."""
+    """`threads`: the number if the plan gives none."""
     bitwise = plan.numerics == "bitwise"
     pinned = bitwise and (world.device.type == "cpu" or plan.offload)
     if pinned and plan.threads not in (None, "auto", 1):
@@ -461,8 +459,8 @@ def set_up_computation(
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
-    """Make glibc keep up to 2 GiB of freed memory. By default, glibc returns the memory of a step's
-    gradients to the system and gets it back page by page, which takes up to a fifth of a step."""
+    """By default, glibc returns the memory of a step's gradients to the system and gets it back
+    page by page, which takes up to a fifth of a step."""
     if sys.platform != "linux" or any(name in environ for name in OWN_SETTINGS):
         return False
     try:
@@ -475,8 +473,8 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
 
 
 def expand_segments(device: torch.device, environ: Mapping[str, str]) -> Remark | None:
-    """Make torch's GPU allocator use expandable segments, against fragmentation. On some virtual
-    GPUs, WSL and gVisor, every allocation would then fail."""
+    """Expandable segments prevent fragmentation. On some virtual GPUs, WSL and gVisor, every
+    allocation would fail."""
     if any(name in environ for name in OWN_GPU_SETTINGS) or not set_allocator_settings(
         "expandable_segments:True"
     ):
@@ -488,8 +486,8 @@ def expand_segments(device: torch.device, environ: Mapping[str, str]) -> Remark 
 
 
 def cublas_workspace(environ: MutableMapping[str, str]) -> Remark | None:
-    """Set the workspace size with which cuBLAS is deterministic, if `import lockstep` has not set
-    it. torch reads the setting at its first matrix product."""
+    """torch reads the setting at its first matrix product, which the script may have computed
+    already."""
     if cublas.VARIABLE in environ:
         return None
     environ[cublas.VARIABLE] = cublas.WORKSPACE

@@ -1,7 +1,5 @@
-"""The state of a session as a checkpoint holds it: named tensors, and JSON. The names do not depend
-on the plan, so a checkpoint can be loaded under another one. The first number is the model's.
-Optimizers with modes (such as schedule-free ones) have other parameters in training than in
-evaluation.
+"""The state of a session as a checkpoint holds it. The names do not depend on the plan. The first
+number is the model's.
 
 | name | tensor |
 |---|---|
@@ -43,7 +41,7 @@ from lockstep.training.optim.optimizer_state import (
 from lockstep.training.train_module import HostValues, TrainModule
 
 _PLAN_SETTINGS = {"params", "foreach", "fused", "capturable", "differentiable"}
-"""Settings of param groups that are not saved, because they depend on the plan."""
+"""Settings of param groups that depend on the plan, and so are not saved."""
 
 _FORM: Mapping[str, Any] = {"modules": dict, "state": dict}
 _MODULE_FORM: Mapping[str, Any] = {
@@ -66,7 +64,6 @@ _TRAINING_FORM: Mapping[str, Any] = {
 }  # fmt: skip
 
 EXTRA_STATE = "_extra_state"
-"""Key of `get_extra_state`'s result in a module's state dict."""
 
 
 @runtime_checkable
@@ -87,7 +84,7 @@ class StateReader(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Name -> dtype and shape of each saved tensor."""
+        """Name -> (dtype, shape)."""
 
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
         """Every rank calls it."""
@@ -110,10 +107,9 @@ def state_of(
     *,
     host: Sequence[HostValues] | None = None,
 ) -> State:
-    """`host`: each module's values in host memory after the step that the device's tensors have
-    reached; None: the current values. `known`: a cache, because searching a small model for its
-    tensors takes longer than copying them. With it, the returned tensors are not detached; read
-    them at once."""
+    """`host`: each module's host values after the step that the device has reached; None: the
+    current ones. `known`: a cache, because searching a small model for its tensors takes longer
+    than copying them. With it, the returned tensors are not detached."""
     state = State()
     tensors = [
         (known or KnownTensors()).of(module, number) for number, module in enumerate(modules)
@@ -134,17 +130,15 @@ def state_of(
 
 @dataclass(frozen=True, slots=True)
 class _ModuleTensors:
-    """The tensors of a `TrainModule` by their names in a checkpoint, and the dicts in which they
-    were found."""
+    """A `TrainModule`'s tensors by their names in a checkpoint."""
 
     tensors: dict[str, Tensor]
     optimizers: list[OptimizerState]
     tied: dict[str, str]
     places: list[tuple[Mapping[Any, Any], Sequence[Any]]]
-    """Each dict in which tensors were found (such as a module's `_parameters`), and its values
-    then."""
+    """Each dict in which tensors were found, and its values then."""
     states: Sequence[tuple[Optimizer, object]]
-    """Each optimizer, and the object that was its `state` then."""
+    """Each optimizer, and its `state` then."""
 
     @classmethod
     def find(cls, module: TrainModule, number: int) -> _ModuleTensors:
@@ -183,7 +177,7 @@ class _ModuleTensors:
 
 
 class KnownTensors:
-    """A cache of the tensors that `state_of` finds in modules and optimizers."""
+    """Cache of the tensors in modules and optimizers."""
 
     def __init__(self) -> None:
         self._found: dict[int, _ModuleTensors] = {}
@@ -198,8 +192,8 @@ class KnownTensors:
 def restore(
     reader: StateReader, modules: Sequence[TrainModule], others: Mapping[str, Stateful], mesh: Mesh
 ) -> None:
-    """Load a saved state into models, optimizers and `others`. Every rank calls it. After an error,
-    their values are undefined."""
+    """Every rank calls it. After an error, the values of models, optimizers and `others` are
+    undefined."""
     values, now = reader.manifest.values, state_of((), others).tensors
     targets: dict[str, Tensor] = {}
     states = []
@@ -420,8 +414,7 @@ def _to_device(parameter: Tensor, value: Any) -> Any:
 
 
 def _like_parameter(parameter: Tensor, value: Any) -> Any:
-    """Move `value` to the parameter's device. A tensor of the parameter's shape is sharded as the
-    parameter is."""
+    """A tensor of the parameter's shape is sharded as the parameter is."""
     value = _to_device(parameter, value)
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
@@ -437,8 +430,7 @@ def tensors_of(model: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[s
 
 
 def aliases(model: nn.Module, also: Collection[str] = ()) -> dict[str, str]:
-    """Return other name -> first name of each tied tensor in the state dict. `also`: parameters to
-    add."""
+    """Return other name -> first name of each tied tensor."""
     return _aliases(list(in_state(model, also)))
 
 

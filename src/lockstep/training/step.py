@@ -1,5 +1,5 @@
-"""An optimizer step: accumulates gradients over microbatches, reduces them over ranks, scales and
-clips them, and calls the optimizer. The model changes only if the reduced gradient is finite."""
+"""An optimizer step: accumulates gradients over microbatches, reduces them over ranks, clips them,
+and calls the optimizer. The model changes only if the reduced gradient is finite."""
 
 from __future__ import annotations
 
@@ -61,8 +61,6 @@ class Step:
         split each microbatch, the number of the parts of all microbatches."""
         self.source = source
         self.weights = source.weights
-        """Term name -> denominator of its mean over the global batch. None without a weight
-        function."""
         self.committed: dict[int, StepResult] = {}
         self.skipped: set[int] = set()
         self._training, self._run = training, training.run
@@ -78,18 +76,15 @@ class Step:
         # with several models, the backward of one may rightly change the gradients of another
         alone = self._compares and len(training.modules) == 1
         self._gradients = training.modules[0].reducer.gradient_versions() if alone else None
-        """Version counters of the `.grad` tensors, to detect backwards that the script calls. None
-        if they are not checked."""
+        """Version counters of the `.grad` tensors, to detect backwards that the script calls."""
         self._current: Microbatch | None = None
         self._recomputation: Recomputation | None = None
         self._passes = 0
         self._seed_loop()
         self._borrowed: tuple[Microbatch, MicrobatchChecksums] | None = None
-        """Another rank's microbatch that this rank is recomputing, and its gradient's checksums so
-        far."""
+        """Another rank's microbatch that this rank is recomputing."""
         self._held: list[tuple[Microbatch, Any, Routed]] | None = None
-        """Microbatches whose backward waits for all forwards, each with its loss and its tokens'
-        choices of experts. None if backwards do not wait."""
+        """Microbatches whose backward waits for all forwards. None if backwards do not wait."""
         self._number = 0
         self._has_begun = False
 
@@ -163,9 +158,9 @@ class Step:
         return checksums
 
     def _hold_backwards(self) -> bool:
-        """Make backwards wait for all forwards, if no rank has more than one microbatch or
-        activation checkpointing keeps only the blocks' inputs. Otherwise the activations would take
-        too much memory. Returns the same on every rank."""
+        """Waiting keeps the activations of all microbatches: backwards wait if no rank has more
+        than one microbatch, or activation checkpointing keeps only the blocks' inputs. Returns the
+        same on every rank."""
         assigned, plan = self.source.layout.assignment, self._training.context.plan
         if plan.divides("layers"):
             return False
@@ -186,7 +181,7 @@ class Step:
         inputs: Callable[[Any], Any] | None,
         loss: Callable[[Any, Any], Any],
     ) -> None:
-        """Takes an additional forward of each microbatch without gradients."""
+        """Takes an additional forward of each microbatch."""
         self.source.keep()
         self._module.executor.forwards(self, inputs, loss)
         reshard(self._module.model)
@@ -263,8 +258,8 @@ class Step:
         self._seed_loop()
 
     def _seed_loop(self) -> None:
-        """Seed the random generators for a script's own loop. They would otherwise continue the
-        stream of this rank's last microbatch, which differs between ranks."""
+        """The script's own loop would otherwise continue the random stream of this rank's last
+        microbatch, which differs between ranks."""
         if self._run.recipe is None:
             context = self._training.context
             at = (context.seed, RandomStream.LOOP, self._run.step, self._passes)
@@ -504,8 +499,8 @@ class Step:
         self, number: int, first: StepResult, closure: Callable[[], object] | None
     ) -> Callable[[], Tensor]:
         """Return the closure for the optimizer's `step`. Its first call uses the step's gradient,
-        unless the optimizer has changed the gradient or the parameters. Later calls compute it
-        again with the same random numbers."""
+        unless the optimizer has changed it; later calls compute it again with the same random
+        numbers."""
         module, calls = self._modules[number], count()
         marks = _marks(module.parameters)
         repeat = closure or partial(self._train, number, *(self._computed or ()))
@@ -531,8 +526,8 @@ class Step:
         return again
 
     def _seed_optimizer(self, number: int, *call: int) -> None:
-        """Called again after each call of the optimizer's closure, which seeds the generators for
-        microbatches."""
+        """Called again after each call of the optimizer's closure, which seeds the generators,
+        too."""
         if self._modules[number].may_draw:
             context = self._training.context
             at = (context.seed, RandomStream.OPTIMIZER, self._run.step, number, *call)
@@ -596,8 +591,6 @@ class Step:
     def _over_batch(
         self, module: TrainModule, inputs: Callable[[Any], Any] | None, loss: Gathered
     ) -> BatchLoss:
-        """Return a loss function whose result has the microbatch's part of the gradient of a loss
-        over the whole global batch."""
         _check_loop(module, "a batch loss", "choose replicate or shard, without Recipe.sequence")
         if self.source.weights is not None:
             raise RecipeError(
@@ -720,7 +713,6 @@ class Step:
 
     @property
     def _weights_of_forward(self) -> Sequence[Number] | None:
-        """The weight of each microbatch if the loss returns it (`ls.Loss`), else None."""
         return self._forward_weights if self._module.forward_knows_weight else None
 
     def _check_gradients(self) -> None:

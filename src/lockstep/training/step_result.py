@@ -1,5 +1,4 @@
-"""The result of a step for one model: its loss, its gradient's norm, and whether the model was
-updated."""
+"""The result of a step for one model."""
 
 from __future__ import annotations
 
@@ -25,20 +24,20 @@ class StepResult:
     module: TrainModule
     values: Tensor | list[float]
     """Shape (microbatches,): each microbatch's part of the step's loss; if `weights` is given, its
-    total, not yet divided by the sum of the weights."""
+    undivided total."""
     # shape (microbatches,), the weights that the forward returned with `ls.Loss`; None if
     # `Recipe.weight` or the number of samples gives the denominators
     weights: Tensor | None
     norm: Tensor | float
-    """Global norm of the gradient before clipping. If nothing needs the norm: a number that is
-    finite if and only if the norm is."""
+    """Global norm before clipping. If nothing needs the norm: a number that is finite if and only
+    if the norm is."""
     # True if the model was updated. None if that depends on a value on the device; see
     # `was_applied`
     applied: bool | None
     flags: Tensor | bool  # see `StepStats`
     terms: list[dict[str, Tensor]]
-    """For each microbatch of this rank, term name -> part of the step's loss; empty dicts unless
-    the loss has several terms."""
+    """For each microbatch of this rank, term name -> part of the step's loss; empty dicts without
+    several terms."""
     clip_norm: float | None
 
     @property
@@ -48,7 +47,7 @@ class StepResult:
 
     @property
     def is_settled(self) -> bool:
-        """True if the host knows without waiting that `check` cannot fail."""
+        """The host knows without waiting that `check` cannot fail."""
         return self.applied is True and self.weights is None
 
     def loss(self) -> float:
@@ -88,8 +87,8 @@ class StepResult:
         }
 
     def check(self) -> None:
-        """Raise `LossError`, on every rank, if the loss, a weight or the gradient is not valid. In
-        fp16, an overflow is an error only if the loss scale is below 1. Waits for the device."""
+        """Raise on every rank if the loss, a weight or the gradient is not valid. In fp16, an
+        overflow is an error only at a loss scale below 1. Waits for the device."""
         if self.was_applied and self.weights is None:
             return
         self.module.agreement.refuse_late()

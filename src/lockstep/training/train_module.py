@@ -1,5 +1,4 @@
-"""A model with its optimizers on one rank: reduces, scales and clips the gradients, and steps the
-optimizers."""
+"""A model with its optimizers on one rank."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ def held_by(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.P
 
 @dataclass(frozen=True, slots=True)
 class HostValues:
-    """The part of a `TrainModule`'s state that is in host memory. The host may be steps ahead of
-    its device."""
+    """A `TrainModule`'s state in host memory. The host may be steps ahead of its device."""
 
     schedule: list[dict[str, Any]]
     prescale: Tensor | None
@@ -83,8 +81,8 @@ Closure = Callable[[], Any]
 
 
 class TrainModule:
-    """A model and its optimizers on one rank. `steppers`: `id` of an optimizer -> the function to
-    call instead of its `step()`."""
+    """Reduces, scales and clips a model's gradients, and steps its optimizers. `steppers`: `id` of
+    an optimizer -> function to call instead of its `step()`."""
 
     choice: ReducerChoice
     executor: Executor
@@ -107,7 +105,7 @@ class TrainModule:
         self.may_draw = any(
             not type(each).step.__module__.startswith("torch.optim.") for each in optimizers
         )
-        """True if an optimizer's step may draw random numbers."""
+        """True if an optimizer may draw random numbers."""
         self._lays_out = context.bitwise and may_multiply(optimizers)
         self.held = held_by(model, optimizers)
         """Includes frozen parameters."""
@@ -136,13 +134,12 @@ class TrainModule:
         )
         self._keeps_rest = keeps_rest(context.gradient_compression)
         self.forward_knows_weight: bool | None = None
-        """True if the loss function returns an `ls.Loss`, whose weight only the forward knows. None
-        before the first commit."""
+        """True if the loss function returns an `ls.Loss`. None before the first commit."""
         self.terms: list[str] = []  # the names of the loss's terms if there are several
         self.repeats = 1  # see `LossKind`
         self.prescale: Tensor | None = None
-        """Divisor of an `ls.Loss` before its backward: a power of two near the sum of the weights
-        in the latest step."""
+        """Divisor of an `ls.Loss` before its backward: a power of two near the latest step's sum of
+        weights."""
         # the factor by which the latest step's summed gradient was multiplied
         self.gain: Tensor | float = 1.0
         self.snapshot = ModelSnapshot(model, optimizers)
@@ -193,13 +190,13 @@ class TrainModule:
         self._optimizer_unscales = (
             fused and is_plain and not self._bitwise and all(map(divides_gradients, optimizers))
         )
-        """True if the optimizers divide the gradient by the fp16 loss scale themselves, which saves
-        a pass over the gradient. False with bitwise numerics, because other optimizers get
-        gradients multiplied by the scale's reciprocal, which rounds differently."""
+        """True if the optimizers divide by the fp16 loss scale themselves, which saves a pass over
+        the gradient. With bitwise numerics they must multiply by its reciprocal, as other
+        optimizers do."""
 
     def set_trainable(self, names: Collection[str]) -> None:
-        """Train the parameters `names` and freeze all others. Every rank calls it, between two
-        steps. The optimizers keep the state of frozen parameters."""
+        """Every rank calls it, between two steps. The optimizers keep the state of frozen
+        parameters."""
         if self._compression is not None or self.parallel.pipeline is not None:
             what = "gradient compression" if self._compression is not None else "a pipeline"
             raise RecipeError(
@@ -243,7 +240,7 @@ class TrainModule:
 
     def check_counts(self) -> None:
         """Check that token counts that the forward reads on the host do not change its output, if
-        they differed between ranks that split sequences. Every rank calls it."""
+        ranks split sequences. Every rank calls it."""
         if (step := self.agreement.unchecked()) is None:
             return
         cut, streams = self.parallel.cut, self.parallel.streams
@@ -288,14 +285,14 @@ class TrainModule:
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """The parameters, then the tensors that collect a tied parameter's gradient in each further
-        part of the model that uses it. Only for parameters that are not sharded."""
+        """Parameters, then tensors that collect a tied parameter's gradient in each further part of
+        the model. Not for sharded parameters."""
         parts = [] if self._tied is None else self._tied.leaves
         return [*self.parameters, *(leaf.parameter for leaf in parts)]
 
     def by_parameter(self, gradients: Iterable[Tensor | None]) -> dict[str, Tensor | None]:
-        """Return each parameter's gradient by name, summed over the parts of the model that use a
-        tied parameter. `gradients`: of `leaves`."""
+        """Sum a tied parameter's gradients over the parts of the model that use it. `gradients`: of
+        `leaves`."""
         summed: dict[str, Tensor | None] = {}
         for name, gradient in zip(self.names_of_leaves, gradients, strict=True):
             before = summed.get(name)
@@ -307,17 +304,16 @@ class TrainModule:
 
     @property
     def scale(self) -> float:
-        """1.0 in other precisions than fp16."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     @property
     def overflows(self) -> int:
-        """Number of consecutive steps with an overflow, ending at the latest step."""
+        """Consecutive steps with an overflow, until now."""
         return 0 if self.loss_scale is None else self.loss_scale.overflows
 
     @property
     def overflowed_at(self) -> float:
-        """The loss scale in the last step that overflowed, before it was halved."""
+        """Loss scale in the last step that overflowed."""
         return math.inf if self.loss_scale is None else 2.0 * self.loss_scale.value
 
     @property
@@ -369,8 +365,8 @@ class TrainModule:
         )
 
     def divide_by_weight(self, weights: Tensor | None, values: Tensor | list[float]) -> None:
-        """Divide the summed gradient by Σ `weights`. If the sum is 0, the gradient becomes 0 if the
-        loss of each microbatch is 0, else NaN. Also chooses the next step's `prescale`."""
+        """If the sum of `weights` is 0, the gradient becomes 0 if each loss in `values` is 0, else
+        NaN. Also chooses the next step's `prescale`."""
         self.gain = 1.0
         if weights is None:
             return
@@ -413,8 +409,8 @@ class TrainModule:
         measure: bool,
         closure: Callable[[], Closure] | None = None,
     ) -> tuple[Tensor | float, bool | None]:
-        """Returns `StepResult.norm` and `StepResult.applied`. `measure`: True if the norm itself is
-        needed. `closure`: called once the gradient is clipped."""
+        """Returns `StepResult.norm` and `StepResult.applied`. `measure`: the norm itself is needed.
+        `closure`: called once the gradient is clipped."""
         divisor: Tensor | float = 1.0
         if self.loss_scale is not None:
             if self._optimizer_unscales:
@@ -490,8 +486,8 @@ class TrainModule:
         return id(optimizer) in self._steppers
 
     def model_state(self) -> Mapping[str, Any]:
-        """The state dict of the whole model, plus tensors outside of it that an optimizer holds or
-        that have changed. Every rank calls it."""
+        """Contains tensors outside the state dict that an optimizer holds or that have changed.
+        Every rank calls it."""
         changed = {} if self.left_out is None else self.left_out.changed()
         return self.mesh.union(complete_state_dict(self.model, self.held, changed, self.mesh.world))
 
@@ -559,8 +555,7 @@ class TrainModule:
 
 
 def step_optimizer(optimizer: Optimizer) -> None:
-    """Bypass torch's wrapper that records the step for the profiler, which takes 8 µs, unless a
-    profiler runs or a step hook is registered."""
+    """Bypass torch's wrapper that records the step for the profiler, which takes 8 µs."""
     step = type(optimizer).step
     if (
         not getattr(step, "hooked", False)

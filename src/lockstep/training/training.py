@@ -1,5 +1,4 @@
-"""The private side of a `Run`: its models, the step in progress, and the decision that all ranks
-make together to stop, save or end."""
+"""The private side of a `Run`."""
 
 from __future__ import annotations
 
@@ -44,20 +43,19 @@ class LoopState:
     # name of a stream shard that this rank reads -> its position in the shard
     shards: dict[str, Position] = field(default_factory=dict)
     agreed: int | None = None
-    """Steps done when ranks last recomputed each other's microbatches and got the same gradients.
-    None if ranks do not recompute."""
+    """Steps done when ranks last recomputed each other's microbatches and got the same
+    gradients."""
     data: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
-    """Loop number -> sample name -> digests of the sample's parts, for some samples of the loop's
-    dataset."""
+    """Loop number -> sample name -> digests of the sample's parts."""
     digest: Callable[[], Digests] | None = None
-    """Returns the current digests of some of the loop's samples. None if the dataset cannot have
-    changed in this process."""
+    """Returns current digests of samples. None if the dataset cannot have changed in this
+    process."""
     # the JSON of the checkpoint from which the run was resumed; `step` is its number of steps
     resumed: Mapping[str, Any] | None = None
 
     def begin_loop(self, steps_done: int) -> int:
-        """Return the number of the loop's first step to compute; `sys.maxsize` if the loop had
-        ended before the checkpoint."""
+        """Return the loop's first step to compute; `sys.maxsize` if the loop had ended before the
+        checkpoint."""
         self.loops += 1
         self.steps_before = steps_done
         saved = 0 if self.resumed is None else self.resumed["loop"]
@@ -170,8 +168,7 @@ def _with_full_draws(method: Callable[..., None], run: Run, *arguments: Any) -> 
 
 
 class Training:
-    """The private side of a `Run`. The loop reports its progress here, and lockstep's own hooks
-    read it."""
+    """The loop reports its progress here, and lockstep's own hooks read it."""
 
     def __init__(self, context: Context, hooks: Sequence[Hook]) -> None:
         self.context = context
@@ -185,35 +182,35 @@ class Training:
         self.stateful: dict[str, Stateful] = {"run": self}
         self.results: dict[int, StepResult] = {}
         self.latest: StepResult | None = None
-        """Not of a step that skipped the first model."""
+        """The first model's result of the latest step that did not skip it."""
         self.measure: Callable[[], None] | None = None
         self.logged: dict[str, float] = {}
         """The script's numbers for this step's line of metrics.jsonl."""
         self.measured: dict[str, float] = {}
-        """The numbers of lockstep's own hooks for this step's line of metrics.jsonl."""
+        """lockstep's own numbers for this step's line of metrics.jsonl."""
         self.checksum: str | None = None
         self.progress = DeviceProgress() if accelerator.has_streams(context.device) else None
         """None on a CPU."""
         self.is_consistent = True
         """False from a step's first change of a model until the script's part of the step has
-        ended: the state must not be saved then."""
+        ended: the state must not be saved."""
         self.is_consistent_in_steps = True
-        """False if the script has included objects of its own in the checkpoints, because it may
-        change them at any moment of a step."""
+        """False if the script has included objects in the checkpoints, which it may change at any
+        moment."""
         self.stopping: str | None = None
         self.is_committed = False
         """True from the last model's commit in a step until the next step begins."""
         self.loop = LoopState()
         self.source: Microbatches | None = None
         self.epoch_of: Callable[[int], int] | None = None
-        """Step of the current loop -> its epoch. None if the data has no length."""
+        """Step of the current loop -> epoch. None for data without a length."""
         self.microbatches = 0
         """Microbatches that this rank has begun, over all steps."""
         self.exchange = SyncBatchNormExchange()
         self.consensus = Consensus(context.mesh, context.phases, self._request)
         self.has_started = False
         self.stop: str | None = None
-        """Reason why this rank asks all ranks to stop training."""
+        """Reason why this rank asks all ranks to stop."""
         self._devices_of: dict[int, list[torch.device]] = {}
         self._has_ended = False
         self._saved_loss = math.nan
@@ -233,8 +230,7 @@ class Training:
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Speeds of the data ranks by which the latest step's microbatches were assigned; empty if
-        all are assumed equal."""
+        """The latest step's microbatches were assigned by these speeds; empty if all are equal."""
         return () if self.source is None else self.source.layout.assignment.speeds
 
     def note_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -242,8 +238,8 @@ class Training:
         self.run.metrics_at |= dict.fromkeys(metrics, self.run.step)
 
     def metric(self, name: str, of: str) -> float | None:
-        """Return the metric's value if it was measured after the latest step, else None. `of`: the
-        setting that needs it, for the error's text."""
+        """None if the metric was not measured after the latest step. `of`: the setting that needs
+        it."""
         run = self.run
         if name in run.metrics:
             return run.metrics[name] if run.metrics_at[name] == run.step else None
@@ -285,7 +281,7 @@ class Training:
         self.is_committed = True
 
     def end_step(self, source: Microbatches) -> None:
-        """Called when the script's part of the step has ended: the state can be saved again."""
+        """Called when the script's part of the step has ended."""
         self.is_consistent = True
         self.loop.shards = {str(shard): at for shard, at in (source.positions or {}).items()}
         if self.progress is not None:

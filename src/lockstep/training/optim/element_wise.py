@@ -1,5 +1,5 @@
 """Finds optimizers whose update of an element depends on other elements of the tensor (Muon,
-Adafactor, LAMB) or on other tensors (Prodigy), by trying them on small tensors."""
+Adafactor, LAMB) or on other tensors (Prodigy), by trying them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = 1e-3
 its two halves."""
 MIXING_TOLERANCE = 1e-5
 """Largest relative difference that counts as rounding between the update of a tensor alone and
-together with others. Small, because both run the same operations."""
+together with others, by the same operations."""
 
 KNOWN = (
     torch.optim.SGD,
@@ -39,7 +39,6 @@ KNOWN = (
     torch.optim.Adadelta,
     torch.optim.ASGD,
 )
-"""torch's optimizers that update each element independently."""
 
 # for each parameter group in a trial: its settings, and the shapes of its small tensors
 _Trial = list[tuple[dict[str, Any], list[tuple[int, ...]]]]
@@ -132,7 +131,7 @@ def _moved(
 ) -> list[Tensor]:
     """Return the change of each tensor over the trial's steps. `factor` multiplies the gradients of
     all tensors but the first; a negative one changes their sign at each step. `varies`: each step
-    has different gradients. `only`: index of the only tensor that the optimizer gets."""
+    has different gradients. `only`: index of the only tensor to give the optimizer."""
     generator, device = torch.Generator().manual_seed(0), _device(trial[0][0])
 
     def drawn(shape: tuple[int, ...]) -> Tensor:

@@ -18,20 +18,17 @@ from lockstep.comm.world import World
 PIECE_ELEMENTS = 2**15 - 1
 """torch sums at most this many elements on a CPU in one thread, and so always in the same order."""
 TOGETHER_ELEMENTS = 2**25
-"""Elements whose squares are summed at once on an accelerator, which takes 128 MiB of its
-memory."""
+"""Elements whose squares are summed at once on an accelerator, which takes 128 MiB."""
 MIN_SHARED_BYTES = 8 << 20
-"""Each replica on a CPU computes the norms of fewer bytes alone: exchanging the norms would take
-longer."""
+"""Replicas on a CPU do not divide less work, because exchanging the norms would take longer."""
 
 
 class GradientNorm:
-    """Computes the global 2-norm of a model's gradients, sharded or not; on a GPU it is a tensor.
-    Every rank calls it."""
+    """The global 2-norm of a model's gradients, sharded or not; on a GPU a tensor. Every rank calls
+    it."""
 
     def __init__(self, mesh: Mesh, *, bitwise: bool, slices: int = 1) -> None:
-        """`slices`: `Plan.slices`, the parts of a row within which numerics=bitwise first sums the
-        squares."""
+        """`slices`: parts of a row within which numerics=bitwise first sums the squares."""
         self._slices = slices
         self._tensor = mesh.axis("tensor")
         self._device = mesh.world.device
@@ -42,7 +39,7 @@ class GradientNorm:
         self._parts = {
             axis.name: mesh.axis(axis.name) for axis in divided if "layers" not in axis.divides
         }
-        """Axes along which ranks hold different parts of some parameters, and copies of others."""
+        """Axes along which some parameters are sharded."""
         self._stages = mesh.stages
         self._bitwise = bitwise
         self._stage_rows: StageRows | None = None
@@ -54,8 +51,8 @@ class GradientNorm:
 
     def of(self, gradients_or_none: Sequence[Tensor | None]) -> Tensor | float:
         """None stands for a parameter without a gradient. With numerics=bitwise, there is an entry
-        for each parameter given to `begin`, in order, and the bits do not depend on sharding or
-        pipeline stages."""
+        for each parameter given to `begin`, and the bits do not depend on sharding or pipeline
+        stages."""
         gradients = [each for each in gradients_or_none if each is not None]
         parts = [to_local(gradient) for gradient in gradients]
         if self._bitwise:
@@ -82,8 +79,8 @@ class GradientNorm:
         return self._number(squares.sqrt())
 
     def of_each(self, gradients: Sequence[Tensor]) -> list[float]:
-        """Return the norm of each gradient, with one all-reduce over each axis and one wait for the
-        device. With numerics=bitwise, the bits do not depend on sharding."""
+        """Takes one all-reduce over each axis and one wait for the device. With numerics=bitwise,
+        the bits do not depend on sharding."""
         if not gradients:
             return []
         wide, device = accelerator.wide_dtype(self._device), self._device
@@ -104,8 +101,8 @@ class GradientNorm:
         return numbers
 
     def check(self, gradients_or_none: Sequence[Tensor | None]) -> Tensor | float:
-        """Return a number that is finite only if every gradient is. On a CPU, a sum takes half the
-        time of the norm."""
+        """Return a number that is finite only if every gradient is. On a CPU it takes half the time
+        of the norm."""
         gradients = [each for each in gradients_or_none if each is not None]
         if self._in_parts or self._bitwise or not gradients or not gradients[0].is_cpu:
             return self.of(gradients_or_none)
@@ -118,8 +115,8 @@ class GradientNorm:
         compute: Callable[[list[Tensor]], Sequence[Tensor]],
         lengths: Sequence[int] | None = None,
     ) -> Sequence[Tensor]:
-        """Return `compute(parts)`, one tensor for each part. Replicas that share memory divide
-        large work among them. `lengths`: elements of each result; None: one."""
+        """Return `compute(parts)`. Replicas that share memory divide large work among them.
+        `lengths`: elements of each result; None: one."""
         if (
             self._memory is None
             or not parts
@@ -153,7 +150,7 @@ class GradientNorm:
     def _squares_of_all_rows(
         self, gradients: Sequence[Tensor], parts: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return the sum of squares of each row of each full tensor, in float64."""
+        """Return the sums of squares of each full tensor's rows, in float64."""
         size = self._tensor.size
         sharded_dims = [shard_dim_over(gradient, "tensor") for gradient in gradients]
         in_slices = [
@@ -228,7 +225,7 @@ def _slices_of_row(gradient: Tensor, slices: int) -> int:
 
 
 def _sum_of_slices(squares: Tensor, slices: int) -> Tensor:
-    """Add the sums of squares of each row's slices in a binary tree."""
+    """Add in a binary tree."""
     parts = list(squares.reshape(-1, slices).unbind(1))
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
@@ -236,7 +233,7 @@ def _sum_of_slices(squares: Tensor, slices: int) -> Tensor:
 
 
 class StageRows:
-    """Gathers the rows' sums of squares from all pipeline stages, in the order of the whole model's
+    """Gathers the rows' sums of squares from all pipeline stages, in the order of the model's
     parameters."""
 
     def __init__(
@@ -272,8 +269,8 @@ class StageRows:
 
 
 def squares_of_rows(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sum of squares of each row in float64. Each row is summed separately, so that its
-    bits do not depend on the number of rows."""
+    """Shape (rows,), float64. Each row is summed separately, so that its bits do not depend on the
+    number of rows."""
     matrices = [
         part.reshape(part.shape[0] if part.dim() else 1, math.prod(part.shape[1:]))
         for part in parts
@@ -301,9 +298,8 @@ def _squares_in_cache(rows: Tensor) -> Tensor:
 
 
 def squares_by_halves(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sum of squares of each row on an accelerator, by adding the two halves of each row
-    until one number is left. A reduction kernel would sum in an order that depends on the number of
-    rows."""
+    """Add the two halves of each row until one number is left. A GPU's reduction kernel would sum
+    in an order that depends on the number of rows."""
     wide = accelerator.wide_dtype(matrices[0].device)
     zeros = {
         device: torch.zeros((), dtype=wide, device=device)
@@ -345,7 +341,7 @@ def _summed_squares(rows: Tensor) -> Tensor:
 
 
 def _local_rows(rows: int, rank: int, ranks: int) -> int:
-    """Return the rows that `rank` has of a tensor that is sharded as by `torch.chunk`."""
+    """Rows of a tensor that is sharded as by `torch.chunk`."""
     each = -(-rows // ranks)
     return max(0, min(rows - rank * each, each))
 

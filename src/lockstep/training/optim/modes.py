@@ -1,8 +1,9 @@
-"""Optimizers that have a training and an evaluation mode, such as schedule-free ones
-(Defazio et al., 2024).
+"""Optimizers with a training and an evaluation mode, such as schedule-free ones (Defazio et al.,
+2024).
 
 In training mode the parameters are the point at which the next gradient is computed; in evaluation
-mode they are the weights to use."""
+mode they are the weights to use.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def has_modes(optimizer: Optimizer) -> bool:
 
 
 class OptimizerModes:
-    """Switches optimizers between training and evaluation mode. After a switch to evaluation mode
-    and back, every parameter has the same bits."""
+    """Switches optimizers between training and evaluation mode. After evaluation mode, every
+    parameter has the same bits as before."""
 
     def __init__(self, optimizers: Sequence[Optimizer], held: Mapping[str, nn.Parameter]) -> None:
         self._optimizers = [optimizer for optimizer in optimizers if has_modes(optimizer)]
@@ -33,7 +34,7 @@ class OptimizerModes:
             name: parameter for name, parameter in held.items() if id(parameter) in theirs
         }
         self.training_values: dict[str, Tensor] = {}
-        """Training-mode values of the parameters while evaluation mode is on; otherwise empty."""
+        """Parameters' training-mode values while evaluation mode is on; otherwise empty."""
         self._groups: dict[int, list[dict[str, Any]]] = {}
 
     @torch.no_grad()
@@ -70,5 +71,5 @@ class OptimizerModes:
         self.training_values, self._groups = {}, {}
 
     def groups_of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Return the parameter groups with the values that they have in training mode."""
+        """Return the parameter groups as in training mode."""
         return self._groups.get(id(optimizer), optimizer.param_groups)

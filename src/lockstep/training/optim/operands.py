@@ -1,6 +1,5 @@
 """Gives the matrices that an optimizer multiplies (Shampoo, SOAP, Muon) the same memory alignment
-and strides on any number of ranks, and after a resume. The rounding of a matrix product depends on
-both."""
+and strides on any number of ranks. The rounding of a matrix product depends on both."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def may_multiply(optimizers: Iterable[Optimizer]) -> bool:
 
 def lay_out(parameters: Iterable[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
     """Copy gradients and optimizer state that are not aligned in memory (views into a bucket), or
-    whose strides would differ after a resume (the eigenvectors that `eigh` returns)."""
+    whose strides would differ after a resume (eigenvectors from `eigh`)."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad = laid_out(parameter.grad)
@@ -38,17 +37,16 @@ def lay_out(parameters: Iterable[nn.Parameter], optimizers: Sequence[Optimizer])
 
 
 def laid_out(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy with the same strides if its memory is not aligned for vector
-    instructions."""
+    """Copy the tensor, with the same strides, if it is not aligned for vector instructions."""
     return tensor if is_aligned(to_local(tensor)) else tensor.clone()
 
 
 def _lay_out_state(
     held: dict[Any, Any] | list[Any], shape: Size | None, storages: Counter[int]
 ) -> None:
-    """Replace tensors by aligned copies. A tensor that shares its storage with another stays,
-    because a copy would no longer change with the other. Tensors of `shape`, the parameter's, keep
-    their strides; others become contiguous."""
+    """A tensor that shares its storage with another is not copied: a copy would no longer change
+    with the other. Tensors of `shape`, the parameter's, keep their strides; others become
+    contiguous."""
     for name, each in held.items() if isinstance(held, dict) else enumerate(held):
         if isinstance(each, dict | list):
             _lay_out_state(each, None, storages)

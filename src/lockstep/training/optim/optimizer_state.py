@@ -1,8 +1,8 @@
-"""The state of an optimizer as it is saved in a checkpoint: tensors by parameter, and other values,
-which are encoded as JSON.
+"""The state of an optimizer in a checkpoint: tensors by parameter, and other values as JSON.
 
-An optimizer that overrides both `state_dict` and `load_state_dict` is saved as its `state_dict`
-returns it, and loaded by its `load_state_dict`. Others are saved from `Optimizer.state`."""
+An optimizer that overrides both `state_dict` and `load_state_dict` is saved and loaded by them.
+Others are saved from `Optimizer.state`.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from lockstep.base.torch_private import is_distributed, tree_leaves
 from lockstep.checkpoint.tensor_shards import torch_dtype
 
 EXECUTION = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
-"""Fields of a parameter group that do not affect the trained model, or that a scheduler adds."""
+"""Fields of a param group that do not affect the trained model."""
 
 Settings = list[list[dict[str, Any]]]
-"""The settings (lr, betas and so on) of each parameter group of each optimizer of a model, as
-JSON."""
+"""The settings (lr, betas and so on) of each param group of each optimizer of a model, as JSON."""
 
 
 def settings_of(optimizers: Sequence[Optimizer]) -> Settings:
@@ -78,7 +77,7 @@ class OptimizerState:
     shared: dict[Any, Any] = field(default_factory=dict)
     """Entries of `Optimizer.state` whose keys are not parameters."""
     more: dict[str, Any] = field(default_factory=dict)
-    """Entries of the optimizer's state dict other than `state` and `param_groups`."""
+    """Entries of the state dict other than `state` and `param_groups`."""
 
     @classmethod
     def of(cls, optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> OptimizerState:
@@ -101,7 +100,7 @@ class OptimizerState:
     def load(
         self, optimizer: Optimizer, named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]]
     ) -> None:
-        """`groups`: the saved settings of the optimizer's parameter groups."""
+        """`groups`: the saved settings of the param groups."""
         states = {
             name: {**self.tensors.get(name, {}), **self.rest.get(name, {})}
             for name in {**self.tensors, **self.rest}
@@ -158,8 +157,8 @@ def remedy(optimizer: Optimizer) -> str:
 def allocate(
     optimizer: Optimizer, named: Mapping[str, nn.Parameter], prefix: str, saved: Kinds
 ) -> dict[str, dict[str, Tensor]]:
-    """Return name of a parameter -> key -> tensor to load a checkpoint's tensor into. `prefix`:
-    beginning of the names of this optimizer's tensors in `saved`."""
+    """Return name of a parameter -> key -> tensor to load a checkpoint's tensor into. `prefix`: of
+    this optimizer's names in `saved`."""
     mine = {id(parameter) for parameter in _parameters(optimizer)}
     on_device = any(
         group.get("capturable") or group.get("fused") for group in optimizer.param_groups

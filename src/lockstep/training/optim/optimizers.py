@@ -1,5 +1,4 @@
-"""Builds a recipe's optimizers, checks that each trainable parameter is in one of them, and
-prepares them for the first step."""
+"""Builds a recipe's optimizers, and prepares them for the first step."""
 
 from __future__ import annotations
 
@@ -63,8 +62,8 @@ STATE_IS_ZERO_AT_FIRST = (
 def build_optimizers(
     factory: Callable[[nn.Module], Any], model: nn.Module, *, in_part: bool = False
 ) -> list[Optimizer]:
-    """`in_part`: True if this rank has only some of the model's parameters, so that one of several
-    optimizers may have none."""
+    """`in_part`: this rank has only some of the model's parameters, so one of several optimizers
+    may have none."""
     with collector_paused():
         import_module("torch._dynamo")  # the first optimizer of a process imports it
     with _empty_optimizers_allowed() if in_part else nullcontext():
@@ -174,8 +173,8 @@ def check_gradients(
 
 
 def unfuse(optimizers: Sequence[Optimizer]) -> bool:
-    """Use foreach instead of fused kernels on a CPU, because those round differently at the end of
-    a tensor. Returns True if any optimizer was changed."""
+    """Use foreach instead of fused kernels on a CPU, which round differently at the end of a
+    tensor. Returns True if any optimizer was changed."""
     was_fused = False
     for optimizer in optimizers:
         fused = [
@@ -195,8 +194,8 @@ def unfuse(optimizers: Sequence[Optimizer]) -> bool:
 
 
 def separate_meshes(optimizer: Optimizer) -> None:
-    """Split the optimizer's param groups by device mesh during each `step`, because foreach and
-    fused kernels refuse DTensors of different meshes together."""
+    """Split param groups by device mesh during each `step`, because foreach and fused kernels
+    refuse DTensors of different meshes together."""
     if all(len(_by_mesh(group["params"])) == 1 for group in optimizer.param_groups):
         return
     kept: list[list[dict[str, Any]]] = []
@@ -233,9 +232,8 @@ def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
 
 
 def allocate_state(optimizer: Optimizer) -> None:
-    """Allocate state by a step with zero gradients and zero learning rate, so that no later step
-    runs out of memory while it is applied. Does nothing for optimizers whose state does not start
-    at zero."""
+    """Make a step with zero gradients and zero learning rate, so that no later step runs out of
+    memory while it is applied. Skips optimizers whose state does not start at zero."""
     if (
         type(optimizer) not in STATE_IS_ZERO_AT_FIRST
         or optimizer.state

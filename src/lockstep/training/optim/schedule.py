@@ -47,8 +47,7 @@ class Schedule:
         self.metric: str | None = None
         """The evaluation metric that the schedule follows; None if it follows the step."""
         self._set: list[float] | None = None
-        """Learning rates that the schedule set last, to detect changes by other code. None if they
-        are not compared."""
+        """Learning rates that the schedule set last, to detect changes by other code."""
         if schedule is None:
             return
         try:
@@ -77,8 +76,7 @@ class Schedule:
         return any(not isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
 
     def before_step(self, step: int) -> None:
-        """Raises `RecipeError` if other code has changed the learning rates since the schedule set
-        them."""
+        """Raises `RecipeError` if other code has changed the learning rates."""
         if self._set is not None and self._set != (rates := self._rates()):
             number = next(
                 i for i, (now, then) in enumerate(zip(rates, self._set, strict=True)) if now != then
@@ -141,8 +139,8 @@ class Schedule:
         self._set = None
 
     def change_base(self, optimizer: int, group: int, before: float, now: float) -> None:
-        """Use the recipe's new base learning rate in a loaded torch scheduler. A schedule that is a
-        function of the step already uses it."""
+        """Use the recipe's new learning rate in a loaded torch scheduler. A function of the step
+        uses it already."""
         if self._multiplier is not None:
             return
         settings = self._optimizers[optimizer].param_groups[group]
@@ -155,8 +153,8 @@ class Schedule:
             settings["initial_lr"] = self._schedulers[optimizer].base_lrs[group] = now
 
     def rates(self) -> dict[str, float]:
-        """Return the last step's learning rates by their names in metrics.jsonl: `lr`, and `lr/1`
-        and so on if parameter groups have other rates."""
+        """Names as in metrics.jsonl: `lr`, and `lr/1` and so on if param groups have other
+        rates."""
         rates = [None if rate is None else float(rate) for rate in self._latest]
         shown = enumerate(rates if len(set(rates)) > 1 else rates[:1])
         return {

@@ -1,8 +1,7 @@
-"""Steps an optimizer that needs whole tensors (such as Muon) on sharded parameters: for each
-tensor, one rank, its owner, computes the update.
+"""Steps an optimizer that needs whole tensors (such as Muon) on sharded parameters.
 
-Every rank all-gathers each parameter, its gradient and its optimizer state. The owner updates the
-tensor and broadcasts the result, and each rank keeps its shard.
+Every rank all-gathers each parameter, its gradient and its optimizer state. One rank, the tensor's
+owner, updates the tensor and broadcasts the result, and each rank keeps its shard.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ _REMEDY = (
 
 
 class WholeTensorOptimizer:
-    """Replaces `optimizer.step()` for an optimizer that needs whole tensors, if parameters are
-    sharded over the ranks of `world`."""
+    """Replaces `optimizer.step()` if parameters are sharded over the ranks of `world`."""
 
     def __init__(self, optimizer: Optimizer, world: World) -> None:
         self._optimizer = optimizer
@@ -80,8 +78,8 @@ class WholeTensorOptimizer:
             self._distribute(parameter, whole.get(id(parameter)), copied)
 
     def _gathered(self, parameter: nn.Parameter, copied: Optimizer) -> nn.Parameter | None:
-        """All-gather a parameter, its gradient and its state. Returns the whole parameter, with its
-        state in `copied`, on its owner; None on other ranks."""
+        """Returns the whole parameter, with its state in `copied`, on its owner; None on other
+        ranks."""
         assert parameter.grad is not None
         gradient, value = full_tensor(parameter.grad), full_tensor(parameter.detach())
         state = self._optimizer.state.get(parameter, {})
@@ -102,8 +100,8 @@ class WholeTensorOptimizer:
     def _distribute(
         self, parameter: nn.Parameter, mine: nn.Parameter | None, copied: Optimizer
     ) -> None:
-        """Broadcast an updated parameter and its state from the owner, and copy this rank's shards
-        of them. `mine`: the whole parameter on its owner, else None."""
+        """Broadcast an updated parameter and its state from the owner. `mine`: the whole parameter
+        on its owner, else None."""
         owner = self._owners[id(parameter)]
         to_local(parameter.detach()).copy_(
             self._shard(parameter, None if mine is None else mine.detach(), owner)
