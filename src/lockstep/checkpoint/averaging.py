@@ -3,7 +3,7 @@
 
 Floating-point and complex tensors are summed in float64 and rounded once; an element that is the
 same in all models keeps its bits. Other tensors (counters, tables of indices) are taken from the
-first model. Only a few copies of one tensor are in memory at a time.
+first model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COUNTER = "num_batches_tracked"
-"""Name of BatchNorm's buffer that counts batches, which is not averaged."""
+"""BatchNorm's number of batches, which is not averaged."""
 _STATISTICS = ("running_mean", "running_var")
 _PIECE = 1 << 20
 
@@ -29,7 +29,6 @@ _PIECE = 1 << 20
 @dataclass(frozen=True, slots=True)
 class AverageMember:
     name: str
-    """The model's name in errors."""
     model: StateDictReader
     weight: float = 1.0
 
@@ -43,8 +42,7 @@ class WeightAverage:
             (member, share) for member, share in zip(members, shares, strict=True) if share > 0
         ]
         self.differing: dict[str, str] = {}
-        """For each tensor that is not averaged but differs between models, the first model in which
-        it differs."""
+        """The first model that differs in a tensor that is not averaged, by tensor."""
 
     @property
     def model(self) -> StateDictReader:
@@ -54,7 +52,7 @@ class WeightAverage:
 
     @property
     def statistics(self) -> list[str]:
-        """Names of averaged running statistics of BatchNorm, which are wrong for the mean model."""
+        """Averaged running statistics of BatchNorm, which are wrong for the mean model."""
         names = self._members[0][0].model.specs if len(self._members) > 1 else ()
         return [name for name in names if name.rpartition(".")[2] in _STATISTICS]
 
@@ -120,8 +118,7 @@ def check_alike(first: AverageMember, other: AverageMember) -> None:
 
 
 class _TensorMean:
-    """The weighted sum of one tensor in float64, computed piece by piece. The weights (shares) add
-    up to 1."""
+    """The weighted sum of one tensor in float64. The weights (shares) add up to 1."""
 
     def __init__(self, first: Tensor, share: float) -> None:
         import torch
@@ -134,8 +131,8 @@ class _TensorMean:
             torch.mul(first[piece].to(self._wide), share, out=self._sum[piece])
 
     def add(self, tensor: Tensor, share: float) -> bool:
-        """Add another model's tensor, times `share`. Returns False if, at some element, only this
-        tensor or only the sum so far is infinite."""
+        """Returns False if, at some element, only this tensor or only the sum so far is
+        infinite."""
         for piece in _pieces(self._first):
             first, other = self._first[piece].to(self._wide), tensor[piece].to(self._wide)
             differs = first != other
@@ -146,7 +143,7 @@ class _TensorMean:
         return True
 
     def result(self) -> Tensor:
-        """Overwrite the first tensor with the mean."""
+        """Overwrites the first tensor."""
         for piece in _pieces(self._first):
             own = self._first[piece]
             own.copy_(own.to(self._wide).where(self._same[piece], self._sum[piece]))
@@ -154,12 +151,12 @@ class _TensorMean:
 
 
 def _pieces(tensor: Tensor) -> list[slice]:
-    """Slices of a one-dimensional tensor, so that temporary copies stay small."""
+    """Keeps temporary copies small."""
     return [slice(start, start + _PIECE) for start in range(0, len(tensor), _PIECE)]
 
 
 def _tensor(member: AverageMember, name: str) -> Tensor:
-    """Return a flattened tensor of a model. Raises `CheckpointError` for NaN."""
+    """Returns a flattened tensor. Raises `CheckpointError` for NaN."""
     import torch
 
     data, dtype = member.model.read(name), torch_dtype(member.model.specs[name][0])
@@ -177,9 +174,8 @@ def _tensor(member: AverageMember, name: str) -> Tensor:
 def greedy_soup(
     scores: Sequence[float], measure: Callable[[list[int]], float], mode: Literal["min", "max"]
 ) -> list[int] | None:
-    """Return the models of the greedy soup, best first; None if every score is NaN. Models are
-    tried from best to worst; a model is kept if the average with it scores better. `measure` scores
-    the average of some models."""
+    """Return the models, best first; None if every score is NaN. A model is kept if the average
+    with it scores better. `measure` scores the average of some models."""
     sign = 1 if mode == "min" else -1
     ordered = sorted(
         (index for index, score in enumerate(scores) if not math.isnan(score)),

@@ -1,8 +1,8 @@
-"""Emergency save: writes a checkpoint without collectives, after an error or the loss of a process.
+"""Writes a checkpoint without collectives, after an error or the loss of a process.
 
-Ranks with the same shards of the model and optimizer hold the same *part* of the state. The first
-rank that claims a part in the storage writes it; the rank that finds all parts written commits the
-checkpoint. So one surviving rank per part is enough, and no rank waits for another.
+Ranks with the same shards hold the same *part* of the state. The first rank that claims a part in
+the storage writes it; the rank that finds all parts written commits the checkpoint. So one
+surviving rank per part is enough, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COMMIT = "commit"
 
 
 class StateChangedError(LockstepError):
-    """Raised if the tensors to save have changed since the end of the step that is to be saved."""
+    """The tensors have changed since the end of the step that is to be saved."""
 
 
 def emergency_save(
@@ -52,10 +52,9 @@ def emergency_save(
     metadata: JsonObject,
     is_unchanged: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Write this rank's part of the state, and commit the checkpoint if all other parts are
-    written. Every surviving rank calls it. Returns False if another rank has written this part.
-    Raises `OSError` after removing its own files, and `StateChangedError` if `is_unchanged()` is
-    false after the copy."""
+    """Every surviving rank calls it. Returns False if another rank has written this part. Raises
+    `OSError` after removing its own files, and `StateChangedError` if `is_unchanged()` is false
+    after the copy."""
     try:
         with discarding_after_failure(folder, name) as written:
             folder.begin(name)

@@ -1,11 +1,6 @@
 """In-memory checkpoints ("images"): every few steps each rank copies its shards of the state to
-host memory, which outlives the rank's process.
-
-The launcher keeps each rank's memory open through `/proc/<process>/fd/<descriptor>`. After a
-process is lost, the ranks of the next start load the images of all old ranks, under any plan. The
-two slots take twice the bytes of this rank's part. A tensor that several ranks hold is in only one
-part.
-"""
+host memory, which outlives the rank's process, because the launcher keeps it open through
+`/proc/<process>/fd/<descriptor>`. The two slots take twice the bytes of this rank's part."""
 
 from __future__ import annotations
 
@@ -32,8 +27,7 @@ from lockstep.comm.world import World
 
 
 class ImageWriter:
-    """Copies this rank's shards of the training state to host memory. Every rank calls `prepare`
-    and `write` at the same points."""
+    """Every rank makes one, and calls `prepare` and `write` at the same points."""
 
     def __init__(self, world: World, attempt: str, metadata: JsonObject) -> None:
         """Each start that repeats steps needs a new `attempt`. Only rank 0's `metadata` counts."""
@@ -50,18 +44,17 @@ class ImageWriter:
         self._described = b""
         self.size_bytes = 0
         self.sending_seconds = 0.0
-        """Seconds that the last write has waited for the network."""
+        """Time that the last write has waited for the network."""
 
     @property
     def descriptors(self) -> list[int]:
-        """File descriptors of this rank's image memory, and of the memory in which it keeps images
-        of ranks on another host."""
+        """Includes the memory for images of ranks on another host."""
         return [self._memory.descriptor, *self._buddies.descriptors]
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Assign shards to the ranks that copy them, and allocate memory, unless the layout is
-        unchanged. All ranks call it, or none (then the first `write` does this). If one rank cannot
-        allocate memory, all raise `CheckpointError`."""
+        """Assign shards to ranks and allocate memory, unless the layout is unchanged. All ranks
+        call it, or none (then the first `write` does this). If one rank cannot allocate memory, all
+        raise `CheckpointError`."""
         self._agree(tensors, ())
 
     def write(
@@ -71,9 +64,9 @@ class ImageWriter:
         values: JsonObject,
         figures: Sequence[float] = (),
     ) -> list[float]:
-        """Copy the state after `step` steps. Every rank calls it. The reader merges the `values` of
-        all ranks. After an error, the newest image that all ranks have is still complete. Returns
-        the maximum over the ranks of each of `figures`, without an additional collective."""
+        """Copy the state after `step` steps. Every rank calls it. After an error, the newest image
+        that all ranks have is still complete. Returns the maximum over the ranks of each of
+        `figures`, without an additional collective."""
         common, largest = self._agree(tensors, figures)
         slot = self._memory.oldest_but(common)
         assert self._layout is not None
@@ -96,9 +89,8 @@ class ImageWriter:
     def _agree(
         self, tensors: Mapping[str, Tensor], figures: Sequence[float]
     ) -> tuple[int, list[float]]:
-        """Assign the shards to ranks again if the shards of any rank have changed. Returns the
-        newest step whose image all ranks have (no rank may overwrite it), and the maximum of each
-        figure over the ranks."""
+        """Returns the newest step whose image all ranks have (no rank may overwrite it), and the
+        maximum of each figure over the ranks."""
         # finding a DTensor's shard takes 100 µs; comparing the properties on which it depends takes
         # almost no time
         last = self._last
@@ -140,14 +132,13 @@ class ImageWriter:
 
 
 def image_interval(copy_seconds: float, step_seconds: float, limit: float) -> int:
-    """Return the number of steps between two in-memory copies of the state, so that copying takes
-    at most the fraction `limit` of the training time. All ranks pass the seconds of the slowest
-    rank."""
+    """Copying takes at most the fraction `limit` of the training time. All ranks pass the seconds
+    of the slowest rank."""
     return max(1, math.ceil(copy_seconds / (limit * step_seconds)))
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the properties on which the shard of a tensor depends."""
+    """The shard of a tensor depends on these properties."""
     layout = (tensor.placements, tensor.device_mesh) if is_distributed(tensor) else ()  # type: ignore[attr-defined]
     return tensor.dtype, tensor.shape, *layout
 
@@ -156,8 +147,8 @@ _HEADER_TAG, _FILE_TAG, _TEXT_TAG = range(3)
 
 
 def buddy_of_each(local_sizes: Sequence[int]) -> list[int]:
-    """Return, for each rank, the rank on the next host that keeps a copy of its image.
-    `local_sizes` is the number of ranks on each of at least two hosts."""
+    """Return, for each rank, the rank on the next host that keeps a copy of its image. There are at
+    least two hosts."""
     starts = [0, *accumulate(local_sizes)]
     buddies = []
     for host, size in enumerate(local_sizes):
@@ -167,10 +158,10 @@ def buddy_of_each(local_sizes: Sequence[int]) -> list[int]:
 
 
 class Buddies:
-    """Copies the images (in-memory copies of the ranks' states) to other hosts, so that the loss of
-    a whole host loses no state. Each rank sends its image to a *buddy* on the next host. The buddy
-    keeps it in two slots and writes the header last, so that either process may be killed at any
-    moment. Every rank makes the same calls. On a single host they do nothing."""
+    """Each rank sends its image to a *buddy* on the next host, so that the loss of a whole host
+    loses no state. The buddy keeps the image in two slots and writes the header last, so that
+    either process may be killed at any moment. Every rank makes the same calls; on a single host
+    they do nothing."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -178,7 +169,7 @@ class Buddies:
         self._mine = buddies[world.rank] if buddies else None
         kept_for = [rank for rank, buddy in enumerate(buddies) if buddy == world.rank]
         self._kept = {rank: ImageMemory() for rank in kept_for}
-        """Memory for the image of each rank whose buddy is this rank."""
+        """Keys are the ranks whose buddy is this rank."""
         self.size_bytes = 0
 
     @property
@@ -187,12 +178,10 @@ class Buddies:
 
     @property
     def newest(self) -> list[int]:
-        """The newest step of each image that this rank keeps for another rank."""
         return [memory.newest for memory in self._kept.values()]
 
     def allocate(self, file_bytes: int) -> None:
-        """Allocate memory for the files of other ranks; `file_bytes` is the size of this rank's
-        file. Raises `OSError`, perhaps on some ranks only."""
+        """Raises `OSError`, perhaps on some ranks only."""
         if self._mine is None:
             return
         everyone = self._world.gather_values(file_bytes)
@@ -202,9 +191,8 @@ class Buddies:
             memory.allocate(everyone[rank])
 
     def exchange(self, own: Slot, text: bytes, header: Header, common: int) -> float:
-        """Send this rank's complete image to its buddy, and receive the images of the ranks whose
-        buddy it is. Images of the step `common`, which all ranks have, are not overwritten. Returns
-        the seconds spent waiting for data."""
+        """Images of the step `common`, which all ranks have, are not overwritten. Returns the
+        seconds spent waiting for data."""
         if self._mine is None:
             return 0.0
         receiving = []
@@ -250,7 +238,6 @@ class Buddies:
 
 
 def _local_sizes(world: World) -> list[int]:
-    """Return the number of ranks on each host. The ranks of a host are contiguous."""
     by_rank = world.gather_rows(torch.tensor([world.local_size]), [1] * world.size).tolist()
     sizes: list[int] = []
     while sum(sizes) < world.size:

@@ -37,10 +37,10 @@ from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
 SLOT_BYTES = 1 << 40
-"""Distance between the two slots, larger than any rank's part. Unwritten pages take no memory."""
+"""Larger than any rank's part. Unwritten pages take no memory."""
 FILE_START = mmap.ALLOCATIONGRANULARITY
 NONE = -1
-"""Value that stands for the step of a slot whose image is incomplete."""
+"""The step of a slot whose image is incomplete."""
 _MAGIC = b"lockstp1"
 _HEADER = struct.Struct("<8s8sQIIQQ")
 _SUM = struct.Struct("<I")
@@ -49,8 +49,7 @@ HEADER_BYTES = _HEADER.size + _SUM.size
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of one rank's in-memory checkpoint ("image"): its step, attempt and rank, and the
-    position of its JSON text."""
+    """The header of one rank's in-memory checkpoint ("image")."""
 
     name: CheckpointName
     rank: int
@@ -73,17 +72,15 @@ class Header:
 
 
 class Slot:
-    """The memory for one of the two images that a rank keeps."""
-
     def __init__(self, descriptor: int, number: int) -> None:
         self._descriptor = descriptor
         self._start = number * SLOT_BYTES
         self.step = NONE
-        """Training step of the image in this slot; `NONE` if the image is not complete."""
+        """`NONE` if the image is not complete."""
         self.file = torch.empty(0, dtype=torch.uint8)
 
     def allocate(self, file_bytes: int) -> None:
-        """Allocate memory, and keep the current image. Raises `OSError`."""
+        """Keeps the current image. Raises `OSError`."""
         size = FILE_START + file_bytes
         self.file = torch.empty(0, dtype=torch.uint8)
         # raises if memory is short; without it, the first access would end the process
@@ -98,14 +95,14 @@ class Slot:
         return FILE_START + len(self.file)
 
     def begin(self, file_header: bytes = b"") -> None:
-        """Invalidate the image in this slot, and write the header of the new image's file."""
+        """Invalidate the image in this slot, and write the file header of the new one."""
         self.step = NONE
         self._put(bytes(HEADER_BYTES), 0)
         if file_header:
             self._put(file_header, FILE_START)
 
     def complete(self, text: bytes, header: Header) -> None:
-        """Write the image's JSON text and then its header, which makes the image complete."""
+        """The header is written last, because it makes the image complete."""
         self._put(text, self.text_start)
         self._put(header.packed(), 0)
         self.step = header.name.step
@@ -116,8 +113,6 @@ class Slot:
 
 
 class ImageMemory:
-    """Two slots that are written in turn: while one is written, the other is complete."""
-
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("lockstep-image")
         os.ftruncate(self.descriptor, 2 * SLOT_BYTES)
@@ -145,8 +140,7 @@ class ImageMemory:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's part of an in-memory checkpoint ("image"): its mapped memory, which is
-    complete."""
+    """One rank's part of an image, complete and mapped."""
 
     header: Header
     memory: mmap.mmap
@@ -161,7 +155,7 @@ class Part:
 
 
 def parts_in(path: str) -> list[Part]:
-    """Map the complete images in the memory that `path` names. Raises `OSError`."""
+    """Map the complete images in a file. Raises `OSError`."""
     parts = []
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -178,7 +172,7 @@ def parts_in(path: str) -> list[Part]:
 
 
 class Images:
-    """The in-memory checkpoints ("images") whose parts some rank can read."""
+    """The images whose parts the ranks can read together."""
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
         """Every rank makes one, from the parts that it can read, after all ranks that wrote images
@@ -202,12 +196,10 @@ class Images:
             for (name, size), ranks in sorted(seers.items())
             if len(ranks) == size
         }
-        """For each image, by the rank that wrote a part of it: the ranks that can read this
-        part."""
+        """For each image and each rank that wrote a part: the ranks that can read this part."""
 
     @property
     def names(self) -> list[CheckpointName]:
-        """Oldest first."""
         return list(self._complete)
 
     @property
@@ -221,8 +213,7 @@ class Images:
 
 
 class ImageReader:
-    """Reads the training state of one step from an in-memory checkpoint ("image"), into the tensors
-    of this rank."""
+    """Reads the training state of one image into the tensors of this rank."""
 
     def __init__(
         self,
@@ -248,10 +239,8 @@ class ImageReader:
             metadata=in_order[0]["metadata"],
         )
         self._saved: dict[TensorShard, int | None] = {}
-        """The rank that sends each shard to the ranks that cannot read it; None if all ranks
-        can."""
+        """The rank that sends each shard; None if all ranks can read the shard."""
         self._seen: dict[TensorShard, Tensor] = {}
-        """The memory of each shard that this rank can read."""
         for rank, text in enumerate(in_order):
             file = mine[rank].file if rank in mine else None
             for *described, start in text["shards"]:
@@ -263,14 +252,12 @@ class ImageReader:
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of each saved tensor."""
         return {shard.name: (shard.dtype, shard.shape) for shard in self._saved}
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Copy the saved values into the tensors of `state`, which must all be saved with the same
-        shapes. Every rank calls it. Parts that some rank cannot read are sent to it, shard by
-        shard."""
+        """Tensors of `state` must all be saved with the same shapes. Every rank calls it. A part
+        that some rank cannot read is sent to it, shard by shard."""
         copies = copies_by_shard(state, list(self._saved))
         for shard, targets in copies.items():
             if shard in self._seen:
@@ -296,9 +283,8 @@ class ImageReader:
 
 
 def open_images(paths: Sequence[str], world: World) -> Images:
-    """Map the images in the memory that `paths` name, such as /proc/4711/fd/12. Raises `OSError`.
-    Every rank calls it. An image is included if the ranks of `world` together can read the parts of
-    all ranks that wrote it, in the same start of the run."""
+    """`paths` are such as /proc/4711/fd/12. Raises `OSError`. Every rank calls it. An image is
+    included if the ranks together can read the parts of all ranks that wrote it."""
     return Images([part for path in paths for part in parts_in(path)], world)
 
 

@@ -14,16 +14,16 @@ from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.tensor_shards import DTYPES
 
 _TAG = "lockstep"
-"""Marks values of types that JSON lacks: {"lockstep": kind, "value": ...}. A dict that itself has
-this key is encoded as a list of items."""
+"""Marks values of types that JSON lacks. A dict that itself has this key is encoded as a list of
+items."""
 
 
 REMEDY = "have its state_dict return those, or leave it out"
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor], remedy: str = REMEDY) -> Any:
-    """Convert `value` to JSON. Its tensors are added to `tensors` by path, such as
-    `average/fc.weight`. Accepts JSON's types, tuples, tensors, and NumPy numbers and arrays."""
+    """Tensors are added to `tensors` by path, such as `average/fc.weight`. Accepts JSON's types,
+    tuples, tensors, and NumPy numbers and arrays."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

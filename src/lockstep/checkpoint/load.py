@@ -1,10 +1,6 @@
-"""Loads and reshards a checkpoint. Each rank reads and verifies the blocks that it needs. The
-blocks that no rank needs are divided among the ranks and verified too.
-
-If file and tensor have the same layout, bytes are read directly into the tensor and hashed there.
-Otherwise (other shards, another dtype, a tensor on a GPU), and for small parts, they go through a
-buffer.
-"""
+"""Loads and reshards a checkpoint. Each rank verifies the blocks that it needs, and a share of the
+blocks that no rank needs. If file and tensor have the same layout, bytes are read directly into the
+tensor and hashed there, else through a buffer."""
 
 from __future__ import annotations
 
@@ -33,17 +29,17 @@ from lockstep.comm.world import World
 
 T = TypeVar("T")
 SMALL_BYTES = 64 << 10
-"""Smaller parts of a file are read into a buffer first, not directly into their tensor."""
+"""Smaller parts of a file are read through a buffer."""
 
 
 class _Span:
-    """The smallest range of bytes of a saved shard that contains all elements that this rank loads
-    from it."""
+    """The smallest range of bytes of a saved shard that contains all elements that this rank
+    loads."""
 
     def __init__(
         self, shard: TensorShard, at: int, wanted: Sequence[ShardCopy], state: Mapping[str, Tensor]
     ) -> None:
-        """`at` is the position of the shard's first byte in its file."""
+        """`at` is the shard's first byte in its file."""
         self._dtype = torch_dtype(shard.dtype)
         self._strides = [math.prod(shard.lengths[dim + 1 :]) for dim in range(len(shard.lengths))]
         self._wanted = wanted
@@ -56,15 +52,13 @@ class _Span:
         self._data = self.own
 
     def _ends(self, copy: ShardCopy) -> tuple[int, int]:
-        """Return the smallest range [first, last) of the shard's elements that contains all
-        elements to copy."""
+        """Return the smallest range [first, last) of elements that contains the copy."""
         sides = list(zip(copy.source, self._strides, strict=True))
         first = sum(side.start * stride for side, stride in sides)
         return first, 1 + sum((side.stop - 1) * stride for side, stride in sides)
 
     def _in_place(self, elements: int) -> Tensor | None:
-        """Return the memory of the tensor to load, as bytes, if the span can be read directly into
-        it."""
+        """Return the memory of the tensor to load, if bytes can be read directly into it."""
         part = self._target[self._wanted[0].target]
         fits = (
             len(self._wanted) == 1
@@ -85,8 +79,7 @@ class _Span:
         return self._data
 
     def finish(self) -> None:
-        """Copy the bytes from the buffer, if there is one, to the tensors to load. Called once all
-        bytes are read."""
+        """Called once all bytes are read."""
         if self.own is None:
             values = self.data.view(self._dtype)
             for copy in self._wanted:
@@ -103,12 +96,11 @@ class _Block:
     hashes: BlockHashes
     number: int
     spans: list[_Span]
-    """The ranges to read that overlap this block, in the order of the file."""
+    """The ranges that overlap this block, in the order of the file."""
 
 
 class CheckpointReader:
     def __init__(self, folder: Storage, name: CheckpointName) -> None:
-        """Raises `UnreadableError`."""
         self._folder = folder
         self._name = name
         self.manifest = read_manifest(folder, name)
@@ -119,18 +111,15 @@ class CheckpointReader:
         }
         """Each shard's file, and its first byte there."""
         self._spare: list[bytearray] = []
-        """Buffers of one block each."""
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of each saved tensor."""
         return {shard.name: (shard.dtype, shard.shape) for shard in self._locations}
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Load the saved values into the tensors of `state`, which must all be saved with the same
-        shapes. Every rank calls it. If any rank raises `UnreadableError`, all ranks do; the state
-        is then partly loaded."""
+        """Tensors of `state` must all be saved with the same shapes. Every rank calls it. If any
+        rank raises `UnreadableError`, all ranks do; the state is then partly loaded."""
         blocks = list(self._blocks(state))
         done: dict[str, list[int]] = {file: [] for file in self.manifest.files}
         for block in blocks:
@@ -142,7 +131,6 @@ class CheckpointReader:
         self._spare.clear()
 
     def _blocks(self, state: Mapping[str, Tensor]) -> Iterator[_Block]:
-        """Yield the blocks that this rank's tensors need, in file order."""
         spans: dict[str, list[_Span]] = {file: [] for file in self.manifest.files}
         for shard, several in copies_by_shard(state, list(self._locations)).items():
             file, at = self._locations[shard]
@@ -158,8 +146,7 @@ class CheckpointReader:
     def _rest(
         self, everyone: Sequence[Mapping[str, Sequence[Sequence[int]]]], world: World
     ) -> Iterator[_Block]:
-        """Yield this rank's share of the blocks of the files that no rank needs, so that they are
-        verified too."""
+        """Yield this rank's share of the blocks that no rank needs."""
         for file, entry in self.manifest.files.items():
             done: set[int] = set()
             for ranges in everyone:
@@ -215,8 +202,7 @@ class CheckpointReader:
 def copies_by_shard(
     state: Mapping[str, Tensor], saved: Sequence[TensorShard]
 ) -> dict[TensorShard, list[ShardCopy]]:
-    """Return, for each saved shard, the copies from it to this rank's tensors. An empty shard has
-    none."""
+    """An empty shard has no copies."""
     copies: dict[TensorShard, list[ShardCopy]] = {}
     for copy in plan_copies(state, saved):
         if math.prod(copy.shard.lengths):

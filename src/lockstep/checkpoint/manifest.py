@@ -1,5 +1,5 @@
 """The manifest of a checkpoint (hashes of blocks of its files, positions of shards, all other
-state), and reads that are verified with it. Needs no torch."""
+state), and verified reads. Needs no torch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ BLOCK_BYTES = 4 << 20
 HASH_BYTES = 16
 """Number of bytes that are kept of BLAKE3's 32."""
 MOST_BYTES = 1 << 30
-"""Largest manifest that is read."""
 _HEAD_BYTES = 1 << 20
-"""Bytes that are read first. If they are not a manifest's beginning, no more are read."""
+"""If these bytes are not a manifest's beginning, no more are read."""
 DAMAGE = (
     errno.ENOENT,
     errno.ENOTDIR,
@@ -37,7 +36,7 @@ DAMAGE = (
     errno.EINVAL,
     errno.EFBIG,
 )
-"""Error numbers for a file that is missing, damaged, or does not belong to a run."""
+"""Errors for a file that is missing, damaged, or does not belong to a run."""
 _METADATA = {
     "recipe": dict, "plan": str, "world_size": int, "saved": str, "score": {"metric": str,
     "mode": str, "value": NUMBER},
@@ -55,29 +54,25 @@ class UnreadableError(LockstepError): ...
 
 
 class DamagedError(UnreadableError):
-    """A checkpoint whose bytes are not those that were written. The error's text names the
-    bytes."""
+    """The bytes are not those that were written."""
 
 
-class UnknownFormatError(UnreadableError):
-    """A checkpoint in a format that this version does not support."""
+class UnknownFormatError(UnreadableError): ...
 
 
-class UnreachableError(UnreadableError):
-    """A checkpoint that cannot be read at the moment."""
+class UnreachableError(UnreadableError): ...
 
 
 @dataclass(frozen=True, slots=True)
 class BlockHashes:
     size_bytes: int
     blocks: tuple[str, ...]
-    """Hash of each `BLOCK_BYTES` in hexadecimal; the last block may be shorter."""
+    """Hash of each `BLOCK_BYTES` in hexadecimal."""
 
     def span(self, block: int) -> tuple[int, int]:
         return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self.size_bytes)
 
     def covering(self, start: int, stop: int) -> range:
-        """Return the blocks that contain the bytes [start, stop)."""
         return range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)) if start < stop else range(0)
 
 
@@ -187,8 +182,7 @@ class Manifest:
 
 
 def merge_objects(parts: Sequence[JsonObject]) -> dict[str, Any]:
-    """Merge the ranks' JSON objects recursively. Values that are no objects are taken from the
-    first rank that has them."""
+    """Values that are no objects are taken from the first rank that has them."""
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
@@ -220,7 +214,7 @@ def read_block(
     block: int,
     parts: Sequence[memoryview],
 ) -> None:
-    """Read a block into `parts`, whose sizes add up to the block's, and check its hash."""
+    """The sizes of `parts` add up to the block's."""
     start, stop = hashes.span(block)
     length = 0
 
@@ -239,8 +233,7 @@ def read_block(
 
 
 def check(folder: Storage, name: CheckpointName) -> list[str]:
-    """Verify every byte of a checkpoint, and describe each damage; an empty list if the checkpoint
-    is intact."""
+    """Verify every byte, and describe each damage."""
     try:
         manifest = read_manifest(folder, name)
     except DamagedError as error:

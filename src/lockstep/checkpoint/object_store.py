@@ -17,7 +17,7 @@ from lockstep.base.urls import has_password, without_password
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage, Storage
 
 PART_BYTES = 16 << 20
-"""Bytes of one part of an upload, which is held in memory. S3 allows 10,000 parts."""
+"""One part of an upload, which is held in memory. S3 allows 10,000 parts."""
 WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci")
 """Protocols whose drivers would create a bucket if asked for a folder."""
 CALL_SECONDS = 120.0
@@ -31,8 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         }
     }
 }
-"""Timeouts and retries by protocol. With them, most failures are reported long before
-`CALL_SECONDS`."""
+"""Timeouts and retries, so that most failures are reported long before `CALL_SECONDS`."""
 OPTIONS["s3a"] = OPTIONS["s3"]
 PACKAGES = {"s3": "'lockstep-train[s3]'", "s3a": "'lockstep-train[s3]'"}
 
@@ -50,8 +49,6 @@ def open_storage(place: Path | str) -> Storage:
 
 
 class ObjectStorage:
-    """A `Storage` at a URL. Errors of the driver become `OSError`s."""
-
     wait_seconds = 0.5
     readers = 16
     """A store answers each request slowly, but many at the same time."""
@@ -186,7 +183,7 @@ class ObjectStorage:
         self._ask(self._fs.rm, self._at(name), recursive=True)
 
     def _all(self) -> list[CheckpointName]:
-        """Return all checkpoints in order, committed or not."""
+        """Includes uncommitted checkpoints."""
         try:
             entries = self._ask(self._fs.ls, self.url, detail=False)
         except FileNotFoundError:
@@ -195,7 +192,7 @@ class ObjectStorage:
         return sorted(filter(None, map(CheckpointName.parse, lasts)))
 
     def _is_complete(self, name: CheckpointName) -> bool:
-        """True if the checkpoint has a manifest. The driver's `exists` would hide failures."""
+        """The driver's `exists` would hide failures."""
         try:
             self.size(name, MANIFEST)
         except FileNotFoundError:
@@ -206,8 +203,8 @@ class ObjectStorage:
         return f"{self.url}/{name}/{file}".rstrip("/")
 
     def _ask(self, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Call a function of the fsspec driver in a thread with a timeout, because some drivers
-        wait for ever. Raises `OSError`."""
+        """Call a function of the driver with a timeout, because some drivers wait for ever. Raises
+        `OSError`."""
         answer: Future[Any] = Future()
 
         def work() -> None:

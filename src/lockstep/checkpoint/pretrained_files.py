@@ -38,9 +38,9 @@ _OURS = {theirs: ours for ours, theirs in DTYPES.items()}
 @dataclass(frozen=True, slots=True)
 class TensorFiles:
     specs: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Dtype (torch's name for it, if any) and shape of each tensor."""
+    """Torch's dtype, if there is one, and shape."""
     read: Callable[[str, Box], Tensor]
-    """Reads a box of a tensor, given as slices, to the CPU."""
+    """Reads slices of a tensor to the CPU."""
     close: Callable[[], None]
 
 
@@ -87,7 +87,7 @@ def _in_folder(folder: Path) -> TensorFiles:
 
 
 def _checkpoint(folder: str, name: CheckpointName) -> TensorFiles:
-    """Open a checkpoint's first model. Every byte read is verified."""
+    """Every byte read is verified."""
 
     @contextmanager
     def reading() -> Iterator[None]:
@@ -132,7 +132,7 @@ def _indexed(index: Path) -> TensorFiles:
 
 
 def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
-    """`files` has the names to read from each file; None: all names."""
+    """The values are the names to read; None: all."""
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}
     slices: dict[str, tuple[Path, Any]] = {}
     with ExitStack() as stack:
@@ -167,7 +167,6 @@ def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
 
 
 def _pickled(path: Path) -> TensorFiles:
-    """Open a torch.save file, memory-mapped."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises exceptions of many types for a foreign file
@@ -181,7 +180,7 @@ def _pickled(path: Path) -> TensorFiles:
 
 
 def _flat(value: Any, name: str, path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested dicts and lists by path, such as model.fc.weight."""
+    """Paths are such as model.fc.weight."""
     holds = f"weights {str(path)!r} holds"
     if isinstance(value, Tensor):
         if not name or value.layout != torch.strided or value.is_quantized or value.is_meta:

@@ -30,20 +30,18 @@ MODEL = "model.safetensors"
 _MOST_HEADER_BYTES = 100_000_000
 _OURS = {theirs: ours for ours, theirs in DTYPES.items()}
 _BLOCKS = 8
-"""Number of blocks of the files that are cached: a block may contain many small tensors."""
+"""Blocks that are cached: a block may contain many small tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateDictReader:
     specs: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Torch's dtype and the shape of each tensor. Tied tensors appear under each of their names."""
+    """Torch's dtype and the shape. Tied tensors appear under each of their names."""
     read: Callable[[str], memoryview]
-    """Reads a tensor's bytes, row-major. Raises `DamagedError`, `UnreachableError`."""
+    """Reads a tensor's bytes, row-major."""
 
 
 class StoredCheckpoint:
-    """One checkpoint. Every byte read is verified."""
-
     def __init__(self, folder: Storage, name: CheckpointName) -> None:
         self._folder = folder
         self._name = name
@@ -56,7 +54,6 @@ class StoredCheckpoint:
 
     @property
     def modules(self) -> list[int]:
-        """Indices of the saved models."""
         with self._parsing():
             return sorted(map(int, self.manifest.values["modules"].keys()))
 
@@ -125,7 +122,7 @@ class StoredCheckpoint:
 
 
 def read_safetensors(path: Path) -> StateDictReader:
-    """Open a file without verifying its bytes. Raises `DamagedError`, `OSError`."""
+    """The bytes are not verified. Raises `DamagedError`, `OSError`."""
     return _safetensors(path.name, lambda: FileIO(open_named(path)))
 
 
@@ -188,7 +185,6 @@ def _check_spans(
 
 
 CONFIGURATION = "huggingface"
-"""The folder in the run directory for the model's configuration."""
 
 
 def save_configuration(model: Any, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Asynchronous checkpoints: training waits only for a copy of the state into shared memory; a
 writer process hashes it, writes it to the storage, and commits the checkpoint. If that memory can
-be pinned for the device (cudaHostRegister), copies are queued between the kernels of two steps, and
-the host does not wait for them."""
+be pinned (cudaHostRegister), copies are queued between the kernels of two steps, and the host does
+not wait for them."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
 GROUP_BYTES = 16 << 20
-"""Largest number of bytes of small shards that are concatenated on the device, which takes this
-much memory there, and then copied to the host at once."""
+"""Small shards are concatenated up to this size on the device, and then copied to the host at
+once."""
 END_SECONDS = 5.0
-"""Seconds that the writer process has to end before it is killed."""
+"""The writer process is killed after this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
     step: int
     error: str | None
-    """Why the save failed; None if it did not."""
+    """None if the save succeeded."""
     not_deleted: str | None = None
-    """Why an old checkpoint could not be deleted; None if all were deleted."""
+    """None if all old checkpoints were deleted that are not kept."""
     device_seconds: float = 0.0
-    """Seconds during which the device did not train, from its last kernel before `Saver.begin` to
-    the end of the copies; 0 if the host waited for the copies."""
+    """Time from the device's last kernel before `Saver.begin` to the end of the copies; 0 if the
+    host waited for the copies."""
 
 
 class Saver:
-    """Saves checkpoints of a run, one at a time. Every rank makes one, and calls `prepare` and
-    `save` at the same points of the training."""
+    """Saves checkpoints, one at a time. Every rank makes one, and calls `prepare` and `save` at the
+    same points of the training."""
 
     def __init__(self, world: World, folder: Path | str, attempt: str) -> None:
         open_storage(folder)
@@ -68,17 +68,15 @@ class Saver:
         self._writer: _Writer | None = None
         self._memory: _FileContent | None = None
         self._began: dict[torch.device, torch.Event] = {}
-        """For each device, an event after the last kernel before training stopped for the save."""
+        """For each device, an event after the last kernel before the save."""
         self._under_way: int | None = None
         self._waiting: dict[str, Any] | None = None
-        """The message that starts the write, to be sent to the writer process once the copies are
-        complete."""
+        """The writer process's job, to be sent once the copies are complete."""
 
     def prepare(self, state: Mapping[str, Tensor]) -> str:
-        """Assign shards to the ranks that write them, allocate memory and start the writer, unless
-        the layout is unchanged. All ranks call it between saves, or none (then the first `save`
-        does this). Returns an identifier that distinguishes the next save's notes from earlier
-        ones."""
+        """Assign shards to ranks, allocate memory and start the writer, unless the layout is
+        unchanged. All ranks call it between saves, or none (then the first `save` does this).
+        Returns an identifier that distinguishes the next save's notes from earlier ones."""
         shards = local_shards(state)
         mine = torch.tensor([[shards != self._shards, secrets.randbits(32)]])
         rows = self._world.gather_rows(mine, [1] * self._world.size)
@@ -96,7 +94,7 @@ class Saver:
         return f"{rows[0, 1]:08x}"
 
     def begin(self) -> None:
-        """Record an event on each device that marks where training stops for a save."""
+        """Marks where training stops for a save."""
         if accelerator.can_register_memory(self._world.device):
             streams = self._memory.streams if self._memory is not None else ()
             self._began = {
@@ -113,9 +111,9 @@ class Saver:
         metadata: JsonObject,
         keep: JsonObject | None = None,
     ) -> None:
-        """Copy the state and start writing it. Every rank calls it, between saves. `values` are
-        merged over ranks; only rank 0's `metadata` counts. `keep` has the other arguments of
-        `writer.checkpoints_to_delete`, with `scores` by `str(name)`; None keeps all checkpoints."""
+        """Every rank calls it, between saves. `values` are merged over ranks; only rank 0's
+        `metadata` counts. `keep` has the other arguments of `writer.checkpoints_to_delete`; None
+        keeps all checkpoints."""
         assert self._under_way is None, "one save at a time"
         identifier = self.prepare(state)
         assert self._memory is not None
@@ -140,8 +138,7 @@ class Saver:
 
     @property
     def not_registered(self) -> str | None:
-        """Why memory could not be pinned, so that the host waits for slow copies; None if it does
-        not wait."""
+        """Why memory could not be pinned, so that the host waits for slow copies."""
         return None if self._memory is None else self._memory.not_registered
 
     @property
@@ -150,13 +147,12 @@ class Saver:
         return self._under_way is not None
 
     def abandon(self) -> None:
-        """Abort the save in progress, because another rank has failed and will never write its
-        file."""
+        """Call it if another rank has failed, because that rank will never write its file."""
         self._close_writer()
         self._under_way = self._waiting = None
 
     def poll(self, timeout_seconds: float = 0.0) -> SaveResult | None:
-        """Wait up to `timeout_seconds` for a save to end, and return its result."""
+        """Return None if no save has ended in this time."""
         step, writer = self._under_way, self._writer
         if step is None or writer is None or not self._send_if_copied(timeout_seconds):
             return None
@@ -171,14 +167,13 @@ class Saver:
         return SaveResult(step, answer["error"], answer.get("not_deleted"), device_seconds)
 
     def close(self) -> None:
-        """A save in progress is aborted."""
+        """Aborts a save in progress."""
         self.abandon()
         if self._memory is not None:
             self._memory.close()
         self._memory = self._shards = None
 
     def _send_if_copied(self, timeout_seconds: float) -> bool:
-        """Return True if the writer's job was sent, after all bytes were copied."""
         if self._waiting is not None:
             assert self._memory is not None
             assert self._writer is not None
@@ -195,8 +190,6 @@ class Saver:
 
 
 class MappedShards:
-    """The memory of a checkpoint file's shards, into which this rank's tensors are copied."""
-
     def __init__(self, layout: FileLayout, file: Tensor) -> None:
         self._file, self._layout = file, layout
         self._targets = {
@@ -227,8 +220,7 @@ class MappedShards:
 
 
 def _neighbours(layout: FileLayout) -> list[list[TensorShard]]:
-    """Group the shards of a file in its order: small shards up to `GROUP_BYTES` are copied
-    together, each large one alone."""
+    """Small shards up to `GROUP_BYTES` are copied together, each large one alone."""
     groups: list[list[TensorShard]] = []
     room = -1
     for shard in sorted(layout.starts, key=layout.span):
@@ -245,7 +237,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 _left: list[tuple[SharedFile, Tensor]] = []
-"""Memory that is never freed, because a hanging device may still copy into it."""
+"""Never freed, because a hanging device may still copy into this memory."""
 
 
 class _FileContent:
@@ -254,12 +246,11 @@ class _FileContent:
     def __init__(
         self, layout: FileLayout, device: torch.device, devices: Collection[torch.device]
     ) -> None:
-        """`devices` hold the state."""
         self.layout = {
             "bytes": layout.bytes,
             "shards": [[*shard.to_json(), start] for shard, start in layout.starts.items()],
         }
-        """For the writer: the size in bytes, and the positions of the shards."""
+        """For the writer process."""
         self.file = SharedFile(layout.bytes)
         everything = torch.frombuffer(self.file.mapped, dtype=torch.uint8)
         everything.zero_()  # page faults make the first write ten times slower than later ones
@@ -270,7 +261,7 @@ class _FileContent:
         self.not_registered: str | None = None
         self._registered: Tensor | None = None
         self.streams: list[torch.device] = []
-        """Devices with streams, on which copies to this memory are queued."""
+        """Devices on which copies to this memory are queued."""
         if accelerator.can_register_memory(device):
             self.not_registered = accelerator.register_memory(everything, device)
             if self.not_registered is None:
@@ -279,8 +270,8 @@ class _FileContent:
         self._shards: MappedShards | None = MappedShards(layout, everything)
 
     def copy(self, state: Mapping[str, Tensor], began: Mapping[torch.device, torch.Event]) -> None:
-        """Copy the current values; later computation does not affect the copies. `began` has each
-        device's event at which training stopped, if that was before this call."""
+        """Later computation does not affect the copies. `began` has each device's event at which
+        training stopped."""
         assert self._shards is not None
         started = [
             began.get(device) or accelerator.recorded_event(device, timed=True)
@@ -306,7 +297,7 @@ class _FileContent:
             _left.append((self.file, registered))
 
     def _is_unregistered(self, memory: Tensor) -> bool:
-        """Unpin the memory for all devices. Returns False if a device may still copy into it."""
+        """Returns False if a device may still copy into the memory."""
         with suppress(RuntimeError):  # a device has failed
             return self.is_copied(END_SECONDS) and accelerator.unregister_memory(
                 memory, self._device, END_SECONDS
@@ -330,8 +321,7 @@ class _Writer:
         self.send(content.layout)
 
     def _read(self) -> None:
-        """Receive the writer's answers in a thread; at the end of the writer process, add an empty
-        one."""
+        """Runs in a thread; the end of the writer process adds an empty answer."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._answers.put(line)
@@ -371,8 +361,8 @@ class _Writer:
 
 
 def assign_to_this_rank(shards: Mapping[str, TensorShard], world: World) -> list[TensorShard]:
-    """Return the shards that this rank writes, so that one rank writes each shard of the state.
-    Every rank calls it with the shards that it holds."""
+    """Return the shards that this rank writes, so that one rank writes each shard. Every rank calls
+    it."""
     everyone = world.gather_values([shard.to_json() for shard in shards.values()])
     return assign_writes(
         [[TensorShard.from_json(shard) for shard in theirs] for theirs in everyone]

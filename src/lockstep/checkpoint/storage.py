@@ -1,6 +1,5 @@
 """The storage of checkpoints, and the implementation in a folder. Needs no torch. A checkpoint is
-written into a hidden folder, its files are synced, and one rename commits it. The next start of the
-run removes hidden folders that a crash has left."""
+written into a hidden folder, its files are synced, and one rename commits it."""
 
 from __future__ import annotations
 
@@ -22,19 +21,18 @@ from lockstep.base.system import BINARY
 MANIFEST = "manifest.json"
 PAGE_BYTES = 4096
 READ_BYTES = 1 << 20
-"""Number of bytes read at once, so few that they stay in the processor's cache until they are
-hashed."""
+"""Bytes stay in the processor's cache until they are hashed."""
 _NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class CheckpointName:
-    """The name of a checkpoint, such as step-00000500-1c9e02d4."""
+    """For example step-00000500-1c9e02d4."""
 
     step: int
     attempt: str
-    """Eight hexadecimal digits that identify the start of the run, because a later start may repeat
-    the step."""
+    """Eight hexadecimal digits for each start of the run, because a later start may repeat the
+    step."""
 
     def __str__(self) -> str:
         return f"step-{self.step:08d}-{self.attempt}"
@@ -46,32 +44,29 @@ class CheckpointName:
 
 
 class Storage(Protocol):
-    """The storage of a run's checkpoints. Every method may raise `OSError`."""
+    """Every method may raise `OSError`."""
 
     wait_seconds: float
-    """Seconds between two checks whether another process has written its file of a checkpoint."""
+    """Time between two checks whether another process has written its file of a checkpoint."""
     readers: int
-    """Number of threads that read at the same time."""
+    """Number of reading threads."""
 
     def __str__(self) -> str:
-        """The path or URL with which `open_storage` opens this storage in another process."""
+        """`open_storage` opens the same storage from this path or URL."""
 
     def names(self) -> list[CheckpointName]:
         """Return the complete checkpoints, in order."""
 
     def remove_uncommitted(self) -> None:
-        """Remove all files of uncommitted checkpoints. Only the holder of the run's lock calls it,
-        between saves."""
+        """Only the holder of the run's lock calls it, between saves."""
 
-    def free_bytes(self) -> int | None:
-        """None if the free space is unknown."""
+    def free_bytes(self) -> int | None: ...
 
     def begin(self, name: CheckpointName) -> None:
-        """Begin a checkpoint; any rank may call it. Raises `FileExistsError` if the checkpoint is
-        complete."""
+        """Any rank may call it. Raises `FileExistsError` if the checkpoint is complete."""
 
     def write(self, name: CheckpointName, file: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Write a file of an uncommitted checkpoint to the disk."""
+        """Write a file of an uncommitted checkpoint."""
 
     def read_uncommitted(self, name: CheckpointName, file: str) -> bytes | None:
         """None if the file does not exist."""
@@ -83,24 +78,22 @@ class Storage(Protocol):
         first."""
 
     def commit(self, name: CheckpointName, manifest: bytes) -> None:
-        """Write the manifest, which commits the checkpoint. All other files must be written
-        already. One rank calls it."""
+        """Write the manifest, after all other files. One rank calls it."""
 
     def size(self, name: CheckpointName, file: str) -> int: ...
 
     def read(
         self, name: CheckpointName, file: str, start: int = 0, stop: int | None = None
     ) -> bytes:
-        """Return the bytes [start, stop) of a file, or fewer if the file is shorter."""
+        """Returns fewer bytes if the file is shorter."""
 
     def read_into(
         self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]
     ) -> Iterator[memoryview]:
-        """Read a file from `start` on into `parts`. Yields bytes as they arrive, until the file
-        ends."""
+        """Yields bytes as they arrive, until the file ends."""
 
     def delete(self, name: CheckpointName) -> None:
-        """Delete a checkpoint. Other processes never see it incomplete."""
+        """Other processes never see the checkpoint incomplete."""
 
 
 class FolderStorage:
@@ -176,7 +169,7 @@ class FolderStorage:
         sync(self.path)
 
     def discard(self, name: CheckpointName, files: Iterable[str]) -> None:
-        """Remove files of an uncommitted checkpoint as far as possible, and its folder if no other
+        """Remove files of an uncommitted checkpoint as far as possible, and the folder if no other
         rank has written to it."""
         with suppress(OSError):
             for file in files:
@@ -224,9 +217,8 @@ class FolderStorage:
 
 @contextmanager
 def discarding_after_failure(folder: Storage, name: CheckpointName) -> Iterator[list[str]]:
-    """If the body raises `OSError`, remove the files whose names the body has added to the list,
-    because the disk may be full. The body may name its own files, or all if no other process writes
-    any more. An object store, which may be down, is cleaned at the next start."""
+    """Remove the files that the body has added to the list if it raises `OSError`, because the disk
+    may be full. An object store, which may be down, is cleaned at the next start."""
     files: list[str] = []
     try:
         yield files
@@ -237,8 +229,7 @@ def discarding_after_failure(folder: Storage, name: CheckpointName) -> Iterator[
 
 
 def _write_some(opened: int, data: memoryview) -> int:
-    """Write without the page cache if possible, which takes a tenth of the CPU time. Returns the
-    number of bytes that were written."""
+    """Write without the page cache if possible, which takes a tenth of the CPU time."""
     if sys.platform == "linux" and len(data) % PAGE_BYTES == 0:
         import fcntl
 

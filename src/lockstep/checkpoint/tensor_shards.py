@@ -1,10 +1,9 @@
-"""Shards of a state: the rank that writes each shard, the shard's position in a file, and the saved
-shards that fill a rank's tensors.
+"""Shards of a state: the rank that writes each shard, its position in a file, and the saved shards
+that fill a rank's tensors.
 
-Planning works as in `torch.distributed.checkpoint` (DCP), but on plain values: ranks exchange JSON
-where DCP would pickle. A state is a dict of tensors, some of which may be DTensors; names may
-differ between ranks. A *shard* is a box-shaped part of a tensor, or the whole tensor. Torch is
-imported in functions only, so that checkpoints can be read without it.
+Planning works as in `torch.distributed.checkpoint` (DCP), but ranks exchange JSON where DCP would
+pickle. A *shard* is a box-shaped part of a tensor, or the whole tensor. Torch is imported in
+functions only, so that checkpoints can be read without it.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ if TYPE_CHECKING:
 Box = tuple[slice, ...]
 ALIGNMENT = 64
 SMALL_BYTES = 1 << 20
-"""Shards of up to this size are adjacent in a file. A device copies them together, because starting
-a copy takes 20 µs, as long as copying this many bytes."""
+"""Shards of up to this size are adjacent in a file and copied together, because starting a copy
+takes 20 µs, as long as copying this many bytes."""
 MOST_DIMS = 64
-"""Torch's limit on the number of dims."""
 _MOST_SPLIT_DIMS = 8
 _LARGEST = 2**62
 DTYPES = {
@@ -42,12 +40,12 @@ DTYPES = {
     "complex64": "C64", "uint64": "U64",
     "int64": "I64", "float64": "F64",
 }  # fmt: skip
-"""Safetensors' name of each dtype, by torch's name."""
+"""Torch's name, safetensors' name."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """A box of a tensor: the elements [offset, offset + length) along each dim."""
+    """The elements [offset, offset + length) along each dim."""
 
     name: str
     dtype: str
@@ -62,8 +60,7 @@ class TensorShard:
 
     @property
     def key(self) -> str:
-        """The tensor's name and, unless the shard is the full tensor, its box:
-        `weight[0:4,8:16]`."""
+        """The name and, unless the shard is the full tensor, the box: `weight[0:4,8:16]`."""
         if self.lengths == self.shape:
             return self.name
         spans = zip(self.offsets, self.lengths, strict=True)
@@ -93,9 +90,9 @@ class TensorShard:
 
 class FileLayout:
     """The layout of a safetensors file (https://huggingface.co/docs/safetensors), computed without
-    its data. Shards whose size is a multiple of 64 bytes come first, the small ones at the end. The
-    other shards follow by element size, largest first. So each shard is aligned for its dtype and
-    can be used in place."""
+    its data. Multiples of 64 bytes come first, then other shards by element size, largest first,
+    and the small ones at the end. So each shard is aligned for its dtype and can be used in
+    place."""
 
     def __init__(
         self, shards: Sequence[TensorShard], metadata: Mapping[str, str] | None = None
@@ -117,7 +114,6 @@ class FileLayout:
         self.header = len(header).to_bytes(8, "little") + header
         self.bytes = len(self.header) + at
         self.starts = {shard: len(self.header) + starts[shard] for shard in shards}
-        """Each shard's first byte in the file."""
 
     def span(self, shard: TensorShard) -> tuple[int, int]:
         return self.starts[shard], self.starts[shard] + shard.bytes
@@ -130,15 +126,13 @@ def _position(shard: TensorShard) -> tuple[bool, int, str]:
 
 @dataclass(frozen=True, slots=True)
 class ShardCopy:
-    """A copy from a saved shard to a rank's local tensor."""
-
     shard: TensorShard
     source: Box
     target: Box
 
 
 def local_shards(state: Mapping[str, Tensor]) -> dict[str, TensorShard]:
-    """Return this rank's shard of each tensor, without empty shards."""
+    """Empty shards are left out."""
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
     items = create_default_local_save_plan(dict(state), is_coordinator=True).items
@@ -151,8 +145,8 @@ def local_shards(state: Mapping[str, Tensor]) -> dict[str, TensorShard]:
 
 
 def assign_writes(everyone: Sequence[Sequence[TensorShard]]) -> list[list[TensorShard]]:
-    """Return the shards that each rank writes. One rank writes each shard; the bytes are balanced
-    over ranks. Raises `CheckpointError` unless the shards cover each tensor."""
+    """One rank writes each shard; the bytes are balanced over ranks. Raises `CheckpointError`
+    unless the shards cover each tensor."""
     try:
         check_cover(shard for shards in everyone for shard in shards)
     except ValueError as error:
@@ -171,8 +165,6 @@ def assign_writes(everyone: Sequence[Sequence[TensorShard]]) -> list[list[Tensor
 
 
 def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> Iterator[ShardCopy]:
-    """Yield the copies that fill this rank's tensors from saved shards of the same names and
-    shapes."""
     from lockstep.base.torch_private import is_distributed  # imports torch
 
     assert state.keys() <= {shard.name for shard in saved}
@@ -200,8 +192,7 @@ def whole_number(value: Any) -> int:
 
 
 def check_cover(shards: Iterable[TensorShard]) -> None:
-    """Raise `ValueError` unless the shards cover each tensor without overlap. Equal shards count
-    once, because an emergency save may have them in several files."""
+    """Equal shards count once, because an emergency save may have them in several files."""
     by_name: dict[str, set[TensorShard]] = {}
     for shard in shards:
         by_name.setdefault(shard.name, set()).add(shard)
@@ -214,10 +205,9 @@ def check_cover(shards: Iterable[TensorShard]) -> None:
 
 
 def _is_tiled(shape: Sequence[int], boxes: Iterable[TensorShard]) -> bool:
-    """True if the boxes cover each element exactly once. The number of boxes that cover an element
-    is determined by its differences along all dims, which are nonzero only at corners of boxes. So
-    the boxes tile the shape if and only if their signed corners add up to the signed corners of the
-    full shape."""
+    """The number of boxes that cover an element is determined by its differences along all dims,
+    which are nonzero only at corners of boxes. So the boxes tile the shape if and only if their
+    signed corners add up to the signed corners of the full shape."""
     split = [
         dim for dim, size in enumerate(shape) if any(box.lengths[dim] != size for box in boxes)
     ]

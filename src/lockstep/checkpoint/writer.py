@@ -2,9 +2,9 @@
 MEMORY`. It does not import torch.
 
 MEMORY names the `SharedFile` that contains this rank's file. Standard input has the file's layout,
-then one save per line; standard output has one result per line, all in JSON. The process ends at
-the end of its input. Every rank's writer writes the rank's file, and a note with its block hashes;
-rank 0's waits for the notes, writes the manifest and commits.
+then one save per line; standard output has one result per line, all in JSON. Every rank's writer
+writes the rank's file, and a note with its block hashes; rank 0's waits for the notes, writes the
+manifest and commits.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ NICENESS = 10
 
 
 class SharedFile:
-    """Memory shared with the writer process, initially zero. On Linux the file has no name, and is
-    freed with the last process that uses it; elsewhere it is a temporary file."""
+    """Memory shared with the writer process, initially zero. On Linux it is freed with the last
+    process that uses it; elsewhere it is a temporary file."""
 
     def __init__(self, size_bytes: int) -> None:
         self._path: str | None = None
@@ -61,7 +61,7 @@ class SharedFile:
 
     @property
     def name(self) -> str:
-        """The name to pass to `map_shared_file`."""
+        """For `map_shared_file`."""
         return str(self._descriptor) if self._path is None else self._path
 
     @property
@@ -84,8 +84,7 @@ def map_shared_file(name: str, size_bytes: int) -> mmap.mmap:
 
 
 def save(job: dict[str, Any], shards: Mapping[TensorShard, int], content: memoryview) -> None:
-    """Write this rank's file; on rank 0 also commit the checkpoint. After an `OSError`, removes its
-    own files and raises."""
+    """Rank 0 also commits the checkpoint. After an `OSError`, each rank removes its own files."""
     folder, name = open_storage(job["folder"]), _name(job)
     folder.begin(name)
     with discarding_after_failure(folder, name) as written:
@@ -133,8 +132,8 @@ def _name(job: dict[str, Any]) -> CheckpointName:
 
 
 def _awaited(folder: Storage, name: CheckpointName, file: str, save: str) -> tuple[Any, Any]:
-    """Wait for the note with which another rank's writer reports that its file of this save is
-    written. Returns the file's entry for the manifest, and the rank's values."""
+    """Wait for another rank's note. Returns the file's entry for the manifest, and the rank's
+    values."""
     while True:
         if (text := folder.read_uncommitted(name, note(file))) is not None:
             try:
@@ -157,11 +156,10 @@ def checkpoints_to_delete(
     scores: Scores,
     mode: Literal["min", "max"],
 ) -> list[CheckpointName]:
-    """Return the complete checkpoints to delete, after `newest` is committed. Keeps these
-    checkpoints: the `last` newest (at least 1); multiples of `every` steps; `sparse_steps`, if
-    `sparse`; the newest with at most `agreed` steps; the earliest with the best of `scores` (NaN
-    counts as no score); and checkpoints later than `newest`, which were damaged when the run was
-    resumed."""
+    """Keeps these checkpoints: the `last` newest (at least 1); multiples of `every` steps;
+    `sparse_steps`, if `sparse`; the newest with at most `agreed` steps; the earliest with the best
+    of `scores` (NaN counts as no score); and checkpoints later than `newest`, which were damaged
+    when the run was resumed."""
     ordered = sorted(name for name in names if name <= newest)
     kept = set(ordered[-last:])
     if every is not None:
@@ -178,10 +176,10 @@ def checkpoints_to_delete(
 
 
 def sparse_steps(steps: Sequence[int]) -> set[int]:
-    """Return the steps to keep among `steps` (ascending, without duplicates). A step is not kept if
-    the distance between its neighbours is at most the distance from the later neighbour to the last
-    step. So distances between neighbours double with age, and about 2 log2(n) of n equidistant
-    steps are kept. A step that is deleted now would also be deleted later."""
+    """A step is not kept if the distance between its neighbours is at most the distance from the
+    later neighbour to the last step. So distances between neighbours double with age, and about 2
+    log2(n) of n equidistant steps are kept. A step that is deleted now would also be deleted
+    later."""
     kept: list[int] = []
     for step, following in itertools.pairwise(steps):
         if not kept or following - kept[-1] > steps[-1] - following:
@@ -190,8 +188,7 @@ def sparse_steps(steps: Sequence[int]) -> set[int]:
 
 
 def _retire(job: dict[str, Any]) -> str | None:
-    """Delete the checkpoints that the run's `Saving` does not keep. Returns None, or the reason why
-    that failed."""
+    """Returns the reason why deletion failed."""
     if "keep" not in job:
         return None
     folder, keep = open_storage(job["folder"]), job["keep"]
@@ -211,7 +208,7 @@ def _words(error: OSError) -> str:
 
 
 def note(file: str) -> str:
-    """Return the name of a small file that says that `file` is written completely."""
+    """The name of a small file that says that `file` is written completely."""
     return f"{file}.json"
 
 
@@ -241,7 +238,7 @@ def main() -> None:
 
 
 def _read_lines(lines: SimpleQueue[str]) -> None:
-    """Read standard input. At its end, this process ends."""
+    """This process ends at the end of its input."""
     for line in sys.stdin:
         lines.put(line)
     os._exit(0)

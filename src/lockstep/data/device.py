@@ -11,10 +11,9 @@ from lockstep.base.nested import map_parts
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy the batch to `device`: tensors in dicts, lists, tuples and dataclasses, and objects by
-    their method `to`. A separate stream copies while the previous microbatch is computed;
-    computation that is queued later waits for the copy. The host does not wait if the memory is
-    pinned."""
+    """Copies tensors in dicts, lists, tuples and dataclasses, and objects by their method `to`. A
+    separate stream copies while the previous microbatch is computed; computation that is queued
+    later waits for the copy."""
     if device.type == "cpu":
         return batch
     if not accelerator.has_streams(device):

@@ -1,5 +1,5 @@
-"""Digests of a few samples of a dataset. Ranks compare them to detect that their datasets differ,
-and a resumed run compares them with its checkpoint."""
+"""Digests of a few samples of a dataset, to detect that ranks' datasets differ, or that samples
+have changed since a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,13 +15,9 @@ from lockstep.base.errors import DataError, first_few
 
 SAMPLES = 16
 SECONDS = 0.5
-"""Time after which no further sample is fetched for its digest. Ranks compare only the samples that
-all of them have fetched."""
+"""Ranks compare only the samples that all of them have fetched in this time."""
 COLLATIONS = 5
-"""Number of times that one batch is made again by the user's `collate`, to detect random
-changes."""
 COLLATED = 4
-"""Largest number of samples in that batch."""
 _PARTS = 64  # most parts of a sample that have their own digest
 _UNREAD = "not read"  # instead of a digest
 
@@ -29,7 +25,7 @@ _UNREAD = "not read"  # instead of a digest
 @dataclass(frozen=True, slots=True)
 class DigestRequest:
     again: bool = True
-    """Make the samples, and a batch by `collate`, a second time, to detect random changes."""
+    """Fetch and collate a second time, to detect random changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +49,6 @@ class Digests:
         again: bool = True,
         numbers: Callable[[], Numbers] = dict,
     ) -> Digests:
-        """`numbers` returns the dataset's numeric attributes."""
         before = numbers()
         began = time.monotonic()
         samples: list[tuple[str, dict[str, str]]] = []
@@ -77,8 +72,7 @@ class Digests:
 
 
 def _collated_again(collated: Callable[[], Any]) -> tuple[str | None, str | None]:
-    """Make a batch by the user's `collate` several times, because a random change may not show at
-    once."""
+    """Call `collate` several times, because a random change may not show at once."""
     began = time.monotonic()
     try:
         first = sample_digests(collated())
@@ -93,7 +87,7 @@ def _collated_again(collated: Callable[[], Any]) -> tuple[str | None, str | None
 
 
 def spread(length: int) -> list[int]:
-    """Return up to `SAMPLES` evenly spaced indices, the first and the last sample included."""
+    """The first and the last sample are always included."""
     count = min(SAMPLES, length)
     indices = [place * (length - 1) // max(count - 1, 1) for place in range(count)]
     return [*indices[:1], *indices[:0:-1]]

@@ -1,6 +1,3 @@
-"""Fetches microbatches by the indices of their samples, in the training process or in a loader
-worker."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -26,12 +23,10 @@ from lockstep.keys import RandomStream, key
 CPU = torch.device("cpu")
 GATHERED_BYTES = 2**17
 GATHERED_REQUESTS = 16
-"""Largest number of microbatches of a TensorDataset whose rows are copied at once. Together they
-have about GATHERED_BYTES at most, so that they stay in the processor's cache until they are
-used."""
+"""Rows of up to so many microbatches of a TensorDataset are copied at once. Together they have
+about GATHERED_BYTES at most, so that they stay in the processor's cache."""
 ALIGNMENT_BYTES = 64
-"""The alignment of the memory that torch allocates. A matrix product may round differently on
-tensors with another alignment."""
+"""Torch's alignment. A matrix product may round differently on tensors with another alignment."""
 
 
 class SampleRequest(NamedTuple):
@@ -47,7 +42,7 @@ class SampleRequest(NamedTuple):
 
 
 class ShardRequest(NamedTuple):
-    """A request for a microbatch of a stream: the next `size` samples of a shard."""
+    """A request for the next `size` samples of a stream's shard."""
 
     step: int
     microbatch: int
@@ -64,9 +59,9 @@ class ShardRequest(NamedTuple):
 
 
 class Fetcher:
-    """Fetches microbatches of a map-style dataset by `fetcher[request]`. With a `seed`, the default
-    random generators are seeded by (seed, epoch, sample) before each call of the dataset, and by
-    (seed, step, microbatch) before the user's `collate`."""
+    """Fetches microbatches of a map-style dataset. With a `seed`, the default random generators are
+    seeded by (seed, epoch, sample) before each call of the dataset, and by (seed, step, microbatch)
+    before `collate`."""
 
     def __init__(
         self, data: Any, collate: Callable[[list[Any]], Any] | None, seed: int | None
@@ -81,14 +76,13 @@ class Fetcher:
         self._set_epoch = getattr(data, "set_epoch", None)
         self._make: Callable[[SampleRequest], Any] = self._one_by_one
         self.gathers = tensors and collate is None
-        """True if a batch consists of rows of a TensorDataset, which `gathered` can copy."""
+        """True if a batch consists of rows of a TensorDataset."""
         if self.gathers:
             self._make = self._by_rows
         elif _fetches_many(data):
             self._make = self._at_once
 
     def __getitem__(self, request: SampleRequest | DigestRequest) -> Any:
-        """Errors have a note that names the samples."""
         if isinstance(request, DigestRequest):
             return self._digests(again=request.again)
         self.check_length(request)
@@ -128,8 +122,8 @@ class Fetcher:
     def gathered(
         self, requests: Iterator[SampleRequest]
     ) -> Iterator[tuple[SampleRequest, list[Tensor]]]:
-        """Copy the rows of several small microbatches at once, each microbatch into an aligned part
-        of one allocation."""
+        """Copy the rows of several small microbatches at once, each into an aligned part of one
+        allocation."""
         widths = [tensor[:1].nbytes for tensor in self._data.tensors]
         rows = max(GATHERED_BYTES // max(sum(widths), 1), 1)
 
@@ -219,7 +213,7 @@ def batch_of(
     request: SampleRequest | ShardRequest,
     describe: Callable[[], str],
 ) -> Any:
-    """Collate the samples. Errors have a note with `describe()`, the names of the samples."""
+    """Errors have a note with `describe()`, the names of the samples."""
     if collate is None:
         try:
             return default_collate(samples)
@@ -252,8 +246,8 @@ def _pieces(columns: list[Tensor], sizes: list[int]) -> list[list[Tensor]]:
 def _some_requests(
     requests: Iterator[SampleRequest], rows: int, fits: Callable[[int], bool]
 ) -> Iterator[SampleRequest]:
-    """Yield requests for `rows` samples together. End earlier if a request's number of samples does
-    not fit: the next request's rows would not be aligned in memory."""
+    """End after a request whose number of samples does not fit: the next request's rows would not
+    be aligned in memory."""
     for request in islice(requests, GATHERED_REQUESTS):
         yield request
         rows -= len(request.samples)
@@ -262,16 +256,14 @@ def _some_requests(
 
 
 def _fetches_many(data: Any) -> bool:
-    """Torch's Subset always has `__getitems__`, so for a Subset the result is that for the dataset
-    inside."""
+    """Torch's Subset always has `__getitems__`, so the dataset inside a Subset decides."""
     if type(data) is Subset:
         return _fetches_many(data.dataset)
     return getattr(data, "__getitems__", None) is not None
 
 
 def _reason(samples: list[Any], error: Exception) -> str:
-    """Return why `default_collate` failed. In a loader worker, torch's own `error` may be about
-    shared memory instead."""
+    """In a loader worker, torch's own `error` may be about shared memory instead of the samples."""
 
     def stack(batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
         return torch.stack(batch)

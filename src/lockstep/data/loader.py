@@ -1,5 +1,4 @@
-"""Loaders of one rank's microbatches: from a map-style dataset, in an order that is derived from
-the run's seed, or from a stream."""
+"""Loaders of one rank's microbatches, from a map-style dataset or from a stream."""
 
 from __future__ import annotations
 
@@ -29,7 +28,6 @@ from lockstep.order import Order
 from lockstep.recipe.data import Stream
 
 CHUNK_POSITIONS = 4096
-"""Number of positions in the run's order for which sample indices are computed at once."""
 
 
 @dataclass(slots=True)
@@ -56,7 +54,7 @@ class Microbatch:
     size: int
     batch: Any
     origin: Origin | None = None
-    """The samples' places in a stream; None for a map-style dataset."""
+    """None for a map-style dataset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class SamplesLeftOut:
 
 
 class _BatchLoader:
-    """Fetches batches in order, in this process or ahead of time in `workers` processes."""
+    """Fetches batches in order, ahead of time if there are `workers`."""
 
     def __init__(
         self, fetcher: Fetcher | StreamFetcher, workers: int, device: torch.device, *, prefetch: int
@@ -99,8 +97,8 @@ class _BatchLoader:
             yield request, made
 
     def digests(self, *, again: bool = True) -> Digests:
-        """The process that fetches microbatches fetches these samples too. Call it before
-        `fetch`."""
+        """Call it before `fetch`. The process that fetches microbatches fetches these samples
+        too."""
         found: Digests = next(self._fetched(iter([DigestRequest(again)])))[1]
         return found
 
@@ -108,8 +106,7 @@ class _BatchLoader:
         return pin(batch) if self._pinned else batch
 
     def _check_structure(self, batch: Any, request: object) -> None:
-        """Raise if the containers, keys or dtypes of the batch differ from those of the first
-        batch."""
+        """Raise if the containers, keys or dtypes of the batch differ from the first batch's."""
         made = structure(batch)
         if self._structure is None:
             self._structure = made
@@ -125,9 +122,8 @@ class _BatchLoader:
 
 class Loader(_BatchLoader):
     """Fetches one rank's microbatches of a map-style dataset. `order` is the order of a user's
-    sampler. Each of `workers` processes prefetches `prefetch` microbatches; with 0 workers, this
-    process fetches, and its default random generators keep their state. `ahead` is the number of
-    positions for which sample indices are computed at once. If `device` has streams, batches are
+    sampler. Each of `workers` processes prefetches `prefetch` microbatches. `ahead` is the number
+    of positions for which sample indices are computed at once. If `device` has streams, batches are
     pinned."""
 
     def __init__(
@@ -185,8 +181,7 @@ class Loader(_BatchLoader):
 
 
 class StreamLoader(_BatchLoader):
-    """Fetches one rank's microbatches of a stream. Each shard is read by one worker process; if
-    there are more workers than shards, some are idle."""
+    """Fetches one rank's microbatches of a stream. One worker process reads each shard."""
 
     def __init__(
         self,
@@ -206,10 +201,9 @@ class StreamLoader(_BatchLoader):
     def fetch(
         self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, Position]
     ) -> Iterator[Microbatch]:
-        """Only the lengths of spans matter, not their positions. Consecutive spans of one
-        microbatch, which is computed several times, are read once. `positions` says where shards
-        continue; other shards begin at their first sample. Only one call may be in progress at a
-        time."""
+        """Only the lengths of spans matter. Consecutive spans of one microbatch are read once.
+        `positions` says where shards continue; other shards begin at their first sample. Only one
+        call may be in progress at a time."""
         requests = self._round_robin(self._requests(spans, microbatches, positions))
         for request, made in self._fetched(requests):
             if request is None:
@@ -241,8 +235,8 @@ class StreamLoader(_BatchLoader):
             yield ShardRequest(step, index, are_dummies, shard, span.stop - span.start, begin)
 
     def _round_robin(self, requests: Iterator[ShardRequest]) -> Iterator[ShardRequest | None]:
-        """Insert None into the requests so that one worker process gets all requests for a shard:
-        torch's DataLoader gives requests to its workers in turn."""
+        """Insert None so that one worker process gets all requests for a shard: torch's DataLoader
+        gives requests to its workers in turn."""
         places: dict[int, int] = {}
         turn = 0
         for request in requests:
@@ -265,9 +259,8 @@ def _some_spans(spans: Iterator[Span], most: int) -> Iterator[Span]:
 
 def structure(value: Any, *, is_batch: bool = True) -> Any:
     """Return a value that is equal for batches with the same containers, keys and dtypes. A list
-    whose parts have equal structures has one entry for all of them, whatever its length. So does a
-    tuple inside a batch, because it may have one part per sample, as in torchvision's
-    `tuple(zip(*samples))`."""
+    whose parts have equal structures has one entry for all of them, and so has a tuple inside a
+    batch, because it may have one part per sample, as in torchvision's `tuple(zip(*samples))`."""
     if isinstance(value, Tensor):
         return value.dtype
     kind = type(value)
@@ -287,8 +280,7 @@ def structure(value: Any, *, is_batch: bool = True) -> Any:
 
 
 def structure_difference(then: Any, now: Any, path: str = "batch") -> str | None:
-    """Return text such as `batch['x'] is torch.int64 and was torch.float32`; None if the structures
-    are alike."""
+    """Return text such as `batch['x'] is torch.int64 and was torch.float32`."""
     if then == now:
         return None
     if not (isinstance(then, tuple) and isinstance(now, tuple) and then[0] is now[0]):

@@ -1,13 +1,11 @@
 """Packs tokenized documents of different lengths into rows of one length.
 
-Groups of `TOGETHER` consecutive documents are packed, each group into rows of its own, by best-fit
-decreasing: the longest document first, each into the fullest row that has room for it. Documents
-keep their order in a row, and rows are in the order of their first documents. So only the lengths
-of the documents determine the rows.
+Each group of `TOGETHER` consecutive documents is packed by best-fit decreasing. Documents keep
+their order in a row, and rows are in the order of their first documents.
 
-A document longer than a row is cut into pieces. To the model, each piece is a document. A piece
-begins with the last token of the piece before it, so that each token but the document's first is
-predicted exactly once.
+A document longer than a row is cut into pieces, each a document to the model. A piece begins with
+the last token of the piece before it, so that each token but the document's first is predicted
+exactly once.
 
 Do not change the rows: a run that is resumed, or repeated years later, must get the same rows.
 """
@@ -30,9 +28,9 @@ from lockstep.recipe.data import PackedStream, Stream, check_dataset
 
 TOGETHER = 256
 IGNORED_LABEL = -100
-"""The label of a token that is not to be predicted: the first token of a document, and padding."""
+"""The label of a document's first token, and of padding."""
 NO_DOCUMENT = -1
-"""The document id of the padding at the end of a row."""
+"""The document id of padding."""
 Integers = NDArray[np.int64]
 PLAIN = (
     "a document is a list, an array or a tensor of token ids, or a dict with them as input_ids, and"
@@ -41,7 +39,7 @@ PLAIN = (
 
 
 class Piece(NamedTuple):
-    """A document, or a part of one that is longer than a row: its tokens [start, stop)."""
+    """The tokens [start, stop) of a document."""
 
     document: int
     """Index of the document in its group."""
@@ -50,7 +48,7 @@ class Piece(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A tokenized document, with one label for each token (not shifted)."""
+    """One label for each token (not shifted)."""
 
     tokens: Integers
     labels: Integers
@@ -146,8 +144,7 @@ def _integers(value: Any, name: str) -> Integers:
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
-    """A map-style dataset of rows, into which the documents of another map-style dataset are
-    packed."""
+    """A map-style dataset of rows, into which the documents of another one are packed."""
 
     def __init__(self, data: Any, length: int, lengths: Any) -> None:
         """If `lengths` is None, the dataset is asked for its documents' lengths, or all documents
@@ -157,7 +154,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         self._latest: tuple[int, list[list[Piece]]] = (-1, [])
         counts = [len(self._packed(group)) for group in range(-(-len(data) // TOGETHER))]
         self._bounds = np.cumsum([0, *counts])
-        """The index of the first row of each group of documents that are packed together."""
+        """The index of the first row of each group of documents."""
 
     def __len__(self) -> int:
         return int(self._bounds[-1])

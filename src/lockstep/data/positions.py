@@ -10,21 +10,16 @@ from lockstep.recipe.data import Mixture, PackedStream, Stream
 class ShardPosition(NamedTuple):
     epoch: int = 0
     seen: int = 0
-    """Number of the shard's samples that were read in that epoch."""
+    """Number of samples that were read in that epoch."""
 
 
 class MixturePosition(NamedTuple):
-    """The position in a shard of a mixture of streams."""
-
     seen: int
-    """Number of samples of the mixture's shard that were read."""
+    """Number of samples that were read."""
     streams: dict[str, Position]
-    """The position in each stream's shard, by the stream's name."""
 
 
 class PackedPosition(NamedTuple):
-    """The position in a shard of a stream whose documents are packed into rows."""
-
     documents: Position
     """The position of the first document of the current group (documents that are packed
     together)."""
@@ -46,7 +41,7 @@ def beginning(stream: Stream) -> Position:
 
 
 def position_in(value: Any) -> Position:
-    """Parse a position from a checkpoint's JSON. Raises `ValueError` or `TypeError`."""
+    """Raises `ValueError` or `TypeError`."""
     first, second = value
     if isinstance(second, dict):
         return MixturePosition(
@@ -58,7 +53,6 @@ def position_in(value: Any) -> Position:
 
 
 def fits(position: Position, stream: Stream) -> bool:
-    """True if `position` is of the stream's kind and, in a mixture, has the same streams."""
     match stream.open, position:
         case Mixture(streams=streams), MixturePosition(streams=positions):
             return streams.keys() == positions.keys() and all(

@@ -1,5 +1,4 @@
-"""The order of samples or batches that a user's sampler gives: a function (epoch, seed) -> indices,
-which must return the same indices each time."""
+"""The order of samples or batches that a user's sampler gives."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from lockstep.keys import RandomStream, key
 
 Indices = NDArray[np.int64]
 EPOCH_STRIDE = 2**40
-"""Number of positions reserved for an epoch under a batch sampler, whose epochs may have different
-numbers of samples. It is larger than any of these."""
+"""Positions reserved for an epoch under a batch sampler: more than any epoch's number of
+samples."""
 PURE = (
     "it is a function of epoch and seed alone, so that a resumed run has the same samples; draw"
     " from torch's or NumPy's default generators"
@@ -34,14 +33,12 @@ def _digest(*parts: Indices) -> str:
 
 
 class SampleOrder(ABC):
-    """The order in which a run takes the samples of a dataset, given by a user's sampler. The
-    sample at position p of the run is number p % `stride` of epoch p // `stride`. Every rank makes
-    one."""
+    """The order of a user's sampler. The sample at position p of the run is number p % `stride` of
+    epoch p // `stride`. Every rank makes one."""
 
     digest: str
-    """The digest of the indices of epoch 0, to compare ranks and a resumed run."""
+    """Digest of the indices of epoch 0, to compare ranks and a resumed run."""
     field: str
-    """Name of the recipe's field that has the sampler."""
     wants: str
     """Says in errors what the sampler should return."""
 
@@ -50,8 +47,7 @@ class SampleOrder(ABC):
 
     @property
     @abstractmethod
-    def stride(self) -> int:
-        """The number of positions of the run that are reserved for an epoch."""
+    def stride(self) -> int: ...
 
     @abstractmethod
     def indices(self, epoch: int) -> Indices: ...
@@ -66,8 +62,7 @@ class SampleOrder(ABC):
         return epochs, chosen
 
     def _sampled(self, epoch: int) -> Any:
-        """The default random generators are seeded by (seed, epoch) before the call of the user's
-        sampler, and restored after it."""
+        """The default random generators are seeded by (seed, epoch), and restored."""
         with PreservedGenerators():
             seed_generators(key(self._seed, RandomStream.SAMPLER, epoch), CPU)
             return self._sampler(epoch, self._seed)
@@ -125,18 +120,13 @@ class SampledOrder(SampleOrder):
 
 
 class _Epoch(NamedTuple):
-    """The result of a batch sampler for one epoch."""
-
     indices: Indices
-    """The dataset indices of the samples of all microbatches, concatenated."""
+    """For all microbatches, concatenated."""
     batches: list[list[tuple[int, int]]]
     """For each global batch, the span [start, stop) in `indices` of each of its microbatches."""
 
 
 class BatchOrder(SampleOrder):
-    """The order of samples, and their division into global batches and microbatches, that
-    `Recipe.batch_sampler` gives."""
-
     field = "batch_sampler"
     wants = BATCHES
     stride = EPOCH_STRIDE
@@ -158,14 +148,14 @@ class BatchOrder(SampleOrder):
             raise self._error(0, f"returned other batches the second time; {PURE}")
 
     def span(self, step: int) -> tuple[int, int]:
-        """Return the positions [start, stop) in the run of a step's global batch."""
+        """Return the positions [start, stop) of a step's global batch."""
         epoch, batch = divmod(step, self.batches)
         spans = self.epoch(epoch).batches[batch]
         return epoch * EPOCH_STRIDE + spans[0][0], epoch * EPOCH_STRIDE + spans[-1][1]
 
     def microbatches(self, step: int) -> list[tuple[int, int]]:
-        """Return the span [start, stop) of each microbatch of a step, counted from the first sample
-        of the step's global batch."""
+        """Return each microbatch's [start, stop), counted from the first sample of the step's
+        global batch."""
         epoch, batch = divmod(step, self.batches)
         spans = self.epoch(epoch).batches[batch]
         return [(start - spans[0][0], stop - spans[0][0]) for start, stop in spans]

@@ -1,11 +1,8 @@
-"""Reads a stream (`ls.Stream`): yields the samples of each of its shards in the run's order, and
-makes microbatches of them.
+"""Reads the samples of a stream (`ls.Stream`) shard by shard, and makes microbatches of them.
 
 Samples are shuffled within windows of W consecutive samples: position p of an epoch is in window p
 // W, and the permutation of each window is derived from the seed. So (epoch, position) is the whole
-state of a shard, and a resumed run reads only one window again. The state of a shard of packed
-documents is the state before the current group of documents, and the number of the group's rows
-that were read.
+state of a shard, and a resumed run reads only one window again.
 """
 
 from __future__ import annotations
@@ -35,18 +32,17 @@ from lockstep.order import Order, hashed
 from lockstep.recipe.data import Mixture, PackedStream, Stream
 
 BLOCK = 1024
-"""Number of consecutive samples of a mixture of streams to which each stream contributes in
-proportion to its weight."""
+"""Each stream of a mixture contributes to so many consecutive samples in proportion to its
+weight."""
 
 
 class SampleName(NamedTuple):
-    """The place of a sample in a stream, for errors and reports. A row of packed documents has the
-    place of its first document."""
+    """The place of a sample in a stream. A row of packed documents has the place of its first
+    document."""
 
     number: int
-    """Index of the sample in its shard."""
     place: str
-    """The shard and, in a mixture, the stream: "shard 0 of 'web'"."""
+    """For example "shard 0 of 'web'"."""
     epoch: int
 
     def __str__(self) -> str:
@@ -57,16 +53,15 @@ class Sample(NamedTuple):
     name: SampleName
     value: Any
     after: Position
-    """The position in the shard after this sample."""
 
 
 class Origin(NamedTuple):
-    """The places of the samples of a microbatch that was read from a stream."""
+    """The places of a microbatch's samples."""
 
     shard: int
     samples: list[SampleName]
     after: Position
-    """The position in the shard after the microbatch, from which a resumed run continues."""
+    """The position in the shard from which a resumed run continues."""
 
     def __str__(self) -> str:
         parts = [
@@ -82,8 +77,7 @@ class Origin(NamedTuple):
 
 
 class StreamFetcher:
-    """Fetches microbatches of a stream by `fetcher[request]`. One fetcher must get all requests for
-    a shard, in order."""
+    """One fetcher must get all requests for a shard, in order."""
 
     seeds = True
 
@@ -114,8 +108,8 @@ class StreamFetcher:
         ), origin
 
     def _digests(self, *, again: bool) -> Digests:
-        """Digest the first sample of shard 0; in a mixture, of each stream's. That shard may be on
-        one machine only: elsewhere the result names the error instead."""
+        """Digest the first sample of shard 0. That shard may be on one machine only: elsewhere the
+        result names the error instead."""
         first = {"the first sample of shard 0": (self._stream, self._seed)}
         if isinstance(mixture := self._stream.open, Mixture):
             first = {
@@ -155,8 +149,8 @@ class StreamFetcher:
 def shard_samples(
     stream: Stream, shard: int, *, seed: int, begin: Position, called: str = ""
 ) -> Iterator[Sample]:
-    """Yield a shard's samples from position `begin` on, epoch after epoch, without an end. `called`
-    is text for errors: in a mixture, a space and the stream's name."""
+    """Yield samples epoch after epoch, without an end. `called` is text for errors: in a mixture, a
+    space and the stream's name."""
     match stream.open, begin:
         case Mixture() as mixture, MixturePosition():
             return _mixed(mixture, shard, seed, begin, called)
@@ -170,7 +164,7 @@ def shard_samples(
 def _in_windows(
     stream: Stream, shard: int, seed: int, begin: ShardPosition, called: str
 ) -> Iterator[Sample]:
-    """Shuffle a plain stream's samples within windows. One window is in memory at a time."""
+    """One window is in memory at a time."""
     epoch, position = begin
     place = _place(shard, called)
     while True:
@@ -202,8 +196,7 @@ def _in_windows(
 def _mixed(
     mixture: Mixture, shard: int, seed: int, begin: MixturePosition, called: str
 ) -> Iterator[Sample]:
-    """Choose a stream for each sample, according to the weights. All streams are opened first, so
-    that an empty one raises at once."""
+    """All streams are opened first, so that an empty one raises at once."""
     positions = dict(begin.streams)
     names = list(mixture.streams)
     opened: list[Iterator[Sample]] = []
@@ -227,8 +220,8 @@ def _mixed(
 
 
 def chosen_streams(weights: NDArray[np.float64], seed: int) -> list[int]:
-    """Return the stream's index for each of `BLOCK` consecutive samples of a mixture. Each stream
-    occurs in proportion to its weight, rounded up or down."""
+    """Return a stream's index for each of `BLOCK` consecutive samples, in proportion to the
+    weights, rounded up or down."""
     places = Order(BLOCK, seed).samples(np.arange(BLOCK))[1]
     offset = (hashed(np.zeros(1, np.int64), seed) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     bounds = np.cumsum(weights / weights.sum())[:-1]
@@ -264,8 +257,7 @@ def _packed(
 def _rows_of(
     values: Sequence[Any], length: int, names: Sequence[str]
 ) -> list[tuple[int, dict[str, Tensor]]]:
-    """Pack a group of documents. Returns (index of the row's first document in the group, row) for
-    each row."""
+    """Returns (index of the row's first document in the group, row)."""
     documents = list(map(document_of, values, names))
     rows = packed_rows([len(document.tokens) for document in documents], length)
     return [
@@ -278,8 +270,7 @@ def _rows_of(
 
 
 def _unordered(stream: Stream, shard: int, seed: int) -> Iterator[Any]:
-    """Yield samples from the beginning of a shard, not in the run's order, for digests that ranks
-    compare."""
+    """Yield samples from the beginning of a shard, not in the run's order."""
     match stream.open:
         case Mixture(streams=streams):
             opened = [
@@ -297,7 +288,7 @@ def _unordered(stream: Stream, shard: int, seed: int) -> Iterator[Any]:
 
 
 def _seed_of_stream(seed: int, name: str) -> int:
-    """The seed of a mixture's stream does not depend on the other streams."""
+    """Does not depend on the mixture's other streams."""
     hashed_name = blake2b(name.encode(), digest_size=8).digest()
     return key(seed, RandomStream.MIXTURE, int.from_bytes(hashed_name, "big"))
 
@@ -316,8 +307,7 @@ def _place(shard: int, called: str) -> str:
 def _opened(
     stream: Stream, shard: int, seed: int, epoch: int, start: int, called: str = ""
 ) -> Iterator[Any]:
-    """Yield one epoch's samples from index `start` on, as `Stream.open` returns them. The default
-    random generators are seeded before each sample."""
+    """The default random generators are seeded before each sample."""
     seed_generators(key(seed, RandomStream.SAMPLE, epoch, shard), CPU)
     number = start
     try:

@@ -30,21 +30,18 @@ from lockstep.data.fetch import Fetcher
 from lockstep.data.streams import StreamFetcher
 
 _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
-"""Largest path of a Unix socket that the system's `sockaddr_un` can hold."""
+"""The path in the system's `sockaddr_un`."""
 _FOLDER = "pymp-"
-"""The prefix that multiprocessing gives to the name of a folder for sockets."""
+"""Multiprocessing's prefix for a folder with sockets."""
 REST_SECONDS = 0.01
 """Sleep before the workers are forked, so that Gloo's threads, which finish shortly after a
-collective, are done. A thread that frees a tensor holds one of Python's locks without the GIL; a
-child that is forked at that moment hangs in Python 3.11.7 (python/cpython#112275). Without the
-sleep, this happens to one worker in a few hundred."""
+collective, are done. A child that is forked while a thread frees a tensor hangs in Python 3.11.7
+(python/cpython#112275); without the sleep, one worker in a few hundred."""
 LATER_SECONDS = 30
-"""Seconds after SIGTERM after which a worker process ends."""
+"""Time after SIGTERM after which a worker process ends."""
 
 
 class LoaderWorkers:
-    """`count` processes that fetch microbatches, from the first `fetch` until `close`."""
-
     def __init__(
         self, fetcher: Fetcher | StreamFetcher, count: int, *, pinned: bool, prefetch: int = 2
     ) -> None:
@@ -69,8 +66,8 @@ class LoaderWorkers:
         self._batches: Any = None
 
     def fetch(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Yield the fetcher's results in order; requests are read ahead. A call ends the previous
-        one. A worker's exception is raised with the worker's traceback as its cause."""
+        """Requests are read ahead. A call ends the previous one. A worker's exception has the
+        worker's traceback as its cause."""
         self._current.requests = requests
         if self._batches is None:
             time.sleep(REST_SECONDS)
@@ -111,8 +108,6 @@ class LoaderWorkers:
 
 @dataclass(frozen=True, slots=True)
 class WorkerException:
-    """A worker's exception, as it is sent to the training process."""
-
     error: bytes | None
     """The pickled exception; None if it cannot be pickled."""
     text: str
@@ -134,8 +129,7 @@ class WorkerException:
 
 
 class RemoteTraceback(Exception):
-    """The cause of an exception that another process has raised: it shows that process's
-    traceback."""
+    """Shows the traceback of another process."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -153,8 +147,8 @@ class _Task(Dataset[Any]):
 
 
 class _Current:
-    """The sampler of the workers' DataLoader: yields the requests of the current `fetch`, while the
-    DataLoader and its worker processes persist."""
+    """The sampler of the workers' DataLoader, which persists: yields the requests of the current
+    `fetch`."""
 
     def __init__(self) -> None:
         self.requests: Iterable[Any] = ()
@@ -182,11 +176,10 @@ def _new_folder() -> str:
 
 
 def _set_up(folder: str, parent: int, worker: int) -> None:
-    """Set up a worker process. The kernel kills the worker together with the training process,
-    because the worker holds copies of sockets on which other ranks wait. After SIGTERM the worker
-    continues for `LATER_SECONDS`, so that the training step can end. The worker ends if a batch
-    cannot be sent: the queue would just skip the batch, and the training process would wait for
-    ever."""
+    """The kernel kills the worker together with the training process, because the worker holds
+    copies of sockets on which other ranks wait. After SIGTERM the worker continues for
+    `LATER_SECONDS`, so that the training step can end. The worker ends if a batch cannot be sent:
+    the queue would just skip the batch, and the training process would wait for ever."""
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     die_with_parent(parent)
     for number in signals("SIGUSR1", "SIGINT"):

@@ -1,5 +1,5 @@
-"""The fingerprint of a model. Two fingerprints are equal exactly if all bits of the state dicts
-are. Only functions import torch, so that a run's files can be checked without it."""
+"""The fingerprint of a model. Only functions import torch, so that a run's files can be checked
+without it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class TensorRecord:
     shape: tuple[int, ...]
     size_bytes: int
     data: Iterable[bytes | memoryview]
-    """Row-major, little-endian elements in any number of parts."""
+    """Row-major, little-endian."""
 
 
 def digest(records: Iterable[TensorRecord]) -> str:
-    """Return the fingerprint. `records` must be sorted by the names' UTF-8 bytes."""
+    """`records` must be sorted by the names' UTF-8 bytes."""
     hasher = hashlib.sha256(usedforsecurity=False)
     for record in records:
         for text in (record.name.encode(), record.dtype.encode()):
@@ -99,7 +99,7 @@ def _records(state: Mapping[str, Any]) -> Iterator[TensorRecord]:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the elements in row-major order, as contiguous 1-d tensors of up to `_PIECE_BYTES`."""
+    """Yield contiguous 1-d tensors in row-major order."""
     count, limit = tensor.numel(), _PIECE_BYTES // tensor.element_size()
     if count <= limit:
         yield tensor.reshape(-1).contiguous()

@@ -1,6 +1,5 @@
-"""Model FLOPs utilisation (MFU): the model's FLOP/s as a share of its GPU's peak. As in PaLM
-(Chowdhery et al., 2022, appendix B), recomputation is not counted. Torch's FlopCounterMode counts
-the forward; a backward has twice as many FLOPs."""
+"""Model FLOPs utilisation (MFU) without recomputation, as in PaLM (Chowdhery et al., 2022, appendix
+B). Torch's FlopCounterMode counts the forward; a backward has twice as many FLOPs."""
 
 from __future__ import annotations
 
@@ -32,15 +31,15 @@ _PEAKS = {
     "RTX 3090": 71e12,
     "MI300X": 1307.4e12,
 }
-"""Peak FLOP/s of dense bf16 and fp16 products with fp32 accumulation, from data sheets, by words in
-the device's name; the first match is used."""
+"""Dense bf16 and fp16 products with fp32 accumulation, from data sheets, by words in the device's
+name; the first match is used."""
 
 
 NOTHING = nullcontext()
 
 
 def peak(device_name: str, precision: Precision) -> float | None:
-    """Return one device's peak FLOP/s; None for fp32 or an unknown device."""
+    """FLOP/s; None for fp32 or an unknown device."""
     if precision == "fp32":
         return None
     words = set(re.split(r"[\s-]+", device_name))
@@ -61,7 +60,7 @@ class Flops:
         self._forward: float | None = None
 
     def counting(self, samples: int) -> AbstractContextManager[None]:
-        """Run the forward of `samples` samples in this context."""
+        """Run the forward of `samples` samples inside."""
         is_counted = self._peak is None or self._forward is not None
         return NOTHING if is_counted else self._counting(samples)
 
@@ -74,8 +73,8 @@ class Flops:
         self._forward = counter.get_total_flops() / samples
 
     def utilisation(self, samples_per_second: float, devices: int) -> float | None:
-        """Return the MFU, from 0 to 1; None if nothing was counted. `devices` divide the samples;
-        the counted FLOPs are one device's share of a sample."""
+        """From 0 to 1. `devices` divide the samples; the counted FLOPs are one device's share of a
+        sample."""
         if not self._forward or self._peak is None:
             return None
         return 3 * self._forward * samples_per_second / (devices * self._peak)

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from lockstep.base.errors import UserError
 
 CLOSE_TIMEOUT_SECONDS = 60.0
-"""Longest time that a run waits at its end for its loggers."""
 
 
 class Logger(Protocol):
@@ -110,7 +109,7 @@ class MLflow:
 
 
 class Loggers:
-    """A thread that calls the loggers, so that training does not wait. Only one rank makes it."""
+    """Calls the loggers in a thread, so that training does not wait."""
 
     def __init__(
         self, loggers: Sequence[Logger], run_dir: Path, warn: Callable[[str], None]
@@ -132,7 +131,7 @@ class Loggers:
         self._calls.put(lambda logger: logger.log(step, finite))
 
     def end(self, result: Mapping[str, Any]) -> None:
-        """Store the result, which `close` passes to the loggers."""
+        """`close` passes the result to the loggers."""
         self._result = result
 
     def close(self) -> None:
@@ -169,7 +168,7 @@ def _check_installed(module: str, extra: str) -> None:
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested fields by path, such as `recipe.global_batch`."""
+    """Paths are such as `recipe.global_batch`."""
     fields: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):

@@ -28,8 +28,8 @@ _FLUSH_SECONDS = 1.0
 
 
 class MetricsLog(Closing):
-    """Writes `metrics.jsonl` and a TensorBoard file in the folder `path`, at most once a second.
-    Only one rank makes it. `clock` returns seconds since 1970."""
+    """Writes `metrics.jsonl` and a TensorBoard file, at most once a second. Only one rank makes
+    it."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -48,7 +48,7 @@ class MetricsLog(Closing):
             self.flush()
 
     def resume(self, step: int) -> None:
-        """Remove rows after `step`, which will be repeated. Called before the first `write`."""
+        """Remove rows after `step`, before the first `write`."""
         name = Path(self._rows.name)
         self._rows.close()
         drop_rows_after(step, name)
@@ -89,15 +89,13 @@ class MetricsLog(Closing):
 
 
 class StepRows(Closing):
-    """A file with one JSON line for each logging step. Rank 0 creates it at the first logging
-    step."""
+    """JSON lines. Rank 0 creates the file at the first logging step."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
 
     def resume(self, step: int) -> None:
-        """Remove the rows after `step`, which an earlier start wrote."""
         if self._file is None and self._path.exists():
             drop_rows_after(step, self._path)
 
@@ -111,7 +109,7 @@ class StepRows(Closing):
 
 
 def drop_rows_after(step: int, path: Path) -> None:
-    """Remove lines after `step`, and incomplete ones, from a file of JSON lines."""
+    """Incomplete lines are removed too."""
     kept = [
         line.rstrip("\n")
         for line in lines_below(path.parent, path.name, MOST_BYTES)
@@ -161,13 +159,13 @@ def as_number(name: str, value: Any) -> float:
 
 
 _SESSION_START = 1
-"""The value START of the field `status` in TensorBoard's `SessionLog`."""
+"""START of the field `status` in TensorBoard's `SessionLog`."""
 
 
 class TensorBoardFile:
-    """A new event file of TensorBoard: a checksummed `tensorflow.Event` for each step (event.proto,
-    summary.proto, lib/io/record_writer.h). Importing `torch.utils.tensorboard` would take longer
-    than importing all of lockstep."""
+    """An event file: a checksummed `tensorflow.Event` for each step (event.proto, summary.proto,
+    lib/io/record_writer.h). Importing `torch.utils.tensorboard` would take longer than importing
+    all of lockstep."""
 
     def __init__(self, folder: Path, now: float) -> None:
         self._file = (folder / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}").open(
@@ -202,7 +200,7 @@ class TensorBoardFile:
 
 
 def _masked_checksum(data: bytes) -> bytes:
-    """Return the CRC-32C, masked as TensorFlow does."""
+    """CRC-32C, masked as TensorFlow does."""
     checksum = crc32c.crc32c(data)
     return struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
@@ -229,7 +227,7 @@ def _bytes_field(field: int, value: bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Encode seven bits per byte, the lowest first."""
+    """Seven bits per byte, the lowest first."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)

@@ -17,10 +17,9 @@ from lockstep.comm.torch_collectives import waits
 T = TypeVar("T")
 WAITING_FOR_DEVICE = "waiting for the device"
 _MAX_EVENTS = 256
-"""Largest number of CUDA events. Once there are so many, events that the GPU has already passed are
-reused."""
+"""After so many CUDA events, those that the GPU has already passed are reused."""
 FADES = 0.95
-"""Factor by which the recorded longest duration decreases each time that a phase ends."""
+"""The recorded longest duration decreases by this factor each time that a phase ends."""
 
 
 @dataclass(slots=True)
@@ -32,8 +31,7 @@ class _PhaseSeconds:
 
 
 class StreamTimes:
-    """Time that a rank's GPU stream spends in each phase. Times on the host would be wrong: the
-    host only queues work."""
+    """Times on the host would be wrong: the host only queues work."""
 
     def __init__(self, create_event: Callable[[], torch.Event]) -> None:
         self._create_event = create_event
@@ -42,7 +40,7 @@ class StreamTimes:
         self._totals: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, name: str) -> None:
-        """Begin a phase, to which the GPU work that is queued from now on belongs."""
+        """GPU work that is queued from now on belongs to this phase."""
         event = self._spare.pop() if self._spare else self._create_event()
         event.record()
         self._events.append((name, event))
@@ -57,15 +55,14 @@ class StreamTimes:
         return self._totals
 
     def _add_first(self) -> None:
-        """Add the oldest phase whose time is not counted yet, and which the stream has finished, to
-        the totals."""
+        """Add the oldest phase that the stream has finished to the totals."""
         name, began = self._events.popleft()
         self._totals[name] += began.elapsed_time(self._events[0][1]) / 1e3
         self._spare.append(began)
 
 
 class Phases:
-    """The phases of one rank. The training thread enters them; any thread may read them."""
+    """The training thread enters phases; any thread may read them."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -74,15 +71,15 @@ class Phases:
         self.since = clock()
         self._waited_before = waits.seconds
         self.log: list[tuple[str, float, float]] | None = None
-        """(name, start, stop) of ended phases. None while they are not recorded."""
+        """(name, start, stop); None while phases are not recorded."""
         self.stream: StreamTimes | None = None
-        """Times of the GPU stream. None on a CPU."""
+        """None on a CPU."""
         self._current = _PhaseSeconds()
         self._by_phase = {self.name: self._current}
 
     def enter(self, name: str, *, interrupts: bool = False, on_stream: bool = True) -> str:
-        """Begin another phase, and return the name of the previous one. `interrupts`: the previous
-        phase continues later. `on_stream` is False if the phase applies to the host only."""
+        """Return the name of the previous phase, which continues later if `interrupts`. `on_stream`
+        is False if the phase applies to the host only."""
         now, before, current, waited = self._clock(), self.name, self._current, waits.seconds
         took = now - self.since
         current.total += took
@@ -111,8 +108,7 @@ class Phases:
             self.enter(before, on_stream=False)
 
     def during(self, name: str, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items. Waiting for an item is a phase `name`, which interrupts the current
-        one."""
+        """Waiting for an item is a phase `name`, which interrupts the current one."""
         iterator = iter(items)
         while True:
             before = self.enter(name, interrupts=True)
@@ -131,12 +127,12 @@ class Phases:
 
     @property
     def waited(self) -> defaultdict[str, float]:
-        """Seconds that this rank has waited for other ranks in each phase."""
+        """Seconds of waiting for other ranks, by phase."""
         by_phase = list(self._by_phase.items())
         return defaultdict(float, {name: taken.waited for name, taken in by_phase})
 
     def usual(self, name: str) -> float | None:
-        """Return the longest recent duration in seconds; None if the phase has never ended."""
+        """The longest recent duration in seconds; None if the phase has never ended."""
         taken = self._by_phase.get(name)
         return taken.usual if taken is not None and taken.has_ended else None
 

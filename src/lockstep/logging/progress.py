@@ -1,5 +1,3 @@
-"""The progress display: one live line on a terminal or in a notebook, else occasional lines."""
-
 from __future__ import annotations
 
 import math
@@ -19,21 +17,18 @@ if TYPE_CHECKING:
 _Latest = tuple[float | None, float | None, float | None, Mapping[str, float]]
 
 _LIVE_SECONDS = 0.1
-"""Seconds between two refreshes of the live line."""
 _LINE_SECONDS, _LONGEST_LINE_SECONDS, _LINE_SHARE = 2.0, 60.0, 0.02
 """Time between two progress lines without a terminal: shortest and longest seconds, and the
 fraction of the elapsed time that is used in between."""
 _WARM_UP_STEPS = 5
-"""Number of steps in the first interval from which the remaining time is estimated."""
 _MIN_BAR_COLUMNS, _MAX_BAR_COLUMNS = 8, 40
 _NOTEBOOK_COLUMNS = 100
 
 
 class Progress(Closing):
-    """A progress display on `stream`, without a thread. One rank makes it before the first step,
-    after `start` steps. On a terminal and in a notebook, the last line is live, below other output.
-    Elsewhere, lines are written for the first and the last step, and for steps in between, at least
-    2 seconds apart. If `stream` breaks, the display ends, not the run."""
+    """One live line on a terminal or in a notebook, below other output; elsewhere a line for the
+    first and the last step, and for steps in between, at least 2 seconds apart. One rank makes it,
+    after `start` steps. If `stream` breaks, the display ends, not the run."""
 
     def __init__(
         self,
@@ -70,7 +65,7 @@ class Progress(Closing):
         samples_per_second: float | None = None,
         extra: Mapping[str, float] | None = None,
     ) -> None:
-        """Show that `step` steps are done. A narrow terminal drops `extra`, then `lr`."""
+        """A narrow terminal drops `extra`, then `lr`."""
         now = self._clock()
         self._estimate.update(step, now)
         self._step = step
@@ -122,8 +117,7 @@ class Progress(Closing):
 
 
 class _TimeEstimate:
-    """Estimates the remaining time, assuming that steps and evaluations continue at the same speed.
-    Step n has weight n in the mean. The first interval includes the warm-up: it is used, with a
+    """Step n has weight n in the mean. The first interval includes the warm-up: it is used, with a
     "~", only until the second ends. The time of an evaluation is the excess time of its
     interval."""
 
@@ -177,8 +171,7 @@ _IMPORTANCE = {
     _LR: _MIN_BAR_COLUMNS + 1,
     _EXTRA: 2 * _MIN_BAR_COLUMNS + 1,
 }
-"""For each number on the progress line, in order of importance: the columns that must remain for
-the bar if the number is shown."""
+"""In order of importance: the columns that must remain for the bar if the number is shown."""
 
 
 def _numbers(
@@ -253,7 +246,7 @@ class _Bar:
     def pieces(
         self, step: int, total: int, parts: list[tuple[int, str]], width: int
     ) -> list[tuple[str, str]]:
-        """Return pieces of text that fill `width` columns, each with its colour or ""."""
+        """Each piece has its colour or ""."""
         pieces = [(f"{step:>{len(str(total))}}/{total}", "")]
         room = width - len(pieces[0][0])
         taken = []
@@ -314,8 +307,8 @@ class _LiveLine:
 
 
 class _NotebookLine:
-    """A line below a notebook's cell. A carriage return overwrites it. After other output, it is
-    written again at the end."""
+    """A carriage return overwrites the line. After other output, the line is written again at the
+    end."""
 
     is_live = True
 
@@ -345,7 +338,7 @@ class _NotebookLine:
 
 
 def _terminal(stream: TextIO) -> Console | None:
-    """Return a console if the terminal can redraw a line. rich takes 80 ms to import."""
+    """rich takes 80 ms to import."""
     if not stream.isatty():
         return None
     from rich.console import Console

@@ -1,6 +1,3 @@
-"""Records a run: run directory, logs, progress display. Only rank 0 writes; other ranks make the
-same calls."""
-
 from __future__ import annotations
 
 import secrets
@@ -40,21 +37,17 @@ ROW_NAMES = RESERVED_NAMES | {
     *("loss", "lr", "gradient_norm", "samples_per_second", "weight_per_second"),
     *("memory_bytes", "mfu"),
 }
-"""Keys that lockstep itself writes in each line of metrics.jsonl, so that no metric of the user may
-have them."""
+"""Keys that lockstep itself writes in each line of metrics.jsonl."""
 _runs_in_launched = 0
-"""Number of training runs of this process so far that used the launcher's run directory or one of
-its numbered successors."""
+"""Runs of this process that used the launcher's run directory or one of its numbered successors."""
 _opened: list[Path] = []
-"""Run directories in which this process has recorded runs."""
 _goes_through_again = False
-"""True once this process has opened an ended run that the script repeats on the way to a later
-run."""
+"""This process has opened an ended run that the script repeats on the way to a later run."""
 
 
 class Recorder:
-    """Records a training run: its run directory, logs and progress display. Every rank makes one,
-    at the same time."""
+    """A run directory, its logs and the progress display. Every rank makes one, at the same time;
+    only rank 0 writes."""
 
     def __init__(
         self,
@@ -76,8 +69,7 @@ class Recorder:
         the launcher has `restarted` this process, if an earlier process continued after that run,
         or if this process has passed such a run before. `check_ended` gets the run.json of an ended
         run, and raises `UserError` if it is another run. `again` is True if this process has opened
-        the run before. Rank 0 takes the directory over from `lost_holders`, processes on lost
-        machines."""
+        the run before. Rank 0 takes the directory over from `lost_holders`."""
         global _runs_in_launched
         if launched is not None:
             _runs_in_launched += not again
@@ -109,8 +101,7 @@ class Recorder:
             self._open.close()
             raise
         self.path = Path(path)
-        """The run directory. Like `attempt` (eight hexadecimal digits for this start), it is the
-        same on all ranks."""
+        """Like `attempt` (eight hexadecimal digits for this start), the same on all ranks."""
         if self._directory is not None and _opened and not again:
             note_followed(_opened[-1], self.path)
         _opened.append(self.path)
@@ -127,7 +118,6 @@ class Recorder:
         self.is_resumed = self._directory is not None and self._directory.is_resumed
         """True on rank 0 if the directory contains a run that has not ended."""
         self.summary: dict[str, Any] = {}
-        """Recipe, seed, plan, world size and versions as JSON; empty before `start`."""
         self._run_json: dict[str, Any] = {}
         self._first_step = 0
 
@@ -153,8 +143,8 @@ class Recorder:
         code: Mapping[str, str],
         checkpoints: str | None,
     ) -> None:
-        """Write `run.json`. `code` has digests of the recipe's functions. `checkpoints` is a folder
-        or URL, unless the default."""
+        """`code` has digests of the recipe's functions. `checkpoints` is None for the default
+        folder."""
         environment = describe_environment(world.device)
         if self._directory is not None and self.is_resumed:
             self._compare_device(environment["device"], is_bitwise=plan.numerics == "bitwise")
@@ -186,8 +176,7 @@ class Recorder:
             self._loggers.start(self._run_json)
 
     def _compare_device(self, now: Mapping[str, str], *, is_bitwise: bool) -> None:
-        """Record in an event that a resumed run continues on another type of device, because its
-        results then differ bitwise."""
+        """Results on another type of device differ bitwise."""
         assert self._directory is not None
         before = (self._directory.recorded().get("environment") or {}).get("device") or {}
         changed = {
@@ -208,7 +197,7 @@ class Recorder:
     def update_chosen(
         self, recipe: Mapping[str, Any], plan: Plan, device: torch.device, auto: Mapping[str, Any]
     ) -> None:
-        """Write `run.json` with the values chosen for `auto`, and how they were chosen."""
+        """Write the values chosen for `auto` to `run.json`."""
         self.summary |= {"recipe": recipe, "plan": str(plan)}
         if self._directory is not None:
             texts = {"text": str(plan), **asdict(plan)}
@@ -217,15 +206,14 @@ class Recorder:
             self._directory.write_json("run.json", self._run_json | {"environment": environment})
 
     def describe(self, recipe: Mapping[str, Any]) -> None:
-        """Write `run.json` with a description of the training by a script's own loop."""
+        """Write a description of a script's own loop to `run.json`."""
         self.summary |= {"recipe": recipe}
         if self._directory is not None:
             self._run_json |= {"recipe": recipe}
             self._directory.write_json("run.json", self._run_json)
 
     def resume(self, step: int, checkpoints: str | None) -> None:
-        """Begin the logs of a new run, or continue those of a resumed run after `step`.
-        `checkpoints` is the folder searched for a checkpoint."""
+        """Begin the logs of a new run, or continue those of a resumed run after `step`."""
         self._first_step = step
         if self.is_resumed and not step and checkpoints is not None:
             self.event("no-checkpoint", 0, checkpoints=checkpoints)
@@ -239,7 +227,6 @@ class Recorder:
             self._metrics.resume(step)
 
     def show(self, total_steps: int) -> None:
-        """Start the progress display if it has a stream."""
         stream = progress_stream()
         if self._directory is not None and self._progress is None and stream is not None:
             self._progress = self._open.enter_context(
@@ -296,8 +283,7 @@ class Recorder:
             say(text)
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write a safetensors file. Every rank calls it, because distributed tensors are
-        gathered."""
+        """Every rank calls it, because distributed tensors are gathered."""
         gathered = {}
         for key, value in state_dict.items():
             tensor = full_tensor(value)
@@ -329,7 +315,7 @@ def _writing() -> Iterator[None]:
 
 
 class Throughput:
-    """The throughput between logging steps, without evaluations."""
+    """Measured between logging steps, without evaluations."""
 
     def __init__(self) -> None:
         self.started = self._since = time.perf_counter()
@@ -338,16 +324,15 @@ class Throughput:
         self.total_samples = 0
 
     def count(self, samples: int, weights: Mapping[str, float] | None) -> None:
-        """`weights` has the denominator of each loss term (such as the number of tokens) in the
-        step."""
+        """`weights` has the denominator of each loss term (such as the number of tokens)."""
         self._samples += samples
         self.total_samples += samples
         if weights is not None and len(weights) == 1:
             self._weight += sum(weights.values())
 
     def restart(self) -> dict[str, float]:
-        """Return the rates since the last call: samples per second and, if the loss has a single
-        term with a denominator, this denominator (such as tokens) per second."""
+        """Return the rates since the last call: samples per second, and the denominator of a single
+        loss term (such as tokens) per second."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         rates = {"samples_per_second": self._samples / seconds}

@@ -44,7 +44,7 @@ _OTHER_FILES = ("out-of-memory.json", "output.txt", _FOLLOWED)
 _PREFIXES = ("events.out.tfevents.", "hang-")
 _LOCK = "lock"
 Holder = dict[str, Any]
-"""The process that holds the lock, and since when: the contents of the file `lock`, as JSON."""
+"""The process that holds the lock, and since when."""
 _SAVED_DTYPES = frozenset(
     getattr(torch, name)
     for name in (
@@ -66,7 +66,6 @@ class RunDirectory(Closing):
         self._lock = lock
         self._extends = extends
         self.is_resumed = is_resumed
-        """True if the directory already contained this run, which is resumed."""
         self.has_ended = is_resumed and not extends and (path / RESULT).exists()
         """True if the resumed run has ended before, and is repeated from its last checkpoint."""
 
@@ -80,10 +79,9 @@ class RunDirectory(Closing):
         reopen: bool = False,
         lost_holders: Sequence[Holder] = (),
     ) -> RunDirectory:
-        """Create the folder and lock it. `resume`: the folder may contain an unfinished run.
-        `extend`: it may also contain an ended run, whose result `keep_result` renames. `reopen`: it
-        may also contain an ended run that will have the same result, or an evaluation.
-        `lost_holders`: processes on lost machines, from which the folder is taken over."""
+        """`resume`: the folder may contain an unfinished run. `extend`: it may also contain an
+        ended run, whose result `keep_result` renames. `reopen`: it may also contain an ended run
+        that will have the same result, or an evaluation."""
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -136,8 +134,8 @@ class RunDirectory(Closing):
             ) from error
 
     def keep_result(self) -> None:
-        """Rename the result.json of an ended run that is extended to more steps. Called once the
-        run can continue."""
+        """Rename the result.json of an ended run that is extended to more steps, once the run can
+        continue."""
         if not self._extends:
             return
         self._extends = False
@@ -157,8 +155,7 @@ class RunDirectory(Closing):
         write_atomically(self.path / name, text.encode(errors="surrogateescape"))
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write a safetensors file, with tied tensors under each of their names. Raises
-        `RecipeError`, and `OSError` if the file cannot be written."""
+        """Tied tensors are written under each of their names."""
         check_tensors(state_dict)
         storages: set[int] = set()
         tensors: dict[str, torch.Tensor] = {}
@@ -193,8 +190,6 @@ class RunDirectory(Closing):
 
 
 def _check_kinds(path: Path) -> None:
-    """Raise if a path that the run will write exists, but is neither a regular file nor a
-    folder."""
     with os.scandir(path) as entries:
         for entry in entries:
             name, is_folder = entry.name, entry.name in _FOLDERS
@@ -215,21 +210,18 @@ def _check_kinds(path: Path) -> None:
 
 
 def note_followed(path: Path, by: Path) -> None:
-    """Record in the directory `path` of an ended run that its script has continued with the run in
-    the directory `by`."""
+    """The script of the ended run in `path` has continued with the run in the directory `by`."""
     with suppress(OSError):  # the directory may have been removed
         if (path / RESULT).exists():
             write_atomically(path / _FOLLOWED, f"{by}\n".encode(errors="surrogateescape"))
 
 
 def is_followed(path: Path) -> bool:
-    """True if the script of the run in `path` has begun another run after this one."""
+    """True if the script has begun another run after this one."""
     return os.path.exists(path / _FOLLOWED)  # False too for a name that is too long
 
 
 class _FileLock:
-    """An exclusive lock on a file, which is removed on release."""
-
     _held: ClassVar[weakref.WeakSet[_FileLock]] = weakref.WeakSet()
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -239,8 +231,7 @@ class _FileLock:
 
     @classmethod
     def acquire(cls, path: Path, lost: Sequence[Holder] = ()) -> _FileLock:
-        """Raises `RunDirectoryError` if another process holds the lock, `OSError` if locking fails.
-        The lock is taken over from holders on lost machines."""
+        """Raises `OSError` if locking fails."""
         while True:
             descriptor = open_below(path.parent, path.name, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -264,7 +255,6 @@ class _FileLock:
 
     @property
     def is_taken(self) -> bool:
-        """True once another process has taken over the lock."""
         return (
             self._descriptor is not None
             and self._path.exists()
@@ -288,7 +278,7 @@ class _FileLock:
 
     @classmethod
     def _forget_in_child(cls) -> None:
-        """Close the lock in a fork, which would otherwise hold it after the end of its parent."""
+        """A fork would hold the lock after the end of its parent."""
         for lock in list(cls._held):
             if lock._descriptor is not None:
                 os.close(lock._descriptor)
@@ -383,8 +373,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def device_kind(device: torch.device) -> dict[str, str]:
-    """Return the device's name, and the other properties by which its results can differ
-    bitwise."""
+    """The properties by which a device's results can differ bitwise."""
     return {"name": device_name(device), **accelerator.traits(device)}
 
 

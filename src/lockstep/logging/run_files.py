@@ -31,8 +31,7 @@ RUN, RESULT, METRICS, RANKS, EXPERTS, EVENTS = (
     "events.jsonl",
 )
 CHECKSUM = "gradient_checksum"
-"""The key of the gradient's checksum in metrics.jsonl, the only one whose value is text: 16
-hexadecimal digits."""
+"""The gradient's checksum in metrics.jsonl, the only text value: 16 hexadecimal digits."""
 _RUN_KINDS = {
     "recipe": dict, "plan": {"text": str}, "world_size": int, "checkpoints": str,
     "place_in_script": int,
@@ -75,7 +74,7 @@ def read_rows(
 
 
 def is_there(folder: Path, name: str) -> bool:
-    """True if something with this name exists, even a broken link."""
+    """A broken link is there."""
     return os.path.lexists(folder / name)
 
 
@@ -115,8 +114,7 @@ def _read(folder: Path, name: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_run_path(script: str | None, now: datetime) -> Path:
-    """Return `runs/<script>-<date>-<time>`, numbered if it exists; `<script>` is `run` if `script`
-    is not a file."""
+    """Return `runs/<script>-<date>-<time>`, numbered if the folder exists."""
     stem = Path(script).stem if script and not script.startswith("-") else "run"
     first = Path("runs") / f"{stem}-{now:%Y%m%d-%H%M%S}"
     return next(

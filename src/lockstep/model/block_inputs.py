@@ -15,8 +15,7 @@ from lockstep.base.torch_private import changed_grad_tensors, tree_flatten, tree
 
 def sum_in_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """Sum the gradients of an input's uses inside a block before those of its uses elsewhere, as
-    FSDP2 does. Modules whose parameters all belong to earlier blocks are left out, because FSDP2
-    has nothing to gather for them."""
+    FSDP2 does."""
     seen: set[int] = set()
     for module in (*blocks, model):
         own = {id(parameter) for parameter in module.parameters()} - seen
@@ -44,10 +43,10 @@ class _SameAs:
 
 
 class RepeatedInputs:
-    """Hooks that keep a tensor one object if it is passed to a block as several arguments. FSDP2
-    makes a new tensor for each argument: `query is key` would be False, and nn.MultiheadAttention
-    would compute other bits. Create the hooks before the block is sharded and install them
-    afterwards, so that they run around FSDP2's."""
+    """Keeps a tensor one object if it is passed to a block as several arguments. FSDP2 makes a new
+    tensor for each argument: `query is key` would be False, and nn.MultiheadAttention would compute
+    other bits. Create it before the block is sharded and install it afterwards, so that its hooks
+    run around FSDP2's."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block

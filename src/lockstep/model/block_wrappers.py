@@ -20,11 +20,9 @@ from lockstep.plan import Checkpointing
 
 
 def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
-    """Recompute the block's activations in its backward, with the same random numbers. `full` keeps
-    the block's inputs (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
-    `selective` also keeps the results of matrix products, convolutions and attention (Korthikanti
-    et al., Reducing Activation Recomputation in Large Transformer Models, 2022). The forward drops
-    the empty cache of keys and values that transformers makes by default."""
+    """`full` keeps the block's inputs (Chen et al., Training Deep Nets with Sublinear Memory Cost,
+    2016). `selective` also keeps the results of matrix products, convolutions and attention
+    (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022)."""
     if isinstance(block, BatchNormBase):
         # BatchNorm keeps only its input anyway, and a recomputation would update its running
         # statistics twice
@@ -66,8 +64,7 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
 class _DrawnAgain:
     """Replays a checkpointed block's random numbers during its recomputation; made before the
     forward. Torch restores generators only on CUDA and XPU, and only for devices of positional
-    arguments: elsewhere, as on MPS, it silently recomputes with other dropout masks
-    (https://github.com/pytorch/pytorch/issues/127676)."""
+    arguments (https://github.com/pytorch/pytorch/issues/127676)."""
 
     def __init__(
         self, generators: Sequence[torch.Generator], contexts: Sequence[AbstractContextManager[Any]]
@@ -113,8 +110,6 @@ def _without_cache(item: Any) -> Any:
 
 
 def error_of_compiling(error: BaseException | None, plan: object) -> PlanError | None:
-    """Explain torch's error about a double backward through a compiled block; None for other
-    errors."""
     said = "does not currently support double backward"
     if not isinstance(error, RuntimeError) or said not in str(error):
         return None

@@ -1,5 +1,4 @@
-"""Finds a model's blocks (such as the layers of a transformer) and its shared parameters. Plans
-all-gather, free, checkpoint or compile one block at a time."""
+"""Finds a model's blocks (such as the layers of a transformer) and its shared parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from lockstep.base.errors import RecipeError, first_few
 
 LARGE_FRACTION = 1 / 8
-"""If a model has no list of layers, a module with this fraction of all parameters is a block."""
 
 
 def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
@@ -121,8 +119,7 @@ def shared_names(model: nn.Module) -> list[list[str]]:
 
 
 def share_parameter(model: nn.Module, names: Sequence[str]) -> None:
-    """Tie the parameters with these names again, after one of them was replaced: prefer a DTensor,
-    else use the first."""
+    """Tie the parameters with these names again, after one of them was replaced."""
     copies = [model.get_parameter(name) for name in names]
     one = next((parameter for parameter in copies if isinstance(parameter, DTensor)), copies[0])
     for name in names:

@@ -1,11 +1,10 @@
 """Logits that are computed only inside the cross-entropy, in chunks of tokens (`logits=chunked`),
 because the full logits of a language model are often its largest tensor.
 
-The model's head (its last linear layer) returns a `ChunkedLogits`, which computes nothing.
 `F.cross_entropy` of a `ChunkedLogits` computes the logits, the loss and the gradient of one chunk
-after another. So the forward already computes the gradients of the hidden states and of the
-weights, and the backward multiplies them by one number. With `reduction="none"` this number differs
-from token to token, so the backward computes the logits again.
+after another. So the forward already computes the gradients, and the backward multiplies them by
+one number. With `reduction="none"` this number differs from token to token, so the backward
+computes the logits again.
 
 `torch.nn.functional.linear_cross_entropy` does the same, but under autocast it sums the loss in
 bf16 or fp16, with an error of 1% for 2,048 tokens, and its chunks are too small for CPUs.
@@ -58,8 +57,8 @@ OF_EACH_LOGIT = frozenset(
 
 
 class Head(NamedTuple):
-    """The weights of the linear layer that computes the logits, and the dtypes of its logits: that
-    of the matrix product, and those to which the user's code casts them afterwards."""
+    """The linear layer that computes the logits, and the dtypes of its logits: that of the matrix
+    product, and those to which the user's code casts them afterwards."""
 
     weight: Tensor
     bias: Tensor | None
@@ -78,7 +77,6 @@ class ChunkedLogits(Tensor):
     refers to the hidden states and the head."""
 
     _hidden: Tensor
-    """Has the shape of the logits, except in the dim of classes."""
     _head: Head
     _class_dim: int
 
@@ -140,12 +138,10 @@ class ChunkedLogits(Tensor):
 
 
 def hidden_states(tensor: Tensor) -> Tensor:
-    """Return the hidden states of `ChunkedLogits`; return any other tensor unchanged."""
     return tensor._hidden if isinstance(tensor, ChunkedLogits) else tensor
 
 
 def with_hidden(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply `change` to the tensor or, for `ChunkedLogits`, to its hidden states."""
     if not isinstance(tensor, ChunkedLogits):
         return change(tensor)
     return ChunkedLogits.of(change(tensor._hidden), tensor._head, tensor._class_dim)
@@ -262,8 +258,6 @@ def _dtype_of(name: str, logits: ChunkedLogits, args: Any, kwargs: Any) -> torch
 
 
 def _index(logits: ChunkedLogits, index: Any) -> tuple[Any, ...]:
-    """Convert an index of the logits, whose last dim is that of the classes, to an index of the
-    hidden states."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, bool) for item in items):
         raise _error("__getitem__")
@@ -287,8 +281,7 @@ def _index(logits: ChunkedLogits, index: Any) -> tuple[Any, ...]:
 
 
 def _behind_one_node(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-    """Return the same tensors as outputs of one autograd node; weights without a gradient stay as
-    they are."""
+    """Weights without a gradient stay as they are."""
     trained = [each for each in (weight, bias) if each is not None and each.requires_grad]
     joined = _Joined.apply(hidden, *trained)  # type: ignore[no-untyped-call]
     found = dict(zip(map(id, trained), joined[1:], strict=True))
@@ -296,9 +289,9 @@ def _behind_one_node(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tup
 
 
 class _Joined(torch.autograd.Function):
-    """The head's node in autograd's graph. As for a linear layer, its backward runs after the
-    loss's backward and before the weights' gradients are accumulated. FSDP2's hooks on the head's
-    output are on this node."""
+    """The head's node in autograd's graph, which has FSDP2's hooks on the head's output. As for a
+    linear layer, its backward runs after the loss's backward and before the weights' gradients are
+    accumulated."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Any) -> Any:
@@ -311,8 +304,6 @@ class _Joined(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _LossOptions:
-    """The arguments of `F.cross_entropy`, without its reduction."""
-
     weight: Tensor | None
     ignore_index: int
     label_smoothing: float
@@ -398,8 +389,8 @@ def _check_call(input: Any, target: Any, size_average: Any, reduce: Any, reducti
 
 
 def _rows_of_chunk(hidden: Tensor, classes: int) -> int:
-    """Return the number of tokens in a chunk, which depends on shapes only. A chunk's logits are
-    about as large as all hidden states."""
+    """A chunk's logits are about as large as all hidden states. The result depends on shapes
+    only."""
     least = MIN_ROWS_OF_ACCELERATOR if accelerator.is_accelerator(hidden) else MIN_ROWS
     tokens, features = hidden.shape
     return max(1, min(max(least, tokens * features // max(1, classes)), -(-tokens // 2)))
@@ -421,8 +412,7 @@ def _chunks(head: Head, hidden: Tensor, target: Tensor) -> Iterator[_Chunk]:
 
 
 class _Gradients:
-    """The gradients of a loss by the hidden states and by the head's weight and bias, summed over
-    chunks; None where not needed."""
+    """The gradients of a loss, summed over chunks; None where not needed."""
 
     def __init__(self, head: Head, hidden: Tensor, needed: Sequence[bool]) -> None:
         def zeros(tensor: Tensor | None, is_needed: bool) -> Tensor | None:
@@ -438,7 +428,7 @@ class _Gradients:
 
     @uncounted()
     def add(self, chunk: _Chunk, slope: Tensor) -> None:
-        """Add the gradients from one chunk; `slope` is the gradient of the chunk's logits."""
+        """`slope` is the gradient of the chunk's logits."""
         slope = slope.to(self._head.dtypes[0])
         if self.hidden is not None:
             self.hidden[chunk.rows] = slope @ self._head.weight
@@ -459,8 +449,7 @@ def _cast_head(weight: Tensor, bias: Tensor | None, dtypes: tuple[torch.dtype, .
 
 
 class ChunkedTotal(torch.autograd.Function):
-    """The sum of the cross-entropy of all tokens, computed in chunks. Its forward computes the
-    gradients too."""
+    """The sum of the cross-entropy of all tokens. Its forward computes the gradients too."""
 
     @staticmethod
     def forward(
@@ -496,8 +485,7 @@ class ChunkedTotal(torch.autograd.Function):
 
 
 class ChunkedLosses(torch.autograd.Function):
-    """The cross-entropy of each token, computed in chunks. Its backward computes the logits
-    again."""
+    """The cross-entropy of each token. Its backward computes the logits again."""
 
     @staticmethod
     def forward(

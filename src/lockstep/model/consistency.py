@@ -17,8 +17,7 @@ from lockstep.comm.world import World
 
 
 def check_structure(model: Any, world: World) -> None:
-    """Every rank calls it. All ranks raise if two ranks have different modules, parameters or
-    buffers."""
+    """Every rank calls it, and every rank raises."""
     first, *others = world.gather_values(_structure(model))
     for rank, other in enumerate(others, start=1):
         if other != first:
@@ -36,8 +35,7 @@ def _first_difference(first: list[Any], other: list[Any]) -> tuple[str, str]:
 
 
 def check_checksums(checksums: Mapping[str, int], world: World) -> None:
-    """Every rank calls it. All ranks raise if two ranks have different checksums for the same
-    name."""
+    """Every rank calls it, and every rank raises."""
     if world.size == 1:
         return
     seen: dict[str, tuple[int, int]] = {}
@@ -53,8 +51,7 @@ def check_checksums(checksums: Mapping[str, int], world: World) -> None:
 
 
 def checksums_of(model: Any) -> dict[str, int]:
-    """Return the checksum of every parameter and buffer that is neither sparse, quantized, lazy nor
-    on the meta device."""
+    """Sparse, quantized, lazy and meta tensors are left out."""
     return {
         name: tensor_checksum(tensor)
         for name, tensor in (_tensors(model) if isinstance(model, nn.Module) else ())
@@ -64,8 +61,6 @@ def checksums_of(model: Any) -> dict[str, int]:
 
 
 def tensor_checksum(tensor: Tensor) -> int:
-    """Return the CRC-32C of the elements in memory order. The tensor is copied only if its memory
-    has gaps."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu()
     dense = dense.permute(sorted(range(dense.dim()), key=dense.stride, reverse=True)).contiguous()
     # A tensor of one element may have any stride and still be contiguous; it could then not be

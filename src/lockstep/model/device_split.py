@@ -1,9 +1,5 @@
-"""One process on several devices: naive model parallelism, and `torch.nn.DataParallel`.
-
-Naive model parallelism puts consecutive layers on each device. Everything else, including the
-batches and the model's output, is on the first device, `home`. A layer's output moves to `home`,
-unless it is the input of the next layer.
-"""
+"""One process on several devices: naive model parallelism (consecutive layers on each device,
+everything else on the first, `home`), and `torch.nn.DataParallel`."""
 
 from __future__ import annotations
 
@@ -52,10 +48,9 @@ def devices_of(home: torch.device, count: int) -> list[torch.device]:
 def layers_of(
     model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[str]
 ) -> list[PlacedLayer]:
-    """Return the layers that can be on different devices, in order; may be empty. The layers are
-    the blocks if `patterns` are given or the sequential `parts` are unknown; otherwise they are the
-    parts, where an `nn.Sequential` that is not a block is replaced by its members. No layer shares
-    a parameter with another module."""
+    """Return the layers that can be on different devices: the blocks if `patterns` are given or the
+    sequential `parts` are unknown; otherwise the parts, where an `nn.Sequential` that is not a
+    block is replaced by its members. No layer shares a parameter with another module."""
     blocks = blocks_of(model, patterns)
     if patterns is None and parts:
         names = [
@@ -81,9 +76,9 @@ def layers_of(
 def device_indices(
     names: Sequence[str], nbytes: Sequence[int], rest_bytes: int, wanted: int | tuple[int, ...]
 ) -> list[int]:
-    """Return the index of each layer's device, ascending. `rest_bytes` is the size of all tensors
-    outside the layers, which are on the first device. `wanted` is the number of devices, or the
-    number of layers on each."""
+    """Return the index of each layer's device. `rest_bytes` is the size of all tensors outside the
+    layers, which are on the first device. `wanted` is the number of devices, or the number of
+    layers on each."""
     listed = first_few(names) or "none"
     if isinstance(wanted, tuple):
         if sum(wanted) != len(names):
@@ -109,8 +104,6 @@ def split_over_devices(
     devices: Sequence[torch.device],
     wanted: int | tuple[int, ...],
 ) -> None:
-    """Move every parameter and buffer to its layer's device, and wrap the layers' forwards so that
-    they move their inputs there."""
     names = [layer.name for layer in layers]
     modules = [model.get_submodule(name) for name in names]
     nbytes = [sum(tensor.nbytes for tensor in module_tensors(module)) for module in modules]
@@ -135,8 +128,8 @@ def split_over_devices(
 def move_tensors(
     value: Any, device: torch.device, copies: list[tuple[Any, list[Any]]] | None = None
 ) -> Any:
-    """Move the tensors in tuples, lists and mappings to `device`; return the same object if nothing
-    moves. Each list or mapping that had to be copied is added to `copies`, with its members."""
+    """Return the same object if nothing moves. Each list or mapping that had to be copied is added
+    to `copies`, with its members."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -172,7 +165,6 @@ def _members(part: nn.Module, name: str, blocks: Sequence[str]) -> Iterator[str]
 def _check_shared(
     names: Sequence[str], modules: Sequence[nn.Module], numbers: Sequence[int]
 ) -> None:
-    """Raise if layers on different devices share a buffer."""
     holders: dict[int, int] = {}
     for place, module in enumerate(modules):
         for tensor in module_tensors(module):
@@ -267,8 +259,6 @@ def gpus_of(home: torch.device, count: int) -> list[int]:
 
 
 def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
-    """Run the model's forward by `torch.nn.DataParallel`. The model and its output stay on the
-    first GPU."""
     modules = model.named_modules()
     layer = next((name for name, each in modules if isinstance(each, BatchNormBase)), None)
     if layer is not None:
@@ -291,8 +281,7 @@ def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
 
 
 class _OwnForward(nn.Module):
-    """The module that DataParallel replicates. It calls the forward of the model's class, because
-    `model.forward` calls DataParallel."""
+    """The module that DataParallel replicates, because `model.forward` calls DataParallel."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -27,17 +27,14 @@ class Forwards(Protocol):
     def last_stage(self) -> int: ...
 
     def parts_by_stage(self) -> Mapping[int, Sequence[nn.Module]]:
-        """Return the modules that each of this rank's pipeline stages calls, in order; a model
-        without a pipeline is stage 0."""
+        """A model without a pipeline is stage 0."""
 
     def try_forward(self, arguments: Arguments | Chunks, run: Run) -> Any:
-        """Return the model's output; None on ranks that do not have the output. An error on one
-        rank is raised on all ranks."""
+        """Return None on ranks that do not have the output. An error on one rank is raised on all
+        ranks."""
 
 
 class WholeModel:
-    """Computes forwards of a model that is whole on this rank, without other ranks."""
-
     has_output = True
     last_stage = 0
 

@@ -1,5 +1,3 @@
-"""Random numbers for DTensors that do not depend on the sharding."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -29,9 +27,9 @@ _FILLING = frozenset(
 
 
 class FullDraws(TorchFunctionMode):
-    """A dispatch mode in which every rank draws the numbers of the full DTensor and keeps those of
-    its shard. Torch would draw each rank's shard separately. The default generators must have the
-    same seeds on all ranks."""
+    """Every rank draws the numbers of the full DTensor and keeps those of its shard; torch would
+    draw each rank's shard separately. The default generators must have the same seeds on all
+    ranks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -17,6 +17,4 @@ READS = functions_named(
     *("__bool__", "__int__", "__float__", "__index__", "__complex__", "item", "tolist"),
     *("equal", "allclose", "is_nonzero"),
 )
-"""Functions that return a tensor's values, or a fact about them, as Python numbers or bools."""
 ARRAYS = functions_named("numpy", "__array__")
-"""Functions that return a tensor's values as a numpy array."""

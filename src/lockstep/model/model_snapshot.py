@@ -17,9 +17,8 @@ from lockstep.model.shard import reshard
 
 
 class ModelSnapshot:
-    """Modules, modes (training or evaluation), parameters, trainable flags and parameter groups at
-    one step. A change between steps on one rank only would silently change that rank's
-    gradients."""
+    """Modules, modes, parameters, trainable flags and parameter groups at one step. A change
+    between steps on one rank only would silently change that rank's gradients."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model = model
@@ -46,8 +45,8 @@ class ModelSnapshot:
         self._storages = self._storages_now()
 
     def begin_loop(self, world: World) -> None:
-        """Record the modes before the first step. Every rank calls it; all raise if a module has
-        different modes on two ranks."""
+        """Every rank calls it, and every rank raises if a module has different modes on two
+        ranks."""
         self._modes = [module.training for module in self._modules]
         evaluating = [
             name for name, training in zip(self._names, self._modes, strict=True) if not training
@@ -63,8 +62,7 @@ class ModelSnapshot:
                 )
 
     def check(self) -> list[str]:
-        """Restore the modules' modes, and return the names of modules whose mode had changed.
-        Raises `RecipeError` for other changes."""
+        """Restore the modes, and return the names of modules whose mode had changed."""
         self.check_parts()
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:

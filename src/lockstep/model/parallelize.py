@@ -59,35 +59,27 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Parallelized:
-    """The objects that run a model that `parallelize` has changed. `pipeline` is None if the model
-    is not split into stages. `shared_parameters` are used by parts of the model on different ranks
-    of a pipeline, or, with bitwise numerics, by several parts."""
+    """The objects that run a model that `parallelize` has changed. `shared_parameters` are used by
+    parts of the model on different ranks of a pipeline, or, with bitwise numerics, by several
+    parts."""
 
     streams: ModuleRandomStreams | None
-    """Seeds each sequential part's random numbers; None if the model's sequential parts are
-    unknown."""
     pipeline: Pipeline | None
     shared_parameters: Sequence[SharedParameter]
     cut: SequenceCut | None
-    """Calls the model with parts of each sequence; None if the model is called with whole
-    sequences."""
     experts: Mapping[str, Experts]
-    """Modules of experts, by name, whose experts are divided over the ranks of the `expert`
-    axis."""
+    """Modules whose experts are divided over the ranks of the `expert` axis."""
     expert_leaves: Sequence[Leaves]
     """With bitwise numerics, the leaves of autograd's graph for the parameters of each divided
     module of experts."""
     separate: SeparateParts | None
-    """Hooks that compute each sequential part as if it were in its own process; None without
-    bitwise numerics, or if the parts are unknown."""
+    """None without bitwise numerics, or if the sequential parts are unknown."""
     whole_experts: Sequence[str]
-    """Names of the modules of experts, which the `tensor` axis does not shard."""
     eager_experts: Sequence[str]
-    """Names of modules of transformers that were made to compute one expert after another, so that
-    their bits do not depend on the number of ranks."""
+    """Modules of transformers that were made to compute one expert after another, so that their
+    bits do not depend on the number of ranks."""
     expert_patterns: Sequence[str] | None
-    """`Recipe`'s patterns of module names; None if modules of experts are found by their
-    parameters' shapes."""
+    """None if modules of experts are found by their parameters' shapes."""
 
 
 def parallelize(
@@ -236,8 +228,8 @@ def parallelize(
 def _find_experts(
     model: nn.Module, mesh: Mesh, plan: Plan, names: Sequence[str] | None
 ) -> Mapping[str, Experts]:
-    """Return, by name, the modules of experts that the plan divides over ranks, and, with bitwise
-    numerics on one rank, those that must compute the same bits as if they were divided."""
+    """Return the modules of experts that the plan divides over ranks, or, with bitwise numerics on
+    one rank, those that must compute the same bits as if they were divided."""
     if (ranks := mesh.axis("expert").size) == 1:
         return stacked_experts(model, names) if plan.numerics == "bitwise" else {}
     found = find_experts(model, names)
@@ -255,9 +247,8 @@ def _place_experts(
     *,
     materialize: Callable[[nn.Module], None],
 ) -> tuple[Mapping[str, Experts], list[Leaves], list[str]]:
-    """Divide the experts of this rank's stages over the ranks of the `expert` axis. Returns the
-    divided modules, their leaves of autograd's graph, and the names of modules that now compute one
-    expert after another."""
+    """Returns the divided modules, their leaves of autograd's graph, and the names of modules that
+    now compute one expert after another."""
     ranks, bitwise = mesh.axis("expert"), plan.numerics == "bitwise"
     if ranks.size == 1:
         compute_by_rows(found, ranks, exchange)
@@ -328,8 +319,7 @@ def check_plan_devices(plan: Plan, home: torch.device) -> None:
 
 
 def _keep_own_stages(initial: InitialModel, stages: Stages, mesh: Mesh) -> list[str]:
-    """Remove other pipeline stages' parameters and buffers. Returns the names of the modules in
-    this rank's stages."""
+    """Returns the names of the modules in this rank's stages."""
     pipeline = mesh.stages
     own = stages.parts_on_rank(pipeline.rank)
     # each stage is on one rank only: another rank also computes its values, to check them
@@ -365,8 +355,7 @@ def _is_within_any(name: str, parts: Sequence[str]) -> bool:
 
 
 def _blocks_within(parts: Sequence[str], blocks: Sequence[str]) -> list[str]:
-    """Return the blocks inside the modules `parts`. A module of `parts` that is inside a block
-    counts as a block."""
+    """A module of `parts` that is inside a block counts as a block."""
     found = []
     for part in parts:
         if any(part.startswith(f"{block}.") for block in blocks):

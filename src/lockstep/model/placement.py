@@ -1,5 +1,3 @@
-"""Replaces the parameters of a module by DTensors, in place."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,8 +12,8 @@ from lockstep.base.torch_private import own_parameters
 def place_parameters(
     module: nn.Module, mesh: DeviceMesh, placement_of: Callable[[str], Placement]
 ) -> None:
-    """Replace the module's own parameters (not those of submodules) by DTensors, without
-    communication: every rank must already have the same values."""
+    """Replace the module's own parameters by DTensors. Every rank must already have the same
+    values."""
     for name, parameter in list(own_parameters(module).items()):
         if parameter is None or isinstance(parameter, DTensor):
             continue

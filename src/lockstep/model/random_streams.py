@@ -3,10 +3,9 @@ calls one after another) draws from default generators with the part's own seed.
 depend on the rank that computes the part.
 
 [Note: streams] A part's stream starts when the previous part ends. So the generator state that
-`torch.utils.checkpoint` saves is the state of the part's stream, and a recomputation draws the same
-numbers as the forward, even if forwards of other microbatches ran in between, as in a pipeline. If
-several parts are checkpointed together, their recomputation must start the streams of the later
-parts too. For this, the forward records which stream follows which, by their seeds.
+`torch.utils.checkpoint` saves is the state of the part's stream. If several parts are checkpointed
+together, their recomputation must start the streams of the later parts too. For this, the forward
+records which stream follows which, by their seeds.
 """
 
 from __future__ import annotations
@@ -34,18 +33,15 @@ DRAWING = (
     nn.FractionalMaxPool2d,
     nn.FractionalMaxPool3d,
 )
-"""Torch's modules that may draw random numbers in their forward."""
 REMEMBERED = 2**16
-"""Largest number of streams for which the seed of the next stream is kept for recomputations. At
-least (number of parts) x (number of microbatches before their backward) are needed."""
+"""At least (number of parts) x (number of microbatches before their backward) are needed."""
 
 
 class ModuleRandomStreams:
-    """Seeds the default generators when each of a model's sequential parts begins. One process
-    seeds them too, so that it has a pipeline's dropout masks. A microbatch is identified by its
-    `position`, a tuple of integers. The first part draws from `key(*position)`, part i from
-    `key(*position, i, n)` in the model's n-th forward of this microbatch, and code after the last
-    of P parts (such as the loss) from `key(*position, P, n)`."""
+    """Seeds the default generators when each of a model's sequential parts begins. `position`
+    identifies a microbatch. The first part draws from `key(*position)`, part i from `key(*position,
+    i, n)` in the model's n-th forward of this microbatch, and code after the last of P parts (such
+    as the loss) from `key(*position, P, n)`."""
 
     def __init__(
         self, model: nn.Module, parts: Sequence[str], begin: Callable[[int], None]
@@ -68,8 +64,8 @@ class ModuleRandomStreams:
         self._handles = [module.register_forward_hook(self._ended) for module in hooked]
 
     def start(self, position: tuple[int, ...], part: int = 0) -> None:
-        """Seed the generators for a microbatch's first forward, which begins with the sequential
-        part of index `part`."""
+        """Seed the generators for a microbatch's first forward, which begins with part number
+        `part`."""
         self.set_position(position)
         self._begin(key(*position, part, 0) if part and self.are_several else key(*position))
 
@@ -117,8 +113,8 @@ class ModuleRandomStreams:
 
 
 class _Calls(threading.local):
-    """Forwards of each sequential part in the current microbatch, by the module's id. Each thread
-    counts its own, because several threads may compute chunks of a microbatch."""
+    """Forwards of each sequential part in the current microbatch, by the module's id. Several
+    threads may compute chunks of a microbatch."""
 
     def __init__(self) -> None:
         self.made: dict[int, int] = {}

@@ -1,11 +1,10 @@
 """Makes a model's buffers, such as BatchNorm's running statistics, independent of the assignment of
 microbatches to ranks.
 
-Each microbatch's forward updates scratch buffers instead of BatchNorm's own. A microbatch changes a
-running statistic r to keep * r + gain. Every rank gathers (keep, gain) of all microbatches and
-applies them in the order of microbatches. Self-updating buffers (which a module's forward changes:
-the vectors of `spectral_norm`, the codes of a vector quantizer) are updated once a step, from the
-first microbatch. Changes of other buffers are refused: at once if the change increases the tensor's
+A microbatch changes a running statistic r to keep * r + gain. Every rank gathers (keep, gain) of
+all microbatches and applies them in the order of microbatches. Self-updating buffers (the vectors
+of `spectral_norm`, the codes of a vector quantizer) are updated once a step, from the first
+microbatch. Changes of other buffers are refused: at once if the change increases the tensor's
 version; a change through `.data` only in steps that compare the buffers' bits.
 """
 
@@ -31,8 +30,7 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(slots=True)
 class _ScratchBuffers:
-    """The buffers of one BatchNorm module, and the scratch buffers that replace them during a
-    microbatch."""
+    """The buffers of one BatchNorm module, and their replacements during a microbatch."""
 
     module: BatchNormBase
     kept: dict[str, Tensor]
@@ -48,8 +46,7 @@ class _ScratchBuffers:
         return scratch
 
     def renew(self) -> None:
-        """Make new scratch buffers. Autograd has saved the old ones, so they cannot be zeroed in
-        place."""
+        """Autograd has saved the old scratch buffers, so they cannot be zeroed in place."""
         self.taken = {name: torch.zeros_like(buffer) for name, buffer in self.kept.items()}
 
     def swap_in(self, module: nn.Module, _: Any) -> None:
@@ -60,8 +57,8 @@ class _ScratchBuffers:
         own_buffers(module).update(self.kept)
 
     def row(self) -> Tensor:
-        """Return this microbatch's update and make new scratch buffers. The float64 vector has:
-        keep, number of forwards of the layer, gain of each mean, gain of each variance."""
+        """Return this microbatch's update as float64: keep, number of forwards of the layer, gain
+        of each mean, gain of each variance."""
         calls = self.taken["num_batches_tracked"].double()
         momentum = self.module.momentum
         gains = torch.cat([self.taken["running_mean"], self.taken["running_var"]]).double()
@@ -72,8 +69,8 @@ class _ScratchBuffers:
         return torch.cat([torch.stack([keep, calls]), gains])
 
     def apply(self, rows: Tensor, gate: Tensor | None) -> None:
-        """Apply one row of updates for each microbatch, in order. If the bool tensor `gate` is
-        False, nothing changes."""
+        """Apply one row for each microbatch, in order. If the bool tensor `gate` is False, nothing
+        changes."""
         mean, variance = self.kept["running_mean"], self.kept["running_var"]
         rows, gate = rows.to(mean.device), gate if gate is None else gate.to(mean.device)
         running = torch.cat([mean, variance]).double()
@@ -130,8 +127,7 @@ class RunningStatistics:
             for key in own
             if (name := f"{prefix}.{key}" if prefix else key) in self._others
         }
-        """The dict and key that hold each buffer that no forward may change, by the buffer's
-        name."""
+        """The dict and key that hold each buffer that no forward may change."""
         named = dict(model.named_parameters())
         self._watched = [*self._others.values(), *named.values()]
         self._names = [
@@ -151,8 +147,7 @@ class RunningStatistics:
             hook.remove()
 
     def begin(self, *, compare: bool) -> None:
-        """Record the versions of all tensors that a forward must not change. `compare` also copies
-        the buffers' bits, to find changes that do not increase a tensor's version."""
+        """`compare` finds changes that do not increase a tensor's version."""
         if self._others:  # a buffer may have been replaced since the last step
             self._others |= {
                 name: buffer
@@ -169,8 +164,7 @@ class RunningStatistics:
         self.discard()
 
     def note_microbatch(self) -> None:
-        """Record the buffer updates of the forward that has just ended. A recomputation in the
-        backward (activation checkpointing) is ignored."""
+        """Record the buffer updates of the forward that has just ended."""
         if self._scratches:
             rows = [scratch.row().to(self._world.device) for scratch in self._scratches]
             self._rows.append(torch.cat(rows))
@@ -187,7 +181,7 @@ class RunningStatistics:
 
     def check(self, *, compare: bool) -> None:
         """Raise if a forward has changed a tensor that it must not change. If `compare` is True,
-        every rank calls it, and all raise the same error."""
+        every rank calls it, and every rank raises."""
         changed = self._changed()
         if compare and self._compares:
             flag = torch.tensor([changed is not None])
@@ -213,8 +207,6 @@ class RunningStatistics:
             )
 
     def _changed(self) -> str | None:
-        """Name the first buffer or parameter that a forward must not change and that has changed
-        since `begin`."""
         if (found := versions(self._watched)) != self._versions:
             pairs = zip(self._names, found, self._versions, strict=True)
             return next(name for name, now, then in pairs if now != then)
@@ -227,9 +219,8 @@ class RunningStatistics:
         return next(filter(None, (updating.reshaped() for updating in self._updating)), None)
 
     def commit(self, assignment: MicrobatchAssignment, count: int, *, apply: bool | Tensor) -> None:
-        """Gather the buffer updates of all `count` microbatches and apply them. Every rank calls
-        it. `apply` is False if the optimizer's step was skipped; a scalar bool tensor if that is
-        only known on the GPU."""
+        """Every rank calls it. `apply` is False if the optimizer's step was skipped; a scalar bool
+        tensor if that is only known on the GPU."""
         for updating in self._updating:
             updating.commit(assignment, self._data, count, apply=apply)
         if not self._scratches:
@@ -249,7 +240,7 @@ class RunningStatistics:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Copy this rank's shard of the tensor as bytes; empty if the tensor is sparse or quantized."""
+    """Empty if the tensor is sparse or quantized."""
     part = to_local(tensor)
     if part.layout != torch.strided or part.is_quantized:
         return torch.empty(0, dtype=torch.uint8)
@@ -262,8 +253,6 @@ ATTRIBUTE = "self_updating_buffers"
 
 
 def self_updating(module: nn.Module) -> Sequence[str]:
-    """Return the names of a module's own buffers that its forward updates, including those of
-    torch's `spectral_norm`."""
     names = list(getattr(module, ATTRIBUTE, ()))
     # the module that torch.nn.utils.parametrizations.spectral_norm makes
     if type(module).__name__ == "_SpectralNorm":
@@ -283,7 +272,7 @@ def self_updating(module: nn.Module) -> Sequence[str]:
 
 class SelfUpdatingBuffers:
     """One module's buffers that its forward updates. Each microbatch's forward changes copies of
-    the values from before the step; the copies of the first microbatch become the new values."""
+    the values from before the step; the first microbatch's copies become the new values."""
 
     def __init__(self, prefix: str, module: nn.Module, names: Sequence[str]) -> None:
         self._prefix = f"{prefix}." if prefix else ""
@@ -299,8 +288,7 @@ class SelfUpdatingBuffers:
         ]
 
     def discard(self) -> None:
-        """Drop the copies that a forward may have changed; the next forward starts with the values
-        from before the step."""
+        """Drop the copies that a forward may have changed."""
         self._taken: dict[str, Tensor] | None = None
 
     def begin(self) -> None:
@@ -314,7 +302,6 @@ class SelfUpdatingBuffers:
         self.discard()
 
     def reshaped(self) -> str | None:
-        """Name a buffer whose shape this rank's first microbatch has changed."""
         for name, updated in (self._first or {}).items():
             if updated.shape != self.kept[name].shape:
                 return (
@@ -326,8 +313,7 @@ class SelfUpdatingBuffers:
     def commit(
         self, assignment: MicrobatchAssignment, data: World, count: int, *, apply: bool | Tensor
     ) -> None:
-        """Set the buffers, on all ranks, to their values after the first microbatch's forward.
-        Every rank calls it. `apply` is False if the optimizer's step was skipped; a scalar bool
+        """Every rank calls it. `apply` is False if the optimizer's step was skipped; a scalar bool
         tensor if that is only known on the GPU."""
         by_rank = assignment.indices_by_rank(count)
         owner = next(rank for rank, indices in enumerate(by_rank) if 0 in indices)

@@ -1,10 +1,9 @@
-"""Computes the sequential parts of a model (the modules that the model calls one after another) as
-if each were in its own process, so that with numerics=bitwise one process computes the bits of any
+"""Computes a model's sequential parts (the modules that the model calls one after another) as if
+each were in its own process, so that with numerics=bitwise one process computes the bits of any
 pipeline.
 
 Between two parts, a tensor and its gradient have the strides of a new tensor, as if they had been
-received. A parameter that several parts share is a separate leaf of autograd's graph in each part,
-so gradients are summed within each part first, and then over the parts in order.
+received. A parameter that several parts share is a separate leaf of autograd's graph in each part.
 """
 
 from __future__ import annotations
@@ -27,22 +26,17 @@ from lockstep.base.torch_private import (
 
 
 class SeparateParts:
-    """The hooks that make each of this rank's sequential parts compute as if it were in its own
-    process."""
-
     def __init__(
         self, model: nn.Module, parts: Sequence[str], shared: Sequence[str], *, last: str
     ) -> None:
-        """`parts` are this rank's; `shared` (names of parameters that several parts use) and `last`
-        (the last part) are of the whole model."""
+        """`parts` are this rank's; `shared` and `last` are of the whole model."""
         modules = {name: model.get_submodule(name) for name in parts}
         once = {id(each): each for name, each in modules.items() if name != last}
         self._handles = [each.register_forward_hook(_separate) for each in once.values()]
         self.leaves: dict[str, list[PartLeaf]] = {}
-        """The leaves of each shared parameter, in the order of this rank's parts. The first of
-        these parts has no entry: there the parameter itself is the leaf."""
+        """For each shared parameter, in the order of this rank's parts. The first of these parts
+        has no entry: there the parameter itself is the leaf."""
         self._in_place: list[PartLeaf] = []
-        """The leaves that replace a shared parameter in the forward that is running now."""
         named = dict(model.named_parameters())
         for name in shared:
             if (parameter := named.get(name)) is None:
@@ -56,7 +50,7 @@ class SeparateParts:
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:
-        """Take the running forward's leaves out of the modules while other forwards run."""
+        """Other forwards may run inside the context."""
         aside = [(leaf, leaf.take_out()) for leaf in list(self._in_place)]
         try:
             yield
@@ -70,18 +64,17 @@ class SeparateParts:
 
 
 class PartLeaf:
-    """A separate leaf of autograd's graph for a shared parameter, which one sequential part uses in
-    its forward, so that this part's gradient is summed by itself."""
+    """A separate leaf of autograd's graph for a shared parameter, so that the gradient of one part
+    of the model is summed by itself."""
 
     def __init__(self, shared: nn.Parameter, part: nn.Module, in_place: list[PartLeaf]) -> None:
         """`in_place` contains this object while a forward of the part runs."""
         self.shared = shared
         self.part = part
         self.parameter = nn.Parameter(shared.detach())
-        """The leaf, which gets this part's gradient. It shares memory with the shared parameter."""
+        """Shares memory with the shared parameter."""
         self.gathered: nn.Parameter | None = None
-        """The leaf that shares memory with the all-gathered parameter, if parameters are sharded;
-        else None."""
+        """Shares memory with the all-gathered parameter; None without sharding."""
         self._in_place = in_place
         self._owners = [
             (own_parameters(module), name)
@@ -101,13 +94,11 @@ class PartLeaf:
         return [self.parameter if self.gathered is None else self.gathered]
 
     def take(self) -> list[Tensor | None]:
-        """Return the gradient of the leaf of the latest forward, in a list, and clear `.grad`."""
         (leaf,) = self.tensors()
         gradient, leaf.grad = leaf.grad, None
         return [gradient]
 
     def put_in(self, leaf: nn.Parameter) -> None:
-        """Put the leaf in the place of the shared parameter, in all modules of the part."""
         own, name = self._owners[0]
         self._replaced = own[name]
         self._put(leaf)
@@ -155,8 +146,6 @@ class PartLeaf:
 
 
 def check_separable(model: nn.Module, parts: Sequence[str]) -> None:
-    """Raise if two of the model's sequential parts are the same module object, with trained
-    parameters."""
     first: dict[int, str] = {}
     for name in parts:
         module = model.get_submodule(name)
@@ -180,7 +169,7 @@ def _separated(value: Any) -> Any:
 
 
 class _Separate(torch.autograd.Function):
-    """The identity, except that the result, and the gradient of the input, have the strides of new
+    """The identity, but the result, and the gradient of the input, have the strides of new
     contiguous tensors."""
 
     generate_vmap_rule = True

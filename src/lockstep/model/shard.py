@@ -53,16 +53,15 @@ def reshard(model: nn.Module) -> None:
 
 
 def reset_after_error(model: nn.Module) -> None:
-    """Return FSDP2 to its state at the beginning of a step, after a forward that has raised an
-    error."""
+    """Return FSDP2 to its state at the beginning of a step."""
     for group in fsdp_groups(model):
         if is_fsdp_root(group):
             group.reset_iter_state()
 
 
 def gather_whole(model: nn.Module) -> None:
-    """Make each forward all-gather all parameters and keep them gathered until `reshard`. Backwards
-    do not reduce gradients, so several forwards and backwards can run in turn."""
+    """All-gather all parameters in each forward and keep them until `reshard`, without reduction of
+    gradients, so that several forwards and backwards can run in turn."""
     groups = fsdp_groups(model)
     versions: dict[str, int] = {}
     for group in groups:
@@ -84,7 +83,6 @@ def gather_whole(model: nn.Module) -> None:
 
 
 def error_of_change(name: str) -> RecipeError:
-    """The error for a forward that has changed the sharded parameter `name` in place."""
     return RecipeError(
         f"the model's forward changed its parameter {name!r} (as nn.Embedding does by max_norm):"
         " under shard a copy that is gathered for the forward, and dropped; change it between"
@@ -94,8 +92,7 @@ def error_of_change(name: str) -> RecipeError:
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """All-gather the parameters, so that modules have the same tensors as in a forward. Every rank
-    enters the context."""
+    """Every rank enters the context."""
     groups = fsdp_groups(model)
     for group in groups:
         group.unshard()
@@ -106,8 +103,8 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unreduced(model: nn.Module) -> Iterator[None]:
-    """Make backwards accumulate gradients on the all-gathered parameters, without reduction over
-    ranks. FSDP2 would reduce zeros if a backward computed only gradients of inputs."""
+    """Backwards accumulate gradients on the all-gathered parameters. FSDP2 would reduce zeros if a
+    backward computed only gradients of inputs."""
     groups = fsdp_groups(model)
     for group in groups:
         group.set_requires_gradient_sync(False, recurse=False)
@@ -120,9 +117,9 @@ def unreduced(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def weights_backward(model: nn.Module) -> Iterator[None]:
-    """Gather the parameters and reduce the gradients of a backward that computes only gradients of
-    weights. FSDP2 gathers when a backward reaches a module's output, and reduces when it reaches
-    the module's input; such a backward reaches neither. Every rank enters the context."""
+    """For a backward that computes only gradients of weights. FSDP2 gathers when a backward reaches
+    a module's output, and reduces when it reaches the module's input; such a backward reaches
+    neither. Every rank enters the context."""
     groups = fsdp_groups(model)
     if not all(map(gathers_in_forward, groups)):  # see `gather_whole`
         yield
@@ -162,14 +159,12 @@ def shard(
     used_after_forward: Collection[nn.Module] = (),
     experts: Sequence[str] = (),
 ) -> None:
-    """Shard the parameters over `Mesh.shards`, block by block, in place. Every rank calls it.
-    `free_after_forward` frees a block's all-gathered parameters between its forward and its
-    backward; `free_root` does the same for parameters outside the blocks. `offload` keeps shards
-    and their gradients in CPU memory. `materialize` is called with a module just before the module
-    is sharded, so that a rank never holds more than one full block besides its shards. `short`
-    gives the weights to all-gather in autocast's precision. `keep_casts=False` frees autocast's
-    casts of weights after each block's forward. `used_after_forward` are modules whose weights are
-    not freed after the forward."""
+    """Shard the parameters over `Mesh.shards`, block by block. Every rank calls it. `free_root`
+    frees parameters outside the blocks after the forward. `materialize` is called with a module
+    just before the module is sharded, so that a rank never holds more than one full block besides
+    its shards. `short` gives the weights to all-gather in autocast's precision. `keep_casts=False`
+    frees autocast's casts of weights after each block's forward. `used_after_forward` are modules
+    whose weights are not freed after the forward."""
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise RecipeError(
@@ -215,7 +210,6 @@ def shard(
 
 
 def _check_dtypes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Raise if trained parameters that FSDP2 would gather together have different dtypes."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     seen: set[int] = set()
     for group in (*blocks, model):
@@ -235,9 +229,9 @@ def _check_dtypes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 def unmark(model: nn.Module, compiled: Sequence[str]) -> None:
     """Remove the attribute by which FSDP2 marks modules, except in `compiled` blocks, because
-    torch.compile needs it. If a module has the attribute, transformers calls the layers that
-    LayerDrop skips (Wav2Vec2, HuBERT), and so trains a different model. Modules with a `generate`
-    method keep it: by it, transformers makes equally many forwards on all ranks."""
+    torch.compile needs it. With the attribute, transformers calls the layers that LayerDrop skips
+    (Wav2Vec2, HuBERT). Modules with a `generate` method keep it: by it, transformers makes equally
+    many forwards on all ranks."""
     for name, module in model.named_modules():
         if not hasattr(module, "generate") and not any(
             is_within(name, block) for block in compiled
@@ -253,8 +247,7 @@ def shard_parts(
     experts: Sequence[str],
     **how: Any,
 ) -> None:
-    """Shard each module separately, because a pipeline calls them separately. `parts` maps the
-    module's name to its blocks; `how` goes to `shard`."""
+    """A pipeline calls `parts` separately, each with its blocks; `how` goes to `shard`."""
     shared = shared_names(model)
     for names in shared:
         holders = [part for part in parts if any(name.startswith(f"{part}.") for name in names)]
@@ -275,8 +268,6 @@ def shard_parts(
 
 
 def error_of_order(calls: str) -> RecipeError:
-    """The error for ranks that gather or reduce different blocks; `calls` describes both ranks'
-    collectives."""
     return RecipeError(
         f"{calls}; with sharded parameters, all ranks must call the same blocks in the same order,"
         " equally often; they may skip a block between others that get a tensor with a gradient;"
@@ -286,7 +277,6 @@ def error_of_order(calls: str) -> RecipeError:
 
 
 def error_of_sharding(error: BaseException | None, plan: object) -> UserError | None:
-    """Explain torch's error about sharded parameters; None for other errors."""
     if isinstance(error, CallsDiffer) and error.calls is not None:
         return error_of_order(
             " and ".join(f"rank {rank} {call}" for rank, call in error.calls.items())
@@ -320,14 +310,13 @@ def error_of_sharding(error: BaseException | None, plan: object) -> UserError | 
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:
-    """Return the modules on which `fully_shard` was called. FSDP2 all-gathers the parameters of
-    each together, without those of such modules inside it."""
+    """FSDP2 all-gathers the parameters of each of these modules together, without those of such
+    modules inside it."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def modules_of(group: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules inside `group`, a module of `fsdp_groups`, that are outside of all inner
-    groups."""
+    """Yield the modules inside `group` that are outside of all inner modules of `fsdp_groups`."""
     yield group
     for child in group.children():
         if not isinstance(child, FSDPModule):
@@ -335,13 +324,12 @@ def modules_of(group: nn.Module) -> Iterator[nn.Module]:
 
 
 class SkippedBlockGuard:
-    """Hooks that make a forward all-gather also the blocks that it does not call (as with
-    LayerDrop), so that all ranks make the same collectives. Create the guard before the model is
-    sharded and install it afterwards, so that its hooks run around FSDP2's."""
+    """Makes a forward all-gather also the blocks that it does not call (as with LayerDrop), so that
+    all ranks make the same collectives. Create the guard before the model is sharded and install it
+    afterwards, so that its hooks run around FSDP2's."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Any], *, gathers_ahead: bool) -> None:
-        """`blocks` are in the order of their calls. `gathers_ahead` all-gathers a block's
-        parameters while the previous block runs."""
+        """`gathers_ahead` all-gathers a block's parameters while the previous block runs."""
         self._model = model
         self._blocks = list(blocks)
         self._gathers_ahead = gathers_ahead
@@ -377,8 +365,7 @@ class SkippedBlockGuard:
         return self._pass_through(skipped, output) if skipped else None
 
     def _pass_through(self, skipped: range, value: Any) -> Any:
-        """Pass one tensor of `value` through the skipped blocks, of which only the hooks run, and
-        put the result back into `value`."""
+        """Pass one tensor of `value` through the skipped blocks, of which only the hooks run."""
         leaves, structure = tree_flatten(value)
         tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         place = next((place for place in tensors if leaves[place].requires_grad), None)

@@ -1,6 +1,3 @@
-"""Refuses random numbers that a user's hook draws for parameters of a model that is split into
-pipeline stages."""
-
 from __future__ import annotations
 
 import math
@@ -17,10 +14,9 @@ from lockstep.model.tensor.random_functions import draws
 
 
 class StageDraws(TorchFunctionMode):
-    """A mode in which a random function without a `generator` raises `RecipeError` if it draws
-    numbers for a parameter or a gradient, or in the shape of one. The default generators have the
-    same seeds on all ranks of the pipeline, so each stage would draw the numbers that one process
-    draws for the first stage."""
+    """Refuses random numbers that a user's hook draws for parameters of pipeline stages without a
+    `generator`. The default generators have the same seeds on all ranks of the pipeline, so each
+    stage would draw the numbers that one process draws for the first stage."""
 
     def __init__(self, models: Iterable[nn.Module], pipeline: int) -> None:
         super().__init__()
@@ -60,8 +56,7 @@ class StageDraws(TorchFunctionMode):
 
 
 def _drawn(args: Any, kwargs: Any) -> Iterator[Tensor | Size]:
-    """Yield the tensors and sizes among the arguments of a random function. Two or more integers
-    are a size; a single integer may mean anything."""
+    """Two or more integers are a size; a single integer may mean anything."""
     yield from (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
     for each in (*args, kwargs.get("size"), args):
         is_size = isinstance(each, tuple | list) and all(type(one) is int for one in each)

@@ -1,12 +1,9 @@
 """SyncBatchNorm: the samples of every microbatch are split over the data ranks, and statistics are
 computed over all of its slices.
 
-Outputs and gradients equal those of one process. Each layer exchanges (mean, variance, number of
-values) in the forward and two sums per channel in the backward, so every rank must run the same
-layers in the same order: a layer in a branch that only some ranks take deadlocks until the process
-group's timeout. Outside of a step's microbatches, nothing is split or exchanged. Each slice has its
-own random numbers (so dropout masks and a random `collate` depend on the number of ranks), and its
-own loss.
+Each layer exchanges (mean, variance, number of values) in the forward and two sums per channel in
+the backward, so every rank must run the same layers in the same order. Each slice has its own
+random numbers (so dropout masks depend on the number of ranks), and its own loss.
 """
 
 from __future__ import annotations
@@ -30,13 +27,12 @@ from lockstep.plan import Plan
 
 
 class SyncBatchNormExchange:
-    """What all SyncBatchNorm layers of a session share: the ranks with which they exchange
-    statistics, and what this rank computes now. A copy of a model shares it."""
+    """The ranks that exchange statistics, and what this rank computes now. All SyncBatchNorm layers
+    of a session share it, also those of a copied model."""
 
     def __init__(self) -> None:
         self.world: World | None = None
-        """The ranks over which the samples of each microbatch are split; None if they are not
-        split."""
+        """None if microbatches are not split."""
         self.is_dummy: bool | None = None
         """True during a dummy forward (this rank has no slice of the microbatch); False while this
         rank computes a slice; None outside of microbatches."""
@@ -46,8 +42,7 @@ class SyncBatchNormExchange:
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Torch's layer with a forward that also works on CPUs, and that computes statistics over all
-    ranks' slices of a microbatch."""
+    """Torch's layer, with a forward that also works on CPUs."""
 
     _exchange: SyncBatchNormExchange
 
@@ -99,9 +94,8 @@ def split_microbatches(
     *,
     microbatch: int,
 ) -> MicrobatchAssignment:
-    """Return the assignment of microbatches to ranks. If a model has a SyncBatchNorm in training
-    mode, each microbatch is split over all data ranks. Every rank calls it. `microbatch` is a
-    number of samples."""
+    """If a model has a SyncBatchNorm in training mode, split each microbatch over all data ranks.
+    Every rank calls it. `microbatch` is a number of samples."""
     mine = [
         (name, type(layer).__name__, isinstance(layer, nn.SyncBatchNorm))
         for name, layer in training_batchnorms(models)
@@ -136,8 +130,7 @@ def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, BatchNor
 
 
 class _Normalise(torch.autograd.Function):
-    """BatchNorm of this rank's slice of a microbatch, with the statistics over all ranks' slices.
-    Returns (output, mean, variance, number of values per channel). The last three are float64
+    """Returns (output, mean, variance, number of values per channel). The last three are float64
     without gradient, for the running statistics; the variance is uncorrected."""
 
     @staticmethod

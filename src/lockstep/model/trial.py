@@ -42,15 +42,14 @@ def trial() -> Iterator[None]:
 
 
 def tolerance(tensor: Tensor) -> float:
-    """Return the largest relative difference that rounding explains between a model's output
-    `tensor` and the same output computed in another order."""
+    """Return the largest relative difference that rounding explains."""
     eps = epsilon(tensor)
     return ROUNDINGS * eps**0.75 if eps <= SINGLE else SHORT_ROUNDINGS * eps
 
 
 def epsilon(tensor: Tensor) -> float:
-    """Return the epsilon of the least precise dtype in which a model's output `tensor` may have
-    been computed: its own, autocast's, or TF32."""
+    """Return the epsilon of the least precise dtype in which `tensor` may have been computed: its
+    own, autocast's, or TF32."""
     kinds = [tensor.dtype]
     if torch.is_autocast_enabled(tensor.device.type):
         kinds.append(torch.get_autocast_dtype(tensor.device.type))
@@ -61,8 +60,7 @@ def epsilon(tensor: Tensor) -> float:
 
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run forwards without gradients, and restore the default generators and the model's buffers at
-    the end."""
+    """Restore the default generators and the model's buffers at the end."""
     buffers = {each: each.clone() for each in model.buffers()}
     try:
         with torch.no_grad(), accelerator.preserved_generators(device):
@@ -77,8 +75,7 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def nothing_dropped(model: nn.Module) -> Iterator[None]:
-    """Put all modules into evaluation mode, so that dropout drops nothing, except BatchNorm, which
-    normalizes with the statistics of the batch."""
+    """Evaluation mode, except for BatchNorm, which normalizes with the statistics of the batch."""
     modes = [(each, each.training) for each in model.modules()]
     try:
         for each, _ in modes:
@@ -91,8 +88,8 @@ def nothing_dropped(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def all_in_use(model: nn.Module) -> Iterator[None]:
-    """Give trained parameters that are (nearly) zero random values, the same on all ranks, so that
-    a branch behind a zero gate or layer contributes to the output."""
+    """Give (nearly) zero parameters random values, the same on all ranks, so that a branch behind a
+    zero gate contributes to the output."""
     generator, before = torch.Generator(), []
     reshard(model)  # forwards may have left parameters gathered
     try:
@@ -116,7 +113,5 @@ def all_in_use(model: nn.Module) -> Iterator[None]:
 
 
 def _forget_copies(model: nn.Module) -> None:
-    """Free all-gathered parameters and autocast's cached casts, so that the next forward uses the
-    changed values."""
     reshard(model)
     torch.clear_autocast_cache()

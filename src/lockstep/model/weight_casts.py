@@ -1,13 +1,12 @@
 """Autocast's casts of the weights that FSDP2 shards.
 
-FSDP2 gathers the weights of torch's layers in autocast's precision: casting a gathered weight gives
-the same bits as gathering the casts of its shards. Other code that used such a weight in another
-operation would get a rounded weight; `check_uses` detects this in the first backward.
+FSDP2 gathers the weights of torch's layers in autocast's precision. Other code that used such a
+weight would get a rounded weight; `check_uses` detects this in the first backward.
 
 For any other weight, a matrix product under autocast saves the cast weight for its backward. FSDP2
-cannot free these casts, so they would keep the full model in bf16 on every rank. So after the
-forward of a block, `drop_casts` replaces each saved cast by a function that makes the cast again,
-with the same bits, from the weight that FSDP2 gathers for the block's backward.
+cannot free these casts, so they would keep the full model in bf16 on every rank. So `drop_casts`
+replaces each saved cast by a function that makes the cast again, with the same bits, from the
+weight that FSDP2 gathers for the block's backward.
 """
 
 from __future__ import annotations
@@ -47,22 +46,17 @@ _WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), ("weight",)),
     nn.MultiheadAttention: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
 }
-"""Modules of torch, with the parameters that their forwards use only in matrix products and
-convolutions."""
+"""Parameters that the forwards of torch's modules use only in matrix products and convolutions."""
 SMALL_PART = 200
-"""A weight is small, and is gathered in its own dtype, if it has less than 1 / 200 of the elements
-of the parameters that FSDP2 gathers together. A router has at most 1 / (2 h) of them, where h is
-the width of the experts' hidden layer; the smallest projection of a large model's attention has 1 /
-100."""
+"""Smaller weights are gathered in their own dtype: a router may be called outside of autocast. A
+router has at most 1 / (2 h) of the elements that FSDP2 gathers together, where h is the width of
+the experts' hidden layer; the smallest projection of a large model's attention has 1 / 100."""
 VIEWS = (
     "(T|Transpose|Permute|View|UnsafeView|Split|SplitWithSizes|Chunk|Slice|Select|Squeeze|Unsqueeze"
     "|Expand|Alias|Unbind)"
 )
-"""Matches the names of autograd's nodes for view operations, without their ending `Backward0`."""
 _PRODUCTS = r"Addmm|Mm|Bmm|Baddbmm|Addbmm|Addmv|Mv|Dot|Linear|\w*Convolution"
 _OTHERS = rf"(?!({VIEWS}|{_PRODUCTS})Backward)\w+Backward\d"
-"""Matches autograd's nodes for torch's operations that are neither products, convolutions nor
-views."""
 _TWO_DTYPES = (
     r"[^\n]*(have the same dtype|should be the same|expected scalar"
     r" type)[^\n]*(BFloat16|Half)[^\n]*"
@@ -75,16 +69,15 @@ _A_FORWARD_OF_ITS_OWN = (
 
 @dataclass(frozen=True, slots=True)
 class AutocastWeights:
-    """The weights that FSDP2 may all-gather in autocast's `dtype`. `owners` has each weight's
-    module, and its name there."""
+    """The weights that FSDP2 may all-gather in autocast's `dtype`, by their module and their name
+    there."""
 
     dtype: torch.dtype
     owners: Collection[tuple[nn.Module, str]]
 
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype) -> Self:
-        """Find the float32 weights that autocast casts whenever their module computes: weights of
-        torch's layers and of transformers' `Conv1D`, if the class's forward is unchanged. Call it
+        """Find the float32 weights that autocast casts whenever their module computes. Call it
         before the model's forwards are changed."""
         kinds = dict(_WEIGHTS)
         if transformers := sys.modules.get("transformers.pytorch_utils"):
@@ -99,8 +92,7 @@ class AutocastWeights:
         return cls(dtype, owners)
 
     def gather_short(self, groups: Iterable[nn.Module]) -> None:
-        """Make FSDP2 all-gather these weights in `dtype`, except weights that another module also
-        uses, and small ones: a router may be called outside of autocast."""
+        """Weights that another module also uses, and small ones, keep their dtype."""
         for group in groups:
             held = fsdp_parameter_group(group)
             parameters = [] if held is None else held.fsdp_params
@@ -112,9 +104,8 @@ class AutocastWeights:
 
 
 def check_uses(groups: Iterable[nn.Module], loss: Tensor) -> None:
-    """Raise if the graph of `loss` uses a weight that is gathered in autocast's precision in
-    operations other than matrix products and convolutions. Compiled code and the user's
-    autograd.Functions cannot be checked."""
+    """Raise if `loss` depends on a rounded weight through operations other than matrix products and
+    convolutions. Compiled code and the user's autograd.Functions cannot be checked."""
     held = filter(None, map(fsdp_parameter_group, groups))
     parameters = [each for group in held for each in group.fsdp_params]
     names = {id(gathered): name for name, gathered in filter(None, map(gathered_short, parameters))}
@@ -136,8 +127,6 @@ def check_uses(groups: Iterable[nn.Module], loss: Tensor) -> None:
 
 
 def error_of_autocast(error: BaseException | None, plan: object) -> PlanError | None:
-    """Explain torch's error about a product of two dtypes, which occurs if weights are gathered in
-    autocast's precision and used without autocast; None for other errors."""
     if not isinstance(error, RuntimeError) or not (said := re.search(_TWO_DTYPES, str(error))):
         return None
     return PlanError(
@@ -148,8 +137,7 @@ def error_of_autocast(error: BaseException | None, plan: object) -> PlanError | 
 
 
 def _name_of(node: Node, names: Mapping[int, str]) -> str | None:
-    """Return the name of the weight whose gradient the node accumulates, directly or through
-    views."""
+    """Return the name of the weight whose gradient the node accumulates."""
     while (
         re.match(f"{VIEWS}Backward", node.name())
         and (following := node.next_functions[0][0]) is not None
@@ -167,14 +155,13 @@ def _computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 BLOCK = "lockstep: output of a block"
-"""Key in the metadata of those nodes of autograd's graph that made the output of a block."""
+"""Marks autograd's nodes that made the output of a block."""
 CAST = "ToCopyBackward0"
 View = Callable[[Tensor], Tensor]
 
 
 def drop_casts(group: nn.Module, *, is_root: bool) -> None:
-    """Stop autograd from keeping casts of `group`'s weights from forward to backward. If `is_root`,
-    only the operations after the last block are searched."""
+    """Stop autograd from keeping casts of `group`'s weights from forward to backward."""
     parameters = fsdp_parameter_group(group)
     compared: set[str] = set()
 
@@ -204,8 +191,7 @@ def _is_output_of_block(node: Any) -> bool:
 
 
 def _may_be_cast(weight: Tensor) -> bool:
-    """True for a plain float32 tensor of two dims or more; autocast's casts of norms and biases are
-    small."""
+    """False for norms and biases, whose casts are small."""
     return weight.dim() > 1 and weight.dtype is torch.float32 and not is_distributed(weight)
 
 
@@ -215,9 +201,8 @@ def drop_from_graph(
     is_end: Callable[[Any], bool],
     compared: set[str],
 ) -> None:
-    """Replace saved casts of the weights, from the `waiting` autograd nodes back to those for which
-    `is_end` is true, by functions that make the casts again in the backward. The backward adds to
-    `compared` the names of weights whose new cast was compared with that of the forward."""
+    """Replace saved casts of the weights by functions that make the casts again in the backward,
+    which adds to `compared` the names of weights whose casts were equal."""
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
@@ -247,8 +232,7 @@ def _in_its_place(cast: _Cast, tensor: Tensor) -> _Cast:
 
 
 def _again_and_compared(expected: Tensor, name: str, compared: set[str], cast: _Cast) -> Tensor:
-    """Make a weight's cast again in the backward. Raises `PlanError` if the sum of its bits is not
-    `expected`."""
+    """Raises `PlanError` if the sum of the new cast's bits is not `expected`."""
     again = cast.again()
     if again.untyped_storage().nbytes():
         if not torch.equal(_sum_of_bits(again), expected):
@@ -269,8 +253,7 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """Makes a saved cast of a weight again: apply `views` to the gathered weight, cast to `dtype`,
-    and view with `size`, `stride` and `offset`."""
+    """Makes a saved cast of a weight again, from the gathered weight."""
 
     weight: Tensor
     views: tuple[View, ...]
@@ -312,8 +295,8 @@ class _Cast:
         return source
 
     def again(self) -> Tensor:
-        """Make the cast again. If the gathered weight is freed, return a tensor without memory: a
-        backward also unpacks saved tensors that it does not use."""
+        """If the gathered weight is freed, return a tensor without memory: a backward also unpacks
+        saved tensors that it does not use."""
         if not self.weight.untyped_storage().nbytes():
             device = self.weight.device
             freed = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
@@ -329,8 +312,8 @@ def _is_cast_or_view(kind: Any) -> bool:
 
 
 def _view_of(node: Any, place: int) -> View | None:
-    """Return the view operation whose backward is `node`, as a function of the base tensor; None
-    for other operations. `place` is the index of the view among the operation's outputs."""
+    """Return the view operation whose backward is `node`. `place` is the index of the view among
+    the operation's outputs."""
 
     def saved(*names: str) -> dict[str, Any]:
         return {name: saved_value(node, name) for name in names}

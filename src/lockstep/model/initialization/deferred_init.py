@@ -1,12 +1,11 @@
 """Deferred initialization: builds a model without values, and computes the initial value of each
 tensor separately.
 
-Each random operation of the model's factory draws from a generator that is seeded by the
-operation's number, so its result does not depend on earlier operations. `DeferredModel.build` runs
-the factory on fake tensors and logs every operation that writes; `materialize` replays only the
-operations on which one tensor depends. Tensors that are made from values (lists, NumPy, a file) are
-computed at once. A value that the factory's Python code needs (`.item()`, `if mask.any():`) is
-computed by replaying the log.
+`DeferredModel.build` runs the model's factory on fake tensors and logs every operation that writes;
+`materialize` replays only the operations on which one tensor depends. Each random operation draws
+from a generator that is seeded by the operation's number, so its result does not depend on earlier
+operations. A value that the factory's Python code needs (`.item()`, `if mask.any():`) is computed
+by replaying the log.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ def build(factory: Callable[[], Any], key: int) -> Any:
 
 
 class DeferredModel:
-    """A model whose parameters and buffers have no memory yet, and whose initial values can be
-    computed one tensor at a time."""
+    """A model on the meta device, whose initial values can be computed one tensor at a time."""
 
     module: Any
     """Its parameters and buffers are on the meta device; other tensors that the factory made have
@@ -75,8 +73,7 @@ class DeferredModel:
 
     @classmethod
     def build(cls, factory: Callable[[], Any], key: int) -> DeferredModel:
-        """Run `factory` without computing values. Raises `CannotDefer` if that is not possible, or
-        if `factory` raises. `key` seeds the initial values."""
+        """Raises `CannotDefer` also if `factory` raises. `key` seeds the initial values."""
         recorder = InitRecorder(key)
         with _older_objects_frozen():
             try:
@@ -110,8 +107,8 @@ class DeferredModel:
 
     @torch.no_grad()
     def materialize(self, tensor: str | Tensor) -> Tensor:
-        """Compute the initial value of one parameter or buffer as a new CPU tensor. The state of
-        torch's default generator does not change."""
+        """Compute an initial value on the CPU. The state of torch's default generator does not
+        change."""
         meta = self._names[tensor] if isinstance(tensor, str) else tensor
         source = self._sources[id(meta)]
         if isinstance(source, Tensor):
@@ -121,8 +118,8 @@ class DeferredModel:
 
 
 def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder) -> DeferredModel:
-    """Move the parameters and buffers to the meta device, and give all other fake tensors that the
-    factory has made their values, in place."""
+    """Move parameters and buffers to the meta device, and give the factory's other fake tensors
+    their values, in place."""
     named = {
         id(tensor): (name, tensor)
         for name, tensor in (*module.named_buffers(), *module.named_parameters())
@@ -147,8 +144,8 @@ def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder)
 
 @contextmanager
 def _older_objects_frozen() -> Iterator[None]:
-    """Hide the objects that exist now, such as torch's modules, from `gc.get_objects`, so that the
-    search for the factory's tensors is fast."""
+    """Hide today's objects from `gc.get_objects`, so that the search for the factory's tensors is
+    fast."""
     if is_frozen():  # objects that other code has frozen could not be told apart from ours
         yield
         return
@@ -168,8 +165,6 @@ def _fakes(recorder: InitRecorder) -> list[Any]:
 
 
 def _check(recorder: InitRecorder, tensors: list[tuple[str, Any]]) -> None:
-    """Raise if the value of one of the (name, tensor) pairs cannot be computed later and by
-    itself."""
     seen: dict[int, str] = {}
     for name, tensor in tensors:
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
@@ -204,7 +199,7 @@ def _reason(error: Exception, recorder: InitRecorder) -> str:
 
 def replace_contents(tensor: Any, new: Any) -> Any:
     """Exchange the contents of two tensors; `tensor` keeps its id, class and attributes. Returns
-    the tensor with its former contents."""
+    the former contents."""
     kind = _plain_class(tensor)
     if issubclass(kind, nn.Parameter):
         new = make_subclass(kind, new, tensor.requires_grad)
@@ -221,7 +216,6 @@ def replace_contents(tensor: Any, new: Any) -> Any:
 
 
 def _plain_class(tensor: Any) -> Any:
-    """Return the class that a tensor would have if it were not a `FakeTensor`."""
     if not isinstance(tensor, FakeTensor):
         return type(tensor)
     if type(tensor) is not FakeTensor:
@@ -237,8 +231,7 @@ def _fake_attributes() -> frozenset[str]:
 
 @contextmanager
 def fake_parameters_keep_class(fake_class: Any, is_fake: Callable[[Any], bool]) -> Iterator[None]:
-    """Let a fake parameter have the subclass of `nn.Parameter` that the user's code constructs, and
-    let `module.to` keep parameters with their attributes."""
+    """A fake parameter gets the subclass of `nn.Parameter` that the user's code constructs."""
     make: Any = nn.Parameter.__new__
     swap: Any = torch.utils.swap_tensors
 

@@ -1,6 +1,3 @@
-"""A model with its initial values, which are computed at once, or later and only for the tensors
-that this rank holds."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -30,29 +27,26 @@ from lockstep.model.initialization.recorder import CannotDefer
 
 @dataclass(slots=True)
 class InitialModel:
-    """A model that the user's factory has made. Its initial values are computed later (deferred) if
-    the plan shards or splits the model, and the factory's code allows it."""
+    """A model that the user's factory has made. If the plan shards or splits the model, its initial
+    values are computed later, and only for the tensors that this rank holds."""
 
     module: Any
     deferred: DeferredModel | None
-    """None if the module was initialized at once."""
     reason: str | None
-    """Why the module could not be deferred; None if it was deferred, or was not to be."""
+    """Why the model could not be deferred."""
 
     checksums: dict[str, int] = field(default_factory=dict)
-    """Checksums of the initial values that this rank has computed, by name. Empty with one rank."""
+    """Checksums of the initial values that this rank has computed."""
     given: frozenset[str] = frozenset()
-    """First names of the tensors whose values are loaded later, as from a checkpoint; their initial
-    values are not computed."""
+    """First names of the tensors whose values are loaded later, as from a checkpoint."""
 
     @classmethod
     def build(
         cls, factory: Callable[[], Any], key: int, mesh: Mesh, *, without_values: bool = False
     ) -> InitialModel:
-        """Call the factory. Initial values depend only on the seed `key`. Every rank calls it;
-        raises if two ranks' models differ in structure. `without_values` leaves tensors empty; a
-        factory whose initialization cannot be deferred is called under the caller's dispatch
-        modes."""
+        """Every rank calls it, and every rank raises if two ranks' models differ in structure. A
+        factory that cannot be deferred is called under the caller's dispatch modes if
+        `without_values`."""
         deferred, reason = None, None
         if mesh.torch_mesh is not None or without_values:
             try:
@@ -74,8 +68,8 @@ class InitialModel:
         return initial
 
     def materialize(self, part: nn.Module, device: torch.device) -> None:
-        """Replace the meta tensors of `part`, a module of the model, by their initial values, under
-        all of their names in the model."""
+        """Give the meta tensors of `part`, a module of the model, their initial values, under all
+        of their names."""
         if self.deferred is None:
             return
         values = {
@@ -90,8 +84,7 @@ class InitialModel:
                     named[name] = values.get(id(tensor), tensor)
 
     def compute_checksums(self, parts: Iterable[str]) -> None:
-        """Compute checksums of modules that other ranks hold, for the comparison by
-        `check_values`."""
+        """Compute checksums of modules that other ranks hold, for `check_values`."""
         if self.deferred is not None:
             for part in parts:
                 module = self.module.get_submodule(part)
@@ -100,8 +93,7 @@ class InitialModel:
                         self.checksums[name] = tensor_checksum(self.deferred.materialize(tensor))
 
     def check_values(self, world: World) -> None:
-        """Every rank calls it. All ranks raise if two ranks have computed different initial values
-        for one tensor."""
+        """Every rank calls it, and every rank raises."""
         check_checksums(self.checksums, world)
 
     def _value(self, tensor: Tensor, deferred: DeferredModel, device: torch.device) -> Tensor:

@@ -1,9 +1,8 @@
 """Logs the ATen operations of a model's factory that write to a storage, and replays those on which
 one tensor depends.
 
-The log refers to storages; a tensor is a view: a storage with size, strides and offset. So making a
-view needs no entry, an operation on a slice is a write to the storage, and `p.data.copy_(q)` and
-`p.data = q` need no special rule.
+The log refers to storages, so making a view needs no entry, an operation on a slice is a write to
+the storage, and `p.data.copy_(q)` and `p.data = q` need no special rule.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from lockstep.keys import key as key_of
 
 
 class OperationSeeds:
-    """Seeds the default generators before each random operation of a model's factory, by a key and
-    the operation's number."""
+    """Seeds the default generators by a key and the number of each random operation."""
 
     def __init__(self, key: int) -> None:
         self._key = key
@@ -71,28 +69,22 @@ class LoggedOperation:
     reads: frozenset[int]
     writes: frozenset[int]
     fresh: frozenset[int]
-    """The storages that the operation makes or overwrites completely: their former contents do not
-    affect it."""
+    """The storages that the operation makes or overwrites completely."""
     number: int | None
     generator: Tensor | None
     dtype: torch.dtype
-    """Torch's default dtype when the operation ran."""
 
 
 class OperationLog:
-    """The operations of a model's factory that wrote to storages, in the order in which they
-    ran."""
-
     def __init__(self, seeds: OperationSeeds) -> None:
         self._seeds = seeds
         self._entries: list[LoggedOperation] = []
         self._writers: dict[int, list[int]] = {}
         self.storages: dict[int, Any] = {}
-        """The storages that occurred, by address. The log keeps them alive, so that addresses stay
-        unique; fake storages have no memory."""
+        """Keys are addresses. The log keeps storages alive, so that addresses stay unique; fake
+        storages have no memory."""
         self.constants: dict[int, torch.UntypedStorage] = {}
-        """Values of storages, by address: copies of tensors from lists, NumPy or files, made when
-        an operation on a fake tensor used them."""
+        """Values of storages, by address: copies of tensors from lists, NumPy or files."""
 
     def keep(self, storage: Any) -> int:
         address = storage_address(storage)
@@ -109,8 +101,6 @@ class OperationLog:
         return view.offset == 0 and is_full and _is_dense(view)
 
     def replay(self, views: Iterable[StorageView]) -> list[Tensor]:
-        """Run the logged operations on which `views` depend. Returns a tensor with the final values
-        of each view."""
         views = list(views)
         storages = {view.storage for view in views}
         operations = self._slice(storages)
@@ -135,8 +125,7 @@ class OperationLog:
             torch.set_default_dtype(dtype)
 
     def _slice(self, wanted: set[int]) -> list[int]:
-        """Return the indices of the entries on which the final contents of these storages depend,
-        ascending."""
+        """Return the ascending indices of the entries on which these storages depend."""
         needed: set[int] = set()
         live: set[int] = set()  # each has exactly one pair in next_writes
         next_writes: list[tuple[int, int]] = []
@@ -200,7 +189,6 @@ def tensor_leaves(tree: Any) -> list[Any]:
 
 
 def _is_dense(view: StorageView) -> bool:
-    """True if the view's elements fill a contiguous range of memory without overlap."""
     expected = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(view.stride, view.size, strict=True) if size != 1

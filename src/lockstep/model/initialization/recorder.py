@@ -1,6 +1,3 @@
-"""The dispatch modes in which a model's factory runs: `KeyedInit` seeds each random operation, and
-`InitRecorder` also logs the operations, so that initial values can be computed later."""
-
 from __future__ import annotations
 
 from functools import cache
@@ -30,21 +27,16 @@ from lockstep.model.initialization.operation_log import (
 
 DRAWN = "normal uniform exponential random log_normal cauchy geometric bernoulli"
 OVERWRITES = frozenset(f"aten::{name}_" for name in f"{DRAWN} fill zero copy".split())
-"""In-place operations whose result does not depend on the former contents of the tensor that they
-write."""
 
 
 class CannotDefer(LockstepError):
-    """Raised if a model's initial values cannot be computed later, tensor by tensor. The text names
-    the operation that prevents it, and its line in the user's code."""
+    """Raised if a model's initial values cannot be computed later, tensor by tensor."""
 
 
 class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Seeds torch's default CPU generator by `keys.key(key, n)` before the n-th random operation
-    inside. An operation with a `generator` argument draws from that generator; `torch.manual_seed`
-    inside has no effect. Python's and NumPy's generators are seeded once at the start; at the end,
-    all three are seeded. Operations in other threads, and on devices other than the CPU, are not
-    covered."""
+    inside; `torch.manual_seed` inside has no effect. Operations in other threads, and on devices
+    other than the CPU, are not covered."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -95,7 +87,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         )
 
     def values(self, tree: Any) -> Any:
-        """Replace each fake tensor in `tree` by a tensor with its value, computed from the log."""
+        """Replace each fake tensor in `tree` by its value, computed from the log."""
         views = [self.view(item) for item in tensor_leaves(tree) if self.is_fake(item)]
         values = iter(self.log.replay(views))
         return tree_map(lambda item: next(values) if self.is_fake(item) else item, tree)
@@ -143,8 +135,8 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _constant(self, item: Any) -> Any:
-        """Return a fake tensor in place of a tensor with values, and log a copy of the values,
-        because NumPy could change them later without an operation of torch."""
+        """Return a fake tensor for a tensor with values, and log a copy of the values, because
+        NumPy could change them later without an operation of torch."""
         if not isinstance(item, Tensor) or self.is_fake(item):
             return item
         copy = item.detach().clone()
@@ -180,8 +172,8 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         )
 
     def _outputs(self, out: Any) -> tuple[tuple[StorageView | None, ...], set[int]]:
-        """Return the views for `LoggedOperation.outputs`, and the addresses of the storages that
-        the operation has made."""
+        """Returns the outputs' views, and the addresses of the storages that the operation has
+        made."""
         outputs: list[StorageView | None] = []
         new: set[int] = set()
         for tensor in tensor_leaves(out):
@@ -202,7 +194,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
 
     def _overwritten(self, func: Any, written: list[StorageView], inputs: list[Tensor]) -> set[int]:
         """Return the address of the storage that an operation overwrites completely and does not
-        read, as a set."""
+        read."""
         if schema(func).name not in OVERWRITES or not self.log.is_whole(written[0]):
             return set()
         others = {storage_address(tensor.untyped_storage()) for tensor in inputs[1:]}
@@ -217,8 +209,8 @@ def _generator(args: Any, kwargs: Any) -> torch.Generator | None:
 
 
 def _is_empty(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if the operation makes an empty CPU tensor, as code does that then gives it the storage
-    of a file or of a copy."""
+    """True for a new empty CPU tensor, to which code then gives the storage of a file or of a
+    copy."""
     on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
     return func is torch.ops.aten.empty.memory_format and 0 in args[0] and on_cpu
 

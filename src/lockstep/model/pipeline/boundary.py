@@ -17,13 +17,10 @@ Around = Callable[[int], AbstractContextManager[Any]]
 """Maps a pipeline stage's index to the context in which the stage's forward runs. A model without a
 pipeline is stage 0."""
 Run = Callable[[int, Callable[["Arguments"], Any], Any], Any]
-"""Calls a stage's forward: (stage index, forward, arguments) -> output. `Chunks` of arguments give
-`Chunks` of outputs."""
+"""Calls a stage's forward: (stage index, forward, arguments) -> output."""
 
 
 class Arguments(NamedTuple):
-    """The positional and keyword arguments of a call of a model, or of a part of it."""
-
     positional: tuple[Any, ...]
     keywords: dict[str, Any]
 
@@ -67,46 +64,36 @@ class PipelineLoss:
 
 
 class StageTerm(NamedTuple):
-    """A part of a microbatch's loss that is computed in a stage's forward."""
-
     scaled: Tensor
-    """A scalar, already multiplied by its factor. The backward accumulates its gradient."""
+    """A scalar, already multiplied by its factor."""
     record: Sequence[Tensor | float]
-    """Numbers that are added, one by one, to those of the same microbatch's
-    `PipelineLoss.record`."""
+    """Numbers that are added to those of the same microbatch's `PipelineLoss.record`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineMicrobatch:
     """One microbatch, and the functions with which a pipeline computes it. Every rank has the same
-    microbatches in the same order. Functions that only other ranks call may be any function."""
+    microbatches in the same order."""
 
     position: tuple[int, ...]
-    """The indices from which the microbatch's random numbers are seeded."""
     inputs: Callable[[], Arguments | Chunks]
-    """Returns the model's arguments. Called on the first rank, twice: to see their shapes, and in
-    the first stage's forward."""
+    """Called on the first rank, twice: for the shapes, and in the first stage's forward."""
     score: Callable[[Any], Any]
-    """Computes the loss from the model's output, on the last rank. In a forward without backward it
-    may return any value."""
+    """Computes the loss from the model's output, on the last rank."""
     is_dummy: bool = False
-    """True if this rank computes the microbatch only because other ranks' forwards have
-    collectives, which all ranks must call. Its gradient is zero."""
+    """True if this rank computes the microbatch only because all ranks must call the forwards'
+    collectives. Its gradient is zero."""
     is_recomputed: bool = False
-    """True if this pipeline computes a microbatch of another pipeline, to compare the gradients of
-    both."""
+    """True if another pipeline also computes this microbatch, and the gradients are compared."""
     run: Run | None = None
-    """None: the stage's forward is called as it is."""
     before: Callable[[], object] = lambda: None
-    """Called before each stage's forward, on the stage's rank."""
     term: Callable[[], StageTerm | None] = lambda: None
-    """Called after each stage's forward, on the stage's rank. Returns a part of the loss, or None;
-    always None in a forward without backward."""
+    """Called after each stage's forward, on the stage's rank. Returns a part of the loss."""
 
 
 class Boundary(NamedTuple):
-    """Describes the tensors that a stage passes to the next one, for microbatches whose inputs have
-    the same shapes. The description is the same on every rank."""
+    """Describes the tensors that a stage passes to the next one. The description is the same on
+    every rank."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -116,7 +103,7 @@ class Boundary(NamedTuple):
     """True if the stage's output is a tensor, False if it is a tuple."""
     chunks: int | None
     """Number of the sequence's chunks, if a stage computes each by itself; the other fields then
-    list the tensors of one chunk after another. None for whole sequences."""
+    list the tensors of one chunk after another."""
 
     @classmethod
     def of(cls, value: Any, part: str) -> Boundary:
@@ -154,7 +141,6 @@ class Boundary(NamedTuple):
 
     @classmethod
     def joined(cls, boundary: Boundary | Chunks, part: str) -> Boundary:
-        """Return one description for all chunks of a sequence."""
         if isinstance(boundary, Boundary):
             return boundary
         chunks: Sequence[Boundary] = boundary.each
@@ -179,7 +165,6 @@ class Boundary(NamedTuple):
         return cls(tuple(map(tuple, shapes)), tuple(dtypes), tuple(gradients), single, chunks)
 
     def arguments(self, tensors: tuple[Tensor, ...]) -> Arguments | Chunks:
-        """Return the next stage's arguments from the tensors that the stage has received."""
         if self.chunks is None:
             return self._arguments_of_one(tensors)
         width = len(tensors) // self.chunks
@@ -203,8 +188,6 @@ class Boundary(NamedTuple):
         )
 
     def check(self, value: Any, part: str) -> None:
-        """Raise if a stage's output does not have the shapes and dtypes described here. `part`
-        names the stage's last part."""
         boundary = Boundary.of(value, part)
         if boundary != self:
             raise RecipeError(
@@ -223,22 +206,20 @@ class Boundary(NamedTuple):
 
 
 def received_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return received tensors in a form that a stage may change in place, and whose gradients can
-    be sent back."""
+    """A stage may change the result in place."""
     return _StageInputs.apply(*tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def sendable_outputs(value: Any, scaled: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return a stage's output tensors as contiguous tensors that are no views, so that they can be
-    sent, and detached in place. Their backward also accumulates the gradient of `scaled`, a scalar
-    loss of this stage."""
+    """Return contiguous tensors that are no views. Their backward also accumulates the gradient of
+    `scaled`, a scalar loss of this stage."""
     chunks = value.each if isinstance(value, Chunks) else (value,)
     tensors = [each for one in chunks for each in (one if isinstance(one, tuple) else (one,))]
     return _StageOutputs.apply(scaled, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _StageInputs(torch.autograd.Function):
-    """The identity, without a copy. The backward makes the gradients contiguous."""
+    """The identity. The backward makes the gradients contiguous."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -251,8 +232,7 @@ class _StageInputs(torch.autograd.Function):
 
 
 class _StageOutputs(torch.autograd.Function):
-    """The identity, with contiguous results that are no views. The backward passes the gradient 1
-    to the scalar."""
+    """The identity. The backward passes the gradient 1 to the scalar."""
 
     @staticmethod
     def forward(ctx: Any, scaled: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:

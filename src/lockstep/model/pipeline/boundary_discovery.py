@@ -1,9 +1,6 @@
-"""Discovers the shapes of the tensors that a pipeline's stages exchange, and raises an error of one
-rank on every rank.
-
-For each combination of input shapes, one microbatch is computed, stage by stage. Torch's own shape
-inference repeats every part and the loss for each schedule, and deadlocks if one rank fails.
-"""
+"""Discovers the shapes of the tensors that a pipeline's stages exchange, by computing one
+microbatch for each combination of input shapes. Torch's own shape inference repeats every part and
+the loss for each schedule, and deadlocks if one rank fails."""
 
 from __future__ import annotations
 
@@ -30,22 +27,18 @@ from lockstep.model.pipeline.boundary import (
 from lockstep.model.pipeline.stage import StageForwards, unchanged_buffers
 
 
-class StageFailed(LockstepError):
-    """Raised on all other ranks if a rank of the pipeline fails with an error that is not a
-    `UserError`."""
+class StageFailed(LockstepError): ...
 
 
 class PipelineFailure:
-    """Holds the first error on this rank until it is raised on every rank. Every rank of the
-    pipeline makes one."""
+    """Holds the first error on this rank until every rank raises."""
 
     def __init__(self, world: World) -> None:
         self.error: Exception | None = None
         self._world = world
 
     def raise_on_all_ranks(self, compute: Callable[[], Any]) -> Any:
-        """Return `compute()`. Every rank calls it, and every rank raises if `compute` fails on any
-        rank."""
+        """Every rank calls it, and every rank raises if `compute` fails on any rank."""
         self.error, result = None, None
         try:
             result = compute()
@@ -61,8 +54,8 @@ class PipelineFailure:
             self.raise_known()
 
     def raise_known(self) -> None:
-        """Raise this rank's error or, if it has none, an error with the text of the first rank that
-        has one. Every rank calls it, at a point where all ranks know that there is an error."""
+        """Every rank calls it, at a point where all ranks know that there is an error. The text is
+        that of the first rank that has one."""
         mine, self.error = self.error, None
         error = None if mine is None else [type(mine).__name__, str(mine)]
         everyone = self._world.gather_values(error)
@@ -77,7 +70,7 @@ class PipelineFailure:
 
 class SequentialCheck:
     """Checks that a model's forward only calls the given parts, one after another. Create the check
-    before the model is parallelized, because it keeps the modules' original forwards."""
+    before the model is parallelized, because it keeps the original forwards."""
 
     def __init__(self, model: nn.Module, parts: Sequence[str]) -> None:
         self._forward = model.forward
@@ -86,9 +79,8 @@ class SequentialCheck:
         self._forwards = {id(module): module.forward for module in model.modules()}
 
     def check(self, call: Callable[[Callable[..., Any]], Any]) -> None:
-        """Raise unless the model's forward passes each part the output of the previous part, and
-        returns the output of the last one. `call` calls its argument with the model's inputs. The
-        parts are not computed, so they need no values."""
+        """`call` calls its argument with the model's inputs. The parts are not computed, so they
+        need no values."""
         handed: list[_Placeholder] = []
         original: Any = nn.Module.__call__
         known = {id(module) for module in self._modules}
@@ -142,9 +134,6 @@ class _NotSequential(Exception):
 
 
 class _Placeholder:
-    """Replaces a part's output in `SequentialCheck`. The model's forward can only pass it on to the
-    next part."""
-
     def __init__(self, part: str) -> None:
         self._part = part
 
@@ -159,8 +148,7 @@ FAILED = -1
 
 
 class BoundaryDiscovery:
-    """The descriptions of what stages pass on, for all combinations of input shapes that have
-    occurred. Every rank of the pipeline makes the same calls."""
+    """Every rank of the pipeline makes the same calls."""
 
     def __init__(
         self, model: nn.Module, forwards: StageForwards, world: World, failure: PipelineFailure
@@ -174,14 +162,13 @@ class BoundaryDiscovery:
         self._sequential_check = SequentialCheck(model, self._stages.parts)
         self._checked_modes: set[bool] = set()
         self._known: dict[tuple[int, bool], list[Boundary]] = {}
-        """The boundary after each stage except the last, by (hash of the inputs' shapes and dtypes,
-        True if there is a backward)."""
+        """Keys: (hash of the inputs' shapes and dtypes, True if there is a backward)."""
 
     def routes(
         self, microbatches: Sequence[PipelineMicrobatch], *, backward: bool
     ) -> list[list[Boundary]]:
-        """Return, for each microbatch, the descriptions of what each stage except the last passes
-        on. Every rank calls it."""
+        """Return a boundary for each microbatch and each stage except the last. Every rank calls
+        it."""
         keys = [(signature, backward) for signature in self._signatures(microbatches)]
         for index in self._undiscovered(keys):
             self._known[keys[index]] = self._discover(microbatches[index], backward)
@@ -198,9 +185,8 @@ class BoundaryDiscovery:
         return [index for index, flag in enumerate(new.tolist()) if flag]
 
     def _signatures(self, microbatches: Sequence[PipelineMicrobatch]) -> list[int]:
-        """Return a hash of the shapes and dtypes of each microbatch's inputs, computed on the first
-        rank and sent to all. The host does not wait for its device. Raises on every rank if the
-        first rank fails."""
+        """Return a hash of the shapes and dtypes of each microbatch's inputs. The host does not
+        wait for its device. Raises on every rank if the first rank fails."""
         numbers = torch.zeros(len(microbatches), dtype=torch.int64)
         if self.world.rank == 0:
             try:
@@ -227,15 +213,13 @@ class BoundaryDiscovery:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
     def _check_sequential(self, inputs: Arguments | Chunks) -> None:
-        """Check the model's forward in training mode and in evaluation mode. Called on the first
-        rank."""
         if self._model.training not in self._checked_modes:
             one = inputs.each[0] if isinstance(inputs, Chunks) else inputs
             self._sequential_check.check(one.call)
             self._checked_modes.add(self._model.training)
 
     def _discover(self, microbatch: PipelineMicrobatch, backward: bool) -> list[Boundary]:
-        """Compute one microbatch's stages one after another. Every rank calls it."""
+        """Every rank calls it."""
 
         def compute(stage: int, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
             with (
@@ -262,8 +246,7 @@ class BoundaryDiscovery:
         return route
 
     def try_forward(self, arguments: Arguments | Chunks, run: Run) -> Any:
-        """Call the stages one after another, without gradients. Every rank calls it. Returns the
-        model's output on the last rank, None elsewhere."""
+        """Every rank calls it. Returns the model's output on the last rank, None elsewhere."""
 
         def compute(stage: int, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
             given = arguments
@@ -283,8 +266,7 @@ class BoundaryDiscovery:
         count: int,
     ) -> tuple[list[Boundary], Any]:
         """Compute the first `count` stages one after another. Every rank calls it. Returns the
-        boundaries after these stages (without the last stage's) and, on the last stage's rank, the
-        model's output."""
+        boundaries and, on the last stage's rank, the model's output."""
         route: list[Boundary] = []
         value: tuple[Tensor, ...] = ()
         last_output = None
@@ -312,7 +294,6 @@ class BoundaryDiscovery:
     def _sent_to_next_stage(
         self, stage: int, value: tuple[Tensor, ...], boundary: Boundary
     ) -> tuple[Tensor, ...]:
-        """Send a stage's output to the rank of the next stage, or receive the output there."""
         source, target = stage % self._stages.ranks, (stage + 1) % self._stages.ranks
         if source == target or self.world.rank not in (source, target):
             return value

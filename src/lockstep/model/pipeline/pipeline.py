@@ -1,10 +1,8 @@
-"""The `pipeline` axis: each rank has some stages of the model, and microbatches go through all
-stages.
+"""The `pipeline` axis: each rank has some stages of the model.
 
-Torch's schedules order the forwards, backwards, sends and receives. This module adds: a loss factor
-for each microbatch; microbatches of different shapes in one call of a schedule; a random stream for
-each part of the model; and a schedule that runs to its end if a forward fails, before every rank
-raises.
+This module adds to torch's schedules: a loss factor for each microbatch; microbatches of different
+shapes in one call of a schedule; a random stream for each part of the model; and a schedule that
+runs to its end if a forward fails, before every rank raises.
 """
 
 from __future__ import annotations
@@ -47,9 +45,8 @@ from lockstep.plan import Schedule
 
 class Pipeline:
     """The stages of one model on one rank. Every rank of the pipeline makes one, and calls its
-    methods in the same order. This rank's parts of `model` must have values before the first call.
-    `together` has, for each axis whose ranks call collectives in a stage's forward, the ranks along
-    the axis."""
+    methods in the same order. `together` has, for each axis whose ranks call collectives in a
+    stage's forward, the ranks along the axis."""
 
     def __init__(
         self,
@@ -67,36 +64,32 @@ class Pipeline:
         self._group = pipeline.group or dist.group.WORLD
         self._forwards = StageForwards(model, stages, pipeline.rank, streams, together)
         self.modules = [nn.ModuleList(self._forwards.parts[stage]) for stage in self._forwards.own]
-        """The parts of each of this rank's stages."""
         self._failure = PipelineFailure(pipeline)
         self.raise_on_all_ranks = self._failure.raise_on_all_ranks
         self._discovery = BoundaryDiscovery(model, self._forwards, pipeline, self._failure)
         self.try_forward = self._discovery.try_forward
         self._after: Callable[[int], object] = lambda _: None
         self.on_gradient: Callable[[int, int], None] | None = None
-        """Called with the stage's index in `modules` and the microbatch's index in `run`, once the
-        microbatch's gradient of the stage's weights is complete."""
+        """Called with the stage's index in `modules` and the microbatch's index, once the gradient
+        of the stage's weights is complete."""
         self.on_exchange: Callable[[int, Sequence[int], Sequence[Tensor]], None] | None = None
-        """Called in `run` with the microbatch's index, the position of the exchange (the index of
-        the stage's forward or backward among all of the microbatch's, then `RECEIVED` or `SENT`),
-        and the tensors that the stage receives or sends. The loss counts as sent."""
+        """Called with the microbatch's index, the position of the exchange (the index of the
+        stage's forward or backward among all of the microbatch's, then `RECEIVED` or `SENT`), and
+        the tensors. The loss counts as sent."""
         self.leaves: Sequence[PartLeaf] = ()
-        """The leaves of autograd's graph for parameters that several parts of the model share."""
         self.expert_leaves: Sequence[Leaves] = ()
-        """For each module of experts that is divided over ranks, the tensors in place of its
-        parameters that get the gradients for each rank's rows."""
+        """The tensors that get the gradients for each rank's rows, for each module of experts that
+        is divided over ranks."""
         self._schedules: dict[Any, tuple[Any, list[VariableShapeStage]]] = {}
         self._microbatches: Sequence[PipelineMicrobatch] = ()
         self._routes: list[list[Boundary]] = []
         self._results: dict[int, Any] = {}
         self._rows: dict[int, list[Sequence[Tensor | float]]] = {}
-        """The numbers that each of this rank's stages has computed for all ranks, by the
-        microbatch's index."""
+        """The numbers for all ranks from each of this rank's stages, by the microbatch's index."""
 
     @property
     def exchange(self) -> SyncBatchNormExchange | None:
-        """The exchange of SyncBatchNorm's statistics; None if microbatches are not split over
-        pipelines."""
+        """None if microbatches are not split over pipelines."""
         return self._forwards.exchange
 
     @exchange.setter
@@ -104,9 +97,8 @@ class Pipeline:
         self._forwards.exchange = exchange
 
     def watch(self, around: Around, after: Callable[[int], object]) -> None:
-        """Set the context of each stage's forward and loss, and a function that `run` calls after
-        each forward, in the order of microbatches and not for dummy microbatches. Both take the
-        stage's index in `modules`."""
+        """`run` calls `after` after each forward, in the order of microbatches and not for dummy
+        microbatches. Both functions take the stage's index in `modules`."""
         self._forwards.around, self._after = around, after
 
     @property
@@ -123,16 +115,12 @@ class Pipeline:
         return len(self.stages.ranges) - 1
 
     def parts_by_stage(self) -> dict[int, list[nn.Module]]:
-        """Return this rank's stages by index, each with its parts of the model in the order of
-        their calls."""
         return self._forwards.parts
 
     def run(self, microbatches: Sequence[PipelineMicrobatch], columns: int = 1) -> Tensor:
-        """Compute forward and backward of all microbatches, and add the gradient of Σ grad_output *
-        total to the `.grad` of this rank's parameters. Returns every microbatch's
-        `PipelineLoss.record`, of `columns` numbers: shape (microbatches, columns), float64, the
-        same on every rank. If a forward fails, every rank raises; the gradients are then
-        invalid."""
+        """Compute forward and backward of all microbatches. Returns every microbatch's
+        `PipelineLoss.record`: shape (microbatches, columns), float64, the same on every rank. If a
+        forward fails, every rank raises; the gradients are then invalid."""
         if not microbatches:
             return torch.zeros((0, columns), dtype=torch.float64, device=self.world.device)
         self._run_all(microbatches, backward=True)
@@ -155,9 +143,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[PipelineMicrobatch]) -> list[Any]:
-        """Compute the forward only. Returns each microbatch's `score` on the last rank, an empty
-        list elsewhere. All activations between stages are in memory at once: pass a few
-        microbatches at a time."""
+        """Returns each microbatch's `score` on the last rank, an empty list elsewhere. All
+        activations between stages are in memory at once: pass a few microbatches at a time."""
         if not microbatches:
             return []
         self._run_all(microbatches, backward=False)
@@ -176,9 +163,8 @@ class Pipeline:
                 self._run_schedule(start + first, start + end, schedule, backward)
 
     def _starts(self) -> list[int]:
-        """Return the indices of the microbatches with which a new call of the schedule begins: the
-        first one, and each one whose tensors between stages differ in more than their shapes from
-        the previous microbatch's."""
+        """Return the microbatches with which a new call of the schedule begins, because their
+        tensors between stages differ from the previous microbatch's in more than their shapes."""
         kinds = list(map(_signatures, self._routes))
         starts = [
             0,
@@ -247,8 +233,8 @@ class Pipeline:
         return SEVERAL_STAGES_A_RANK[schedule](stages, count, loss, scale_grads=False), stages
 
     def weights(self) -> list[list[nn.Parameter]]:
-        """Return the tensors that get gradients in each stage's backward: the stage's parameters,
-        except that a leaf replaces a parameter that an earlier part of the model also has."""
+        """Return the tensors that get gradients in each stage's backward. A leaf replaces a
+        parameter that an earlier part of the model also has."""
         seen: set[nn.Parameter] = set()
         leaves = []
         for stage, module in enumerate(self.modules):
@@ -266,9 +252,8 @@ class Pipeline:
         return [each for leaves in self.expert_leaves for each in leaves.within(modules)]
 
     def _forward(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
-        """Run a stage's forward for torch's schedule. If the forward fails, return zeros, so that
-        no rank waits for its output; every rank raises after the schedule. But if the forward has
-        collectives, raise at once, because the other ranks would wait in them."""
+        """If the forward fails, return zeros, so that no rank waits for the output. But if the
+        forward has collectives, raise at once, because the other ranks would wait in them."""
         try:
             return self._compute(stage, local, index, received)
         except Exception as error:
@@ -310,8 +295,7 @@ class Pipeline:
         )
 
     def _zeros_with_gradient(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
-        """Return zeros in place of the output of a failed forward. The gradient of the received
-        tensors is zero too."""
+        """The gradient of the received tensors is zero too."""
         arrived = received_inputs(received) if received else ()
         link = sum(
             (tensor.sum() * 0 for tensor in arrived if tensor.requires_grad),
@@ -333,8 +317,8 @@ class Pipeline:
 
 
 class _StageModule(nn.Module):
-    """The module that torch's pipelining calls for a stage. It holds the stage's parameters,
-    because torch's zero-bubble schedule asks it for the tensors whose gradients it computes."""
+    """The module that torch's pipelining calls for a stage. Torch's zero-bubble schedule asks its
+    parameters for gradients."""
 
     def __init__(
         self,
@@ -347,17 +331,16 @@ class _StageModule(nn.Module):
         self.parts = nn.ModuleList(parts)
         self.leaves = nn.ParameterList(leaves)
         self.expert_leaves = expert_leaves
-        """Returns the tensors in place of the experts' parameters in the last forward. With sharded
-        parameters, these tensors exist only once the forward has gathered the parameters."""
+        """With sharded parameters, these tensors exist only once the forward has gathered the
+        parameters."""
         self.compute = compute
         self.received: tuple[Tensor, ...] = ()
-        """The tensors from the previous stage with which the last forward was called."""
         self.index = 0
-        """The index in `Pipeline.run` of the microbatch that the next forward computes."""
+        """The microbatch that the next forward computes, as an index in `Pipeline.run`."""
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the leaves of autograd's graph in the stage: its parameters (all-gathered, if they
-        are sharded), and the tensors that take the place of parameters."""
+        """Yield the leaves of autograd's graph in the stage: all-gathered parameters, and tensors
+        that replace parameters."""
         yield from gathered_parameters(self) or super().parameters(recurse)
         yield from self.expert_leaves()
 

@@ -1,6 +1,6 @@
 """The forwards of a rank's pipeline stages, and a subclass of torch's `PipelineStage` that allows
 microbatches of different shapes, handles missing gradients, and frees memory early. Imports torch's
-schedules, which takes long, so this module is imported only for pipelines."""
+schedules, which takes long."""
 
 from __future__ import annotations
 
@@ -47,16 +47,17 @@ SEVERAL_STAGES_A_RANK: dict[str, Any] = {
 class VariableShapeStage(PipelineStage):
     submod: Any
     routes: Sequence[Sequence[Boundary]]
-    """For each microbatch in the present call of the schedule, the description of what each stage
-    except the last passes on."""
+    """For each microbatch in the present call of the schedule, the boundary after each stage except
+    the last."""
     losses: list[Tensor]
     first: int
-    """The index in `Pipeline.run` of the first microbatch in the present call of the schedule."""
+    """The first microbatch in the present call of the schedule, as an index in `Pipeline.run`."""
     around: Callable[[int], AbstractContextManager[Any]]
-    """Maps a microbatch's index in the call of the schedule to the context of its backward."""
+    """The context of a microbatch's backward, by the microbatch's index in the call of the
+    schedule."""
     on_missing_gradient: Callable[[], None]
     on_gradient: Callable[[int], None] | None
-    """Called with the index in `Pipeline.run` of each microbatch, once its gradient of the stage's
+    """Called with the microbatch's index in `Pipeline.run`, once the gradient of the stage's
     weights is complete."""
     on_exchange: Callable[[int, Sequence[int], Sequence[Tensor]], None] | None
 
@@ -64,8 +65,8 @@ class VariableShapeStage(PipelineStage):
         super().__init__(*args, **kwargs)
         keep_gradients(self)
         self.received: dict[int, tuple[Tensor, ...]] = {}
-        """The tensors received from the previous stage, by the microbatch's index in the call of
-        the schedule, until its backward."""
+        """Keys are indices of microbatches in the call of the schedule. Tensors stay until the
+        microbatch's backward."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:
@@ -92,8 +93,8 @@ class VariableShapeStage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Compute a microbatch's backward. If the output does not depend on an input, zeros are
-        sent to the previous stage as the gradient of this input; torch's stage would deadlock."""
+        """If the output does not depend on an input, zeros are sent to the previous stage as the
+        input's gradient; torch's stage would deadlock."""
         received = self.received.pop(bwd_chunk_id, ())
         is_full = kwargs.get("full_backward", True)
         self._note_received(bwd_chunk_id, self._backward_place, self.grad_recv_info)
@@ -119,8 +120,8 @@ class VariableShapeStage(PipelineStage):
             )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Compute a microbatch's gradients of the weights after those of its inputs, and free the
-        graph of its loss, which torch's stage would keep until the end of the schedule."""
+        """Free the graph of the microbatch's loss, which torch's stage would keep until the end of
+        the schedule."""
         # the first stage has no gradients of inputs: this is its whole backward
         split = nullcontext() if self.is_first else weights_backward(self.submod)
         with self.around(bwd_chunk_id), split:
@@ -154,7 +155,6 @@ class VariableShapeStage(PipelineStage):
             self.on_exchange(self.first + chunk, position, exchanged)
 
     def release(self) -> None:
-        """Free the tensors that the last call of the schedule has received and computed."""
         self.clear_runtime_states()
         self.received.clear()
         self.submod.received = ()
@@ -181,15 +181,13 @@ class VariableShapeStage(PipelineStage):
 
 
 def _allocates_at_receive(info: Any) -> bool:
-    """True from torch 2.15 on, where a received tensor is allocated when it is received. Before,
-    `info` has a buffer for each microbatch."""
+    """True from torch 2.15 on; before, `info` has a buffer for each microbatch."""
     return hasattr(info, "allocate_buffer")
 
 
 class StageForwards:
     """Calls the parts of this rank's stages one after another, with the random numbers of the
-    microbatch and the part. `together` has, for each axis whose ranks call collectives in a stage's
-    forward, the ranks along the axis."""
+    microbatch and the part."""
 
     def __init__(
         self,
@@ -218,7 +216,7 @@ class StageForwards:
         received: tuple[Tensor, ...],
         route: Sequence[Boundary],
     ) -> Any:
-        """Return a stage's output. `route` describes what each stage before this one passes on."""
+        """`route` has the boundary after each stage before this one."""
         self.streams.start(microbatch.position, self.stages.ranges[stage].start)
         if stage == 0:
             arguments = microbatch.inputs()
@@ -238,16 +236,15 @@ class StageForwards:
 
     @property
     def lockstep_ranks(self) -> Sequence[World]:
-        """For each axis whose ranks call collectives in the forwards, the ranks along it, which
-        must run the same forwards at the same time."""
+        """For each axis whose ranks call collectives in the forwards, the ranks along it."""
         if (exchange := self._exchange_in_training) is None:
             return self._together
         return () if exchange.world is None else (exchange.world,)
 
     @contextmanager
     def computing(self, microbatch: PipelineMicrobatch) -> Iterator[None]:
-        """Tell SyncBatchNorm whether the microbatch is a dummy, in its forward, and in its backward
-        because of activation checkpointing."""
+        """Tell SyncBatchNorm whether the microbatch is a dummy, also in the recomputation of
+        activation checkpointing."""
         exchange = self._exchange_in_training
         if exchange is None:
             yield
@@ -265,7 +262,6 @@ class StageForwards:
 
 @contextmanager
 def unchanged_buffers(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore the values of the modules' buffers (such as running statistics) at the end."""
     kept = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
     try:
         yield

@@ -1,5 +1,5 @@
-"""The parts of a model that its forward calls one after another, and their split into pipeline
-stages of similar cost. Nothing here communicates."""
+"""The split of a model's sequential parts into pipeline stages of similar cost. Nothing here
+communicates."""
 
 from __future__ import annotations
 
@@ -16,24 +16,22 @@ from lockstep.base.words import counted
 from lockstep.model.blocks import check_not_nested, matching_names, module_tensors, numel, outermost
 
 STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
-"""The number of stages that a schedule puts on each rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
     """A parameter that several parts of the model share. Gradients are summed over `ranks`, in this
-    order. Only the first of these ranks includes it in the norm of the gradient."""
+    order; the first of these ranks includes the parameter in the norm of the gradient."""
 
     name: str
     ranks: tuple[int, ...]
-    """The ranks of the pipeline that have the parameter. With bitwise numerics, a rank occurs once
-    for each of its parts that has the parameter."""
+    """With bitwise numerics, a rank occurs once for each of its parts that has the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
     """The split of a model into stages of consecutive parts. Stage s is on rank s mod `ranks` of
-    the pipeline. `parts` has the names of the model's parts, in the order of their calls."""
+    the pipeline."""
 
     parts: tuple[str, ...]
     ranges: tuple[range, ...]
@@ -52,9 +50,8 @@ class Stages:
         costs: Sequence[float] | None = None,
         bitwise: bool = False,
     ) -> Stages:
-        """Split `model` for a pipeline of `ranks` ranks, before any parameter is removed from the
-        model. `costs` is the relative cost of computing each part; None: its number of
-        parameters."""
+        """Call it before any parameter is removed from `model`. `costs` is the relative cost of
+        computing each part; None: its number of parameters."""
         if not (parts := sequential_parts(model, patterns)):
             raise RecipeError(
                 f"pipeline={ranks} and a model ({type(model).__name__}) that is not an"
@@ -92,9 +89,8 @@ class Stages:
 
 def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """Return the names of the parts that the model's forward calls one after another; empty if the
-    order is unknown. The parts of an `nn.Sequential` are its members. Otherwise they are the
-    modules that `patterns` name, in the order of the patterns. Raises if the parts do not contain
-    every parameter and buffer."""
+    order is unknown. The parts of an `nn.Sequential` are its members. Otherwise `patterns` name the
+    parts, in their order."""
     if patterns is None:
         if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
             return []
@@ -114,8 +110,8 @@ def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[s
 
 
 def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
-    """Split `costs` into `count` non-empty contiguous runs so that the largest sum of a run is as
-    small as possible; of several such splits, return the one with the smallest sum of squares."""
+    """Return contiguous runs of which the largest sum is as small as possible; of several such
+    splits, the one with the smallest sum of squares."""
     most = _best(costs, count, lambda cost: cost, max, math.inf)[-1][0]
     table = _best(costs, count, lambda cost: cost * cost, lambda one, other: one + other, most)
     runs: list[range] = []
@@ -128,10 +124,9 @@ def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
 
 
 def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
-    """Split `count` microbatches into consecutive calls of torch's schedules: (first microbatch,
-    index after the last, schedule). Torch's 1F1B needs at least as many microbatches as stages;
-    GPipe runs fewer. Torch's interleaved schedules need a multiple of the number of rounds; a
-    second call runs the rest."""
+    """Return (first microbatch, index after the last, schedule) for consecutive calls of torch's
+    schedules. Torch's 1F1B needs at least as many microbatches as stages; GPipe runs fewer. Torch's
+    interleaved schedules need a multiple of the number of rounds; a second call runs the rest."""
     if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.ranges)):
         return [(0, count, schedule)] if count else []
     if schedule == "1f1b":
@@ -142,8 +137,6 @@ def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int,
 
 
 def check_microbatches(count: int, stages: Stages) -> None:
-    """Raise if one pipeline computes fewer microbatches than it has stages in a step with a full
-    global batch."""
     if count < len(stages.ranges):
         raise RecipeError(
             f"{counted(count, 'microbatch')} per step in a pipeline of {len(stages.ranges)} stages;"
@@ -156,8 +149,8 @@ def check_microbatches(count: int, stages: Stages) -> None:
 def shared_parameters(
     model: nn.Module, parts: Sequence[str], ranks: Sequence[int], *, each_part: bool
 ) -> tuple[SharedParameter, ...]:
-    """Return the parameters that parts on several ranks of the pipeline share; with `each_part`,
-    also those that several parts on one rank share. `ranks` has the rank of each part."""
+    """Return the parameters that parts on several ranks share; with `each_part`, also those that
+    several parts on one rank share."""
     holders: dict[int, list[int]] = {}
     for part, rank in zip(parts, ranks, strict=True):
         for parameter in model.get_submodule(part).parameters():
@@ -172,8 +165,8 @@ def shared_parameters(
 
 
 def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
-    """Set the parameters and buffers outside the named parts to None. All modules stay, so the
-    names of the remaining tensors do not change."""
+    """Set other parameters and buffers to None. All modules stay, so the names of the remaining
+    tensors do not change."""
     held = {id(tensor) for name in names for tensor in module_tensors(model.get_submodule(name))}
     for module in model.modules():
         for tensors in (own_parameters(module), own_buffers(module)):
@@ -228,8 +221,8 @@ def _check_statistics(model: nn.Module, parts: Sequence[str], ranges: Sequence[r
 
 
 def _units(trainable: Sequence[bool]) -> list[range]:
-    """Return groups of consecutive parts that a split must not separate: a part with trainable
-    parameters, and the following parts without any."""
+    """Group each part with trainable parameters with the following parts without any; a split must
+    not separate them."""
     starts = [place for place, can in enumerate(trainable) if can]
     if not starts:
         return []
@@ -243,10 +236,9 @@ def _best(
     join: Callable[[float, float], float],
     most: float,
 ) -> list[tuple[float, int]]:
-    """Find the best splits of `costs` by dynamic programming over the number of runs. The value of
-    a split is `value` of each run's sum, joined by `join`. Entry row * (len(costs) + 1) + stop of
-    the result is (least value, start of the last run) for costs[:stop] in `row` runs, none of which
-    has a sum above `most`."""
+    """Dynamic programming over the number of runs. Entry row * (len(costs) + 1) + stop of the
+    result is (least value, start of the last run) for costs[:stop] in `row` runs, none of which has
+    a sum above `most`."""
     length, sums = len(costs), list(accumulate(costs, initial=0.0))
     table = [(math.inf, 0)] * ((count + 1) * (length + 1))
     table[0] = (0.0, 0)

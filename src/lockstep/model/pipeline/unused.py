@@ -9,11 +9,9 @@ from collections.abc import Iterable
 from torch import Tensor
 
 _UNUSED = "lockstep_is_unused"
-"""Attribute of tensors of zeros that stand for a missing gradient."""
 
 
 def given_or_unused(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """Return the gradient or, if it is None, zeros that `clear_unused` recognises."""
     if gradient is not None:
         return gradient
     zeros = parameter.new_zeros(()).expand_as(parameter)
@@ -22,7 +20,6 @@ def given_or_unused(gradient: Tensor | None, parameter: Tensor) -> Tensor:
 
 
 def clear_unused(parameters: Iterable[Tensor]) -> None:
-    """Set `.grad` to None for parameters whose gradient is only zeros from `given_or_unused`."""
     for each in parameters:
         if hasattr(each.grad, _UNUSED):
             each.grad = None
