@@ -1,8 +1,5 @@
 """The collectives that this process is executing now, for hang reports, from torch's flight
-recorders and from shared-memory groups. An accelerator's backend (NCCL) has its own flight
-recorder. For it, the process only queues collectives, which run on the device: the device waits in
-the first unfinished one, or has not reached it yet.
-"""
+recorders and from shared-memory groups."""
 
 from __future__ import annotations
 
@@ -20,19 +17,15 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
-    """One call of a collective by this process."""
-
     name: str
     group: str
-    """The process group's name in torch; "default_pg" for all processes."""
+    """default_pg" for all processes."""
     sequence: int
-    """The number of the call in its process group."""
     tensors: str
-    """Dtype and shape of this process's tensor, such as float32 (4,)."""
     on_device: bool = False
-    """True if the device executes the call; False if this process does."""
+    """True if the device executes the call, which the process has only queued."""
     label: str = ""
-    """The purpose of the call, such as "gathers block 'a'"; "" if it is not known."""
+    """The purpose of the call, such as "gathers block 'a'"."""
 
     def __str__(self) -> str:
         text = f"{self.name} of {self.tensors}" if self.tensors else self.name
@@ -41,7 +34,6 @@ class CollectiveCall:
 
 @contextmanager
 def announce(call: CollectiveCall) -> Iterator[None]:
-    """A context in which `active_calls` also lists `call`, which this process makes inside."""
     _announced.append(call)
     try:
         yield
@@ -50,8 +42,8 @@ def announce(call: CollectiveCall) -> Iterator[None]:
 
 
 def active_calls() -> list[CollectiveCall]:
-    """Return the collectives that this process is executing, then those that its device has not
-    finished, oldest first. Any thread may call it."""
+    """The collectives that this process is executing, then those that its device has not finished,
+    oldest first. Any thread may call it."""
     calls = [
         *_announced,
         *(
@@ -74,9 +66,9 @@ def active_calls() -> list[CollectiveCall]:
 
 
 def open_entries(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the unfinished collectives among the entries of an accelerator's flight recorder. A
-    process group's collectives run in order, so an entry before a finished one is finished too,
-    even if it is not marked so (in a coalesced call)."""
+    """The unfinished collectives in an accelerator's flight recorder. A group's collectives run in
+    order, so an entry before a finished one is finished too, even if it is not marked so (in a
+    coalesced call)."""
     latest: dict[Hashable, int] = {}
     for entry in entries:
         if _is_done(entry):
@@ -117,4 +109,3 @@ _DTYPES = {
     "Int": "int32",
     "Byte": "uint8",
 }
-"""A dtype's name in torch's flight recorder -> its name in Python, such as float32."""

@@ -13,8 +13,8 @@ E = TypeVar("E", bound=LockstepError)
 
 
 def raise_on_all_ranks(world: World, compute: Callable[[], T], base: type[LockstepError]) -> T:
-    """Return this rank's `compute()`. Every rank calls this function. If `compute` raises an error
-    of class `base` on some ranks, all ranks raise the error of the first of these ranks."""
+    """Return this rank's `compute()`. If it raises an error of class `base` on some ranks, every
+    rank raises the first rank's error. Every rank calls it."""
     mine, message = None, None
     try:
         result = compute()
@@ -27,8 +27,8 @@ def raise_on_all_ranks(world: World, compute: Callable[[], T], base: type[Lockst
 
 
 def on_rank_0(world: World, compute: Callable[[], T], base: type[LockstepError]) -> T:
-    """Call `compute` on rank 0 only, and return its JSON value on every rank. Every rank calls this
-    function. If `compute` raises an error of class `base`, all ranks raise it."""
+    """Broadcast the JSON value that rank 0 computes, or its error of class `base`. Every rank calls
+    it."""
     mine: LockstepError | None = None
 
     def outcome() -> list[Any]:

@@ -16,37 +16,35 @@ from lockstep.comm.world import World
 BLOCK = 256
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 _LARGEST = {"fp16": 32752.0, "int8": 127.0}
-"""For each format, the magnitude to which the largest number of a block is scaled. For fp16 it is
-half of the dtype's maximum, so that rounding stays in range."""
+"""A block's largest number is scaled to this. For fp16, half of the dtype's maximum, so that
+rounding stays in range."""
 _INT8_DIVISOR = 127.0001
-"""Slightly more than 127, so that 127 times the scale of float32's largest number is finite."""
+"""With 127 itself, 127 times the scale of float32's largest number would be infinite."""
 _LEAST_SCALE = 2.0**-126
 _EXPONENT = 0x7F800000
 _SCALE_BYTES = 4
 
 
 class Rounding:
-    """Encodes float32 numbers in the format `bf16`, `fp16` or `int8`, and decodes them.
-
-    `bf16` has a relative error of at most 2**-8; numbers close to float32's largest become
-    infinite. `fp16` and `int8` have a scale for each block of `BLOCK` numbers. The error of `fp16`,
-    whose scale is a power of two, is at most 2**-11 of the number or 2**-38 of the block's largest
-    number. The error of `int8` is at most 1/254 of the block's largest number, or 2**-127. A
-    non-finite number makes its whole block non-finite; with `bf16`, only the number itself."""
+    """Encodes float32 numbers as `bf16`, `fp16` or `int8`. `fp16` and `int8` have a scale for each
+    block of `BLOCK` numbers. The relative error of `bf16` is at most 2**-8; numbers close to
+    float32's largest become infinite. The error of `fp16`, whose scale is a power of two, is at
+    most 2**-11 of the number or 2**-38 of the block's largest number. The error of `int8` is at
+    most 1/254 of the block's largest number, or 2**-127. A non-finite number makes its whole block
+    non-finite; with `bf16`, only itself."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._dtype = _DTYPES[name]
 
     def bytes(self, numbers: int) -> int:
-        """Return the number of bytes in an encoded row of `numbers` numbers. `numbers` is a
-        multiple of `BLOCK`."""
+        """Number of bytes of an encoded row."""
         scales = 0 if self.name == "bf16" else numbers // BLOCK * _SCALE_BYTES
         return numbers * self._dtype.itemsize + scales
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Return the encoded rows, uint8 of shape (rows, `bytes(numbers)`). `rows`: float32 of
-        shape (rows, numbers), where `numbers` is a multiple of `BLOCK`."""
+        """Encode float32 of shape (rows, numbers) as uint8 of shape (rows, bytes). `numbers` is a
+        multiple of `BLOCK`."""
         if self.name == "bf16":
             return rows.to(self._dtype).view(torch.uint8)
         blocks = rows.reshape(len(rows), rows.shape[1] // BLOCK, BLOCK)
@@ -57,8 +55,6 @@ class Rounding:
         return torch.cat([part.flatten(1).view(torch.uint8) for part in (scales, codes)], dim=1)
 
     def decode(self, sent: Tensor) -> Tensor:
-        """Return the numbers of encoded rows: float32 of shape (rows, numbers). `sent`: a result of
-        `encode`."""
         if self.name == "bf16":
             return _numbers_in(sent, self._dtype).float()
         blocks = sent.shape[1] // self.bytes(BLOCK)
@@ -76,8 +72,7 @@ class Rounding:
 
 
 def _numbers_in(sent: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows of bytes, uint8 of shape (rows, bytes) in any memory layout, reinterpreted as
-    rows of numbers of `dtype`."""
+    """`sent` may have any memory layout."""
     flat = torch.empty(sent.numel(), dtype=torch.uint8, device=sent.device)
     flat.view(sent.shape).copy_(sent)
     return flat.view(dtype).view(len(sent), sent.shape[1] // dtype.itemsize)
@@ -85,25 +80,20 @@ def _numbers_in(sent: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Senders:
-    """The ranks that exchange compressed numbers with each other. If the ranks are on several
-    hosts, some with several ranks, one leader per host sends: it first gets the sum of its host's
-    ranks, uncompressed, through shared memory. Otherwise all ranks send."""
+    """The ranks that exchange compressed numbers. If several ranks share a host, only one of them
+    sends: the sum of its host's ranks."""
 
     group: Any
-    """Torch's process group of the senders. None: all processes."""
+    """None means all processes."""
     rank: int
     """This rank's number among the senders; 0 if it is not a sender."""
     size: int
-    """Number of senders."""
     shared_memory: SharedMemoryGroup | None
-    """The senders' shared memory, used instead of `group`; None without it."""
     hierarchy: HierarchicalAllReduce | None
-    """The hosts' leaders and shared memory; None if all ranks send."""
+    """None if every rank sends."""
 
     @classmethod
     def of(cls, world: World) -> Senders:
-        """Choose the senders among the ranks of `world`, which has at least 2. Every rank calls
-        it."""
         hierarchy = world.hierarchy
         if hierarchy is None:
             return cls(world.group, world.rank, world.size, world.shared_memory, None)
@@ -117,34 +107,30 @@ class Senders:
 
     @property
     def host_shared_memory(self) -> SharedMemoryGroup | None:
-        """The shared memory of the ranks on this host, which have one sender; None if each rank is
-        a sender."""
         return None if self.hierarchy is None else self.hierarchy.shared_memory
 
 
 class CompressedAllReduce:
     """The compressed all-reduce of one vector, with the same bits on every sender. All senders call
-    `start`, `fold` and `finish` in the same order. Each sends a compressed slice to every sender
-    (all-to-all), sums its slice in float32 in the order of the senders, compresses the sum and
-    sends it to all (all-gather). So each number is rounded twice, for any number of senders."""
+    `start`, `fold` and `finish` in the same order. Each sender sums a slice of all senders' vectors
+    in float32 in rank order. Each number is rounded twice, for any number of senders."""
 
     def __init__(self, rounding: Rounding, senders: Senders, *, keeps_residual: bool) -> None:
-        """`keeps_residual`: True to keep the rounding errors in `residual`, for error feedback."""
+        """`keeps_residual`: keep the rounding errors, for error feedback."""
         self._rounding = rounding
         self._senders = senders
         self._keeps_residual = keeps_residual
         self._work: dist.Work | None = None
 
     def start(self, numbers: Tensor, exact: Tensor) -> None:
-        """Start the all-reduce of two flat float32 vectors: `numbers` is compressed, `exact` is
-        not."""
+        """Start the all-reduce of two flat float32 vectors. Only `numbers` is compressed."""
         size, shared = self._senders.size, self._senders.shared_memory
         rows = _in_rows(numbers, size, BLOCK)
         sent = self._rounding.encode(rows)
         if self._keeps_residual:
             self.residual = rows - self._rounding.decode(sent)
-            """The rounding errors of the numbers that this sender sends: shape (senders, numbers
-            for each sender). `fold` adds to them the rounding errors of its slice's sum."""
+            """The rounding errors of this sender's numbers, and of its slice of the sum: shape
+            (senders, numbers for each sender)."""
         outgoing = torch.cat([_in_rows(exact, size, 1).view(torch.uint8), sent], dim=1)
         self._exact_bytes = outgoing.shape[1] - sent.shape[1]
         self._received = torch.empty_like(outgoing)
@@ -157,7 +143,6 @@ class CompressedAllReduce:
             )
 
     def fold(self) -> None:
-        """Sum all senders' numbers in this sender's slice, and send the sum to all senders."""
         exact, numbers = (_sum_of_rows(part) for part in self._parts())
         sent = self._rounding.encode(numbers)
         if self._keeps_residual:
@@ -172,14 +157,10 @@ class CompressedAllReduce:
             )
 
     def finish(self, numbers: Tensor, exact: Tensor) -> None:
-        """Wait for the sums of both vectors, and copy them into `numbers` and `exact`, which are
-        as long as those given to `start`."""
         for target, rows in zip((exact, numbers), self._parts(), strict=True):
             target.copy_(rows.reshape(-1)[: target.numel()])
 
     def _parts(self) -> tuple[Tensor, Tensor]:
-        """Wait for the rows received from the senders. Return the exact numbers and the decoded
-        numbers of each row."""
         if self._work is not None:
             self._work.wait()
         size = self._exact_bytes
@@ -188,8 +169,6 @@ class CompressedAllReduce:
 
 
 def _in_rows(numbers: Tensor, rows: int, multiple: int) -> Tensor:
-    """Return the numbers as `rows` rows of one length, a multiple of `multiple`, padded with zeros
-    at the end."""
     each = -(-numbers.numel() // (rows * multiple)) * multiple
     padded = numbers.new_zeros(rows * each)
     padded[: numbers.numel()] = numbers
@@ -197,7 +176,6 @@ def _in_rows(numbers: Tensor, rows: int, multiple: int) -> Tensor:
 
 
 def _sum_of_rows(rows: Tensor) -> Tensor:
-    """Return the sum of the rows, added in their order: shape (1, ...)."""
     total = rows[:1].clone()
     for row in rows[1:]:
         total += row

@@ -2,7 +2,6 @@
 
 NCCL detects two ranks on one GPU only while it connects, and if ranks have different backends, all
 wait. So the ranks compare their devices through torch's store before they make the process group.
-If they cannot work together, all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from lockstep.options import MPI_SIZES
 from lockstep.plan import Plan
 
 TIMEOUT = timedelta(minutes=10)
-"""Timeout of the collectives of every process group."""
 ONE_HOST_EACH = {
     "NCCL_NET": "Socket",
     "NCCL_IB_DISABLE": "1",
@@ -46,30 +44,24 @@ _NOT_FOR_TRAINING = ("undefined", "fake")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDevice:
-    """The description of a rank's device that the rank sends to the other ranks."""
+    """A rank's device, as the rank describes it to the other ranks."""
 
     host: str
     type: str
-    """Torch's name for the kind of device; empty if the device cannot be used."""
+    """Empty if the device cannot be used."""
     id: str = ""
-    """Text that identifies the device: the same for two ranks if and only if they are on one
-    device. Empty for the CPU."""
+    """Equal for two ranks if and only if they are on one device. Empty for the CPU."""
     visible: int = 0
-    """Number of devices that the process sees."""
     why: str = ""
-    """The reason why the process sees no more devices: the environment variable that hides them, or
-    an error."""
+    """The environment variable that hides devices from the process, or an error."""
     shares: bool = False
-    """True if the rank was given --share-devices."""
     refusal: str = ""
-    """The error of the rank's backend, for which the rank cannot join the process group. Empty if
-    it can."""
+    """The reason why the rank's backend cannot be used."""
 
 
 def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDevice]:
-    """Return the accelerator of this process, or the CPU, and its description for the other ranks.
-    A process that sees fewer accelerators than the machine has ranks takes one of them, because
-    each process may see a different one."""
+    """A process that sees fewer accelerators than the machine has ranks takes one of them: each
+    process may see a different one."""
     host, cpu = socket.gethostname(), torch.device("cpu")
     visible, hidden = accelerator.count(), accelerator.hiding(os.environ)
     if not visible:
@@ -94,17 +86,15 @@ def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDev
 
 
 def _boot_id() -> str:
-    """Return text, perhaps empty, that distinguishes this machine from another with the same name,
-    as NCCL does."""
+    """Distinguishes this machine from another with the same name, as NCCL does."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""
 
 
 def exchange(store: Store, rank: int, size: int, mine: RankDevice) -> list[RankDevice]:
-    """Return the devices of all ranks, in rank order, exchanged through the store. Every rank calls
-    it equally often. Rank 0 returns last: its process may hold the store, and may end if the
-    devices are refused."""
+    """Every rank calls it equally often. Rank 0 returns last: its process may hold the store, and
+    may end if the devices are refused."""
     # a script may continue after the devices were refused, with another group and store
     turn = store.add(f"lockstep/devices/{rank}", 1)
     key = f"lockstep/devices/{turn}"
@@ -118,9 +108,7 @@ def exchange(store: Store, rank: int, size: int, mine: RankDevice) -> list[RankD
 
 
 def check_devices(everyone: Sequence[RankDevice]) -> int:
-    """Return the number of ranks on the busiest device. Every rank calls it with the same devices.
-    Raises `LaunchError` if a device or a backend cannot be used, if only some ranks have a device,
-    or if two ranks share a device without --share-devices."""
+    """Return the number of ranks on the busiest device."""
     for rank, each in enumerate(everyone):
         who = f"rank {rank} on {each.host}"
         if not each.type:
@@ -167,16 +155,14 @@ def _several_on_one(everyone: Sequence[RankDevice], ranks: Sequence[int]) -> str
 
 
 def unusable(device: RankDevice, who: str) -> str:
-    """Return the text of the error for a process whose device does not work. `who`: names the
-    process, such as "rank 1 on host"."""
     return (
         f"{who}: {device.why}, or hide the GPUs ({accelerator.how_to_hide()}) to compute on the CPU"
     )
 
 
 def be_a_host_of_its_own(everyone: Sequence[RankDevice], environ: MutableMapping[str, str]) -> None:
-    """Make NCCL treat this process as a separate host and exchange through sockets, because it
-    refuses two ranks of one host on one GPU. Call it before the process group is made."""
+    """NCCL refuses two ranks of one host on one GPU, so it must take this process for a separate
+    host and exchange through sockets. Call it before the process group is made."""
     environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{os.getpid()}")
     if len({each.host for each in everyone}) == 1:
         environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -187,12 +173,6 @@ def be_a_host_of_its_own(everyone: Sequence[RankDevice], environ: MutableMapping
 def chosen_backend(
     asked: str | None, device: torch.device, rank: int, size: int, environ: Mapping[str, str]
 ) -> str:
-    """Return the backend for tensors on `device`. `asked`: the name in `--backend`; None: torch's
-    default for the device. `rank`: this process's rank. `size`: number of processes in the run.
-
-    Raises `LaunchError` for a backend that this torch lacks, that cannot send the device's tensors,
-    or whose processes must be started in another way.
-    """
     usual = accelerator.process_group_backend(device)
     known = dist.Backend.backend_capability
     available = {
@@ -238,8 +218,7 @@ def chosen_backend(
 
 
 def check_own_group(asked: str | None, device: torch.device) -> None:
-    """Raise `LaunchError` if `--backend` is given although the script has made the process group,
-    or if this group cannot send CPU tensors, which the ranks use to agree."""
+    """The ranks send CPU tensors to agree."""
     if asked is not None:
         raise LaunchError(
             f"--backend {asked!r}; the script has made a process group, and lockstep uses it"
@@ -257,12 +236,8 @@ def check_own_group(asked: str | None, device: torch.device) -> None:
 
 
 def check_carries(plan: Plan, device: torch.device) -> None:
-    """Raise `PlanError` if the process group uses Gloo for an accelerator's tensors, and the plan
-    has an axis other than `replicate`. Every rank calls it, after the group is made.
-
-    On a GPU, a thread of Gloo crashed at the end of a run with `shard` (torch 2.11), and torch's
-    documentation does not list send and receive of GPU tensors for Gloo.
-    """
+    """On a GPU, a thread of Gloo crashed at the end of a run with `shard` (torch 2.11), and torch's
+    documentation does not list send and receive of GPU tensors for Gloo."""
     beyond = plan.state_divided
     if not beyond or not accelerator.is_accelerator(device):
         return
@@ -278,8 +253,6 @@ def check_carries(plan: Plan, device: torch.device) -> None:
 
 
 def group_backends(backend: str, device: torch.device) -> str:
-    """Return the backends of a process group in torch's syntax: `backend` for the accelerator, and
-    Gloo for CPU tensors."""
     if device.type == "cpu":
         # torch makes no store for a plain mpi
         return backend if backend == "gloo" else f"cpu:{backend}"

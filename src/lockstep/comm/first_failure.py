@@ -1,9 +1,5 @@
-"""The first error of any rank in a run. The rank that raises it sends it to the other ranks through
-torch's store.
-
-The other ranks would otherwise see only that a collective failed; this way, each rank's error names
-the cause.
-"""
+"""Sends the first error of any rank in a run to the other ranks, which would otherwise see only
+that a collective failed."""
 
 from __future__ import annotations
 
@@ -20,17 +16,13 @@ from lockstep.comm.world import World
 
 MOST_CHARACTERS = 4000
 MOST_SECONDS = 2.0
-"""The longest time that a rank waits for an answer of the store, whose process may be lost."""
 _LOOK_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class PeerError:
-    """An error that another rank has reported."""
-
     rank: int
     kind: str
-    """The name of the error's class."""
     text: str
 
     @property
@@ -42,8 +34,6 @@ class PeerError:
         return f"{self.kind}: {self.text}"
 
     def as_user_error(self) -> UserError | None:
-        """Return an equal error of the same class if that is a subclass of `UserError`, else
-        None."""
         return named_error(self.kind, self.text, UserError)
 
 
@@ -51,8 +41,6 @@ class FirstFailure:
     """Reports this rank's error to the other ranks of a run, and finds the first one reported."""
 
     def __init__(self, world: World) -> None:
-        """Every rank makes one for each run, at the same time. It needs the default process
-        group."""
         self._rank = world.rank
         store: Store = default_store()
         # a store may serve several runs with different ranks
@@ -60,8 +48,6 @@ class FirstFailure:
         self._store, self._key = store, f"lockstep/failure/{sum(world.gather_values(number))}"
 
     def tell(self, error: BaseException) -> None:
-        """Report this rank's error to the other ranks, unless another rank has reported one. Does
-        nothing if the store is lost."""
         text = with_notes(error)[:MOST_CHARACTERS]
         cause = PeerError(self._rank, type(error).__name__, text)
 
@@ -72,8 +58,7 @@ class FirstFailure:
         _bounded(tell)
 
     def cause(self, *, wait_seconds: float) -> PeerError | None:
-        """Return the error that another rank has reported, or reports within `wait_seconds`; None
-        if no rank does, or if the store is lost."""
+        """Return the error that another rank has reported, or reports within `wait_seconds`."""
         errors: list[PeerError] = []
         end = time.monotonic() + wait_seconds
 
@@ -91,8 +76,7 @@ class FirstFailure:
 
 
 def _bounded(request: Callable[[], None]) -> None:
-    """Call a function that asks the store, and wait at most `MOST_SECONDS`: a lost store answers
-    late or not at all. Errors of the store are ignored."""
+    """A store whose process is lost answers late or not at all."""
 
     def call() -> None:
         with suppress(Exception):

@@ -16,8 +16,7 @@ from lockstep.comm.world import World, exact_sum
 
 
 def gather(rows: Tensor, world: World) -> Tensor:
-    """Return the rows of all ranks in rank order. Gradients flow back to the ranks that gave the
-    rows; see `Session.gather`. Every rank calls it."""
+    """Gradients flow back to the ranks that gave the rows. Every rank calls it."""
     gathered: Tensor = _Gather.apply(rows, world)  # type: ignore[no-untyped-call]
     return gathered
 
@@ -37,16 +36,13 @@ class _Gather(torch.autograd.Function):
 
 
 def mean(values: Tensor, world: World) -> float:
-    """Return the exact mean of the values (of any shape) of all ranks together; NaN if there are
-    none. Every rank calls it."""
+    """The exact mean of all ranks' values; NaN if there are none. Every rank calls it."""
     everyone = world.gather_ragged(values.detach().reshape(-1).double().cpu())
     return exact_sum(everyone.tolist()) / len(everyone) if len(everyone) else math.nan
 
 
 def in_order(rows: Tensor, count: int, assignment: MicrobatchAssignment, data: World) -> Tensor:
-    """All-gather one row per microbatch, in the order of a step's `count` microbatches: shape
-    (count, ...). `rows`: this rank's rows, one for each microbatch that `assignment` gives it.
-    `data`: the data-parallel ranks, each of which calls this function."""
+    """All-gather one row per microbatch, in the order of a step's `count` microbatches."""
     everyone = data.gather_rows(rows, [len(share) for share in assignment.indices_by_rank(count)])
     if not assignment.round_robin:
         return everyone
@@ -59,10 +55,8 @@ def in_order(rows: Tensor, count: int, assignment: MicrobatchAssignment, data: W
 def samples_in_order(
     rows: Tensor | None, sizes: Sequence[int], assignment: MicrobatchAssignment, data: World
 ) -> Tensor:
-    """All-gather one row per sample on the CPU, in the order of the samples of a step or
-    evaluation. `rows`: the rows of this rank; None if it has none. `sizes`: number of samples in
-    each microbatch of all ranks. `data`: the data-parallel ranks, each of which calls this
-    function."""
+    """All-gather one row per sample on the CPU, in the order of the samples. `sizes`: number of
+    samples in each microbatch of all ranks."""
     everyone = data.gather_ragged(rows)
     if not assignment.round_robin:
         return everyone

@@ -1,10 +1,9 @@
 """Shuts down the connected sockets of this process's Gloo process groups, or of its connection to a
-store, to wake the threads that wait for them.
+store, to wake the threads that wait for them. Linux only.
 
 On torch 2.13 and 2.15 neither `abort` nor `shutdown` of a Gloo group wakes a thread in one of its
 collectives, but the end of a connection does. Each Gloo group has a thread with a known name, which
-sleeps in epoll. The kernel shows the thread's epoll (/proc/self/task/*/syscall) and this epoll's
-sockets (/proc/self/fdinfo), which belong to no other code. Linux only.
+sleeps in epoll. The kernel shows the sockets of this epoll in /proc/self.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ from lockstep.base.torch_private import PrefixStore, Store, TCPStore, clone_stor
 
 T = TypeVar("T")
 GLOO_THREAD = "gloo_tcp_loop"
-"""The name of the thread in which Gloo serves the sockets of one process group."""
 _EPOLL_CALLS = frozenset({22, 232, 281, 441})
-"""The system call numbers of epoll_wait, epoll_pwait and epoll_pwait2, on x86-64 and other
-processors."""
+"""epoll_wait, epoll_pwait and epoll_pwait2, on x86-64 and other processors."""
 _FILE_IN_EPOLL = re.compile(r"^tfd:\s*(\d+).*\bino:([0-9a-f]+)", re.MULTILINE)
 _PROCESS = Path("/proc/self")
 # A running thread shows no system call, so it is read several times.
@@ -34,15 +31,12 @@ _LOOKS, _LOOK_SECONDS = 5, 0.001
 
 
 def gloo_threads() -> list[str]:
-    """Return the ids of the threads that serve Gloo's sockets, one for each process group that
-    still exists."""
     return [task for task in _entries("task") if _read(f"task/{task}/comm").strip() == GLOO_THREAD]
 
 
 def shut_down_gloo_sockets() -> bool:
-    """End the connections of every Gloo group of this process. The groups' collectives then raise,
-    here and on the ranks at the other ends. Any thread may call it. Returns False if some
-    connections could not be found this time: call it again."""
+    """End the connections of every Gloo group of this process, so that its collectives raise. Any
+    thread may call it. Returns False if some connections could not be found: call it again."""
     waiting = gloo_threads()
     for attempt in range(_LOOKS):
         if attempt:
@@ -54,9 +48,8 @@ def shut_down_gloo_sockets() -> bool:
 
 
 def with_own_connection(store: Store) -> tuple[Store, int | None]:
-    """Return a clone of the store that has its own connection, and the inode of the connection's
-    socket, for `shut_down`. If the store is no `TCPStore`, and so has no connection, return the
-    store itself and None."""
+    """Clone the store with a connection of its own. Also returns the inode of its socket, or None
+    for a store without a `TCPStore`."""
     server = store
     while isinstance(server, PrefixStore):
         server = server.underlying_store
@@ -76,16 +69,13 @@ def with_own_connection(store: Store) -> tuple[Store, int | None]:
 
 
 def shut_down(inode: int) -> None:
-    """End the connection of the socket with that inode, if it is still open. Any thread may call
-    it."""
+    """End the connection of the socket with that inode. Any thread may call it."""
     number = _sockets().get(inode)
     if number is not None:
         _with_socket(number, inode, _end)
 
 
 def _shut_down_those_of(thread: str) -> bool:
-    """End the connections that a Gloo thread serves. `thread`: its id. Returns False if the
-    thread's epoll cannot be read at the moment."""
     epoll = _epoll_of(thread)
     if epoll is None:
         return not (_PROCESS / "task" / thread).exists()
@@ -105,9 +95,6 @@ def _epoll_of(thread: str) -> int | None:
 
 
 def _with_socket(number: int, inode: int, function: Callable[[socket.socket], T]) -> T | None:
-    """Call `function` with a duplicate of the connected TCP socket whose file descriptor is
-    `number`, and return its result. Returns None if the descriptor does not (or no longer) belong
-    to the socket with that inode."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
         descriptor = os.dup(number)
         opened.callback(os.close, descriptor)
@@ -131,7 +118,7 @@ def _leads_to(number: int, inode: int, port: int) -> bool:
 
 
 def _sockets() -> dict[int, int]:
-    """Return inode -> file descriptor of each socket of this process."""
+    """Inode -> file descriptor of each socket of this process."""
     return {inode: number for inode, number in _descriptors() if inode}
 
 
@@ -151,8 +138,6 @@ def _entries(folder: str) -> list[str]:
 
 
 def _read(path: str) -> str:
-    """Return the text of a file in /proc/self; "" if the thread or descriptor that it describes is
-    gone."""
     try:
         return (_PROCESS / path).read_text()
     except OSError:

@@ -1,9 +1,6 @@
 """Hierarchical all-reduce over several hosts: ranks are summed through shared memory inside each
-host, and then through torch between one leader rank per host.
-
-Each host sends as many bytes as one rank would. In an alternative that is not used here, every rank
-exchanges a slice with its counterparts on other hosts. That sends as many bytes; between two
-network namespaces with two ranks each it was no faster, and slower below 1 MB.
+host, and then through torch between one leader rank per host. Each host sends as many bytes as one
+rank would.
 
 (No `from __future__ import annotations` here: DDP reads its hooks' annotations, and needs classes.)
 """
@@ -24,25 +21,21 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 
 
 class HierarchicalAllReduce:
-    """All-reduces over the ranks of several hosts. The sums have the same bits on every rank. Every
-    rank makes the same calls in the same order, with contiguous CPU tensors. Raises an
-    `ExchangeError` if a rank of this host fails, and torch's error if another host is lost."""
+    """All-reduces contiguous CPU tensors over the ranks of several hosts, with the same bits on
+    every rank."""
 
     def __init__(self, shared_memory: SharedMemoryGroup | None, leaders: Sequence[int]) -> None:
         """`leaders`: the first rank of each host, numbered among all processes."""
         self.shared_memory = shared_memory
-        """The shared-memory group of this host's ranks; None if the host has one rank."""
+        """None if this host has one rank."""
         self.leader_group: Any = None
-        """Torch's process group of the leaders; None on the other ranks."""
         self.leaders = tuple(leaders)
         self._started: list[tuple[Tensor, dist.Work | None, torch.futures.Future[Tensor]]] = []
 
     @classmethod
     def create(cls, group: Any, hosts: Sequence[int]) -> "HierarchicalAllReduce | Unavailable":
-        """Make the all-reduce for the ranks of `group`, which share memory inside each host. Every
-        rank calls it; all ranks get a `HierarchicalAllReduce`, or all get the same `Unavailable`.
-        `hosts`: the number of each rank's host. Every process must call `connect` before the first
-        all-reduce."""
+        """Every rank of `group` calls it, and every process then calls `connect`. `hosts`: the
+        number of each rank's host."""
         if len(set(hosts)) == len(hosts):
             return Unavailable("no two of its ranks are on one host")
         host = hosts[dist.get_rank(group)]
@@ -60,8 +53,7 @@ class HierarchicalAllReduce:
     def connect(
         leaders_of_all: Iterable[tuple[int, ...]], created_here: "Iterable[HierarchicalAllReduce]"
     ) -> None:
-        """Make the process groups of hosts' leaders. Every process calls it. `leaders_of_all`: the
-        attributes `leaders` of all processes' objects. `created_here`: this process's objects."""
+        """Make the process groups of hosts' leaders. Every process calls it."""
         for leaders in leaders_of_all:
             group = _new_group(leaders)
             for each in created_here:
@@ -69,12 +61,11 @@ class HierarchicalAllReduce:
                     each.leader_group = group
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace `tensor`, which has the same size on all ranks, by the sum over ranks."""
         self._finish(tensor, self._start(tensor))
 
     def sum_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's communication hook: start the all-reduce (sum) of a bucket. The call for the last
-        bucket waits for the sums of all buckets."""
+        """DDP's communication hook. The call for the last bucket waits for the sums of all
+        buckets."""
         if bucket.index() == 0:
             self._started = []  # drop what a failed backward has left
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -104,8 +95,7 @@ class HierarchicalAllReduce:
 
     @contextmanager
     def abort_on_error(self) -> Iterator[None]:
-        """A context that aborts the host's shared-memory group if the body raises: the host's other
-        ranks must not wait for a leader that failed."""
+        """The host's other ranks must not wait for a leader that failed."""
         try:
             yield
         except BaseException:
@@ -114,18 +104,16 @@ class HierarchicalAllReduce:
             raise
 
     def close(self) -> None:
-        """Release the shared memory. May be called again."""
         if self.shared_memory is not None:
             self.shared_memory.close()
 
 
 @functools.cache
 def _new_group(ranks: tuple[int, ...]) -> Any:
-    """Return torch's process group of these ranks, made once. Every process calls it, because torch
-    numbers the groups."""
+    """Every process calls it, because torch numbers the groups."""
     return dist.new_group(ranks, timeout=TIMEOUT, group_desc="hosts")
 
 
 def forget_leader_groups() -> None:
-    """Drop the leaders' process groups. Called before the default process group is destroyed."""
+    """Call it before the default process group is destroyed."""
     _new_group.cache_clear()

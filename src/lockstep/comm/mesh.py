@@ -1,5 +1,5 @@
-"""The device mesh of a run: its processes, laid out on the axes of its plan (data parallelism,
-sharding, tensor parallelism, pipeline and so on), and the process groups along these axes."""
+"""The device mesh of a run: its processes on the axes of its plan (data parallelism, sharding,
+tensor parallelism, pipeline and so on), and the process groups along these axes."""
 
 from __future__ import annotations
 
@@ -31,46 +31,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The process groups of this rank along the axes of the plan. Made once in a run."""
+    """The process groups of this rank along the axes of the plan."""
 
     world: World
-    """All processes of the run."""
     larger: Sequence[Axis]
     """The axes with more than one rank, outermost first."""
     torch_mesh: DeviceMesh | None
-    """Torch's mesh of the axes in `larger`, with their names as names of dims. Several axes over
-    which parameters are sharded are joined into one dim, such as `shard_context`. None if there is
-    at most one axis and the model's state is not sharded."""
+    """Axes over which parameters are sharded together are one dim, such as `shard_context`. None if
+    there is at most one axis and the model's state is not sharded."""
     expert_mesh: DeviceMesh | None
-    """Torch's mesh for the parameters of experts (of a mixture of experts). The axis `expert`
-    divides experts, so it is not joined into the dim over which they are sharded. Unless the plan
-    has both `shard` and `expert`, it is `torch_mesh`."""
+    """Torch's mesh for the parameters of experts. Differs from `torch_mesh` if the plan has both
+    `shard` and `expert`, because the axis `expert` divides experts instead of sharding them."""
     groups: Mapping[tuple[str, ...], World]
-    """The processes along one axis, or along several axes together, by the names of the axes."""
+    """Names of one axis, or of several together -> the processes along it."""
     without_shared_memory: Mapping[str, str]
-    """Axis over which gradients are summed -> the reason why some or all of its ranks do not share
-    memory."""
+    """Axis -> the reason why some of its ranks do not share memory."""
     bitwise: bool = False
-    """True for numerics=bitwise: the ranks that divide a microbatch's tokens then sum losses and
-    gradients in each microbatch's backward."""
+    """True if the ranks that divide a microbatch's tokens sum losses and gradients in each
+    microbatch's backward (numerics=bitwise)."""
     alone: World = field(init=False)
-    """This process alone, as a group of one rank."""
     data: World = field(init=False)
-    """The data-parallel ranks: together they compute all microbatches of a step. On all other axes
-    they have this rank's position."""
+    """The data-parallel ranks: together they compute all microbatches of a step."""
     replicas: World = field(init=False)
-    """The ranks that hold the same parameters and optimizer state as this rank."""
+    """The ranks that hold the same parameters and optimizer state."""
     stages: World = field(init=False)
     """The ranks of this rank's pipeline: together they hold all layers of the model."""
     tokens: World = field(init=False)
     """The ranks that divide the tokens of each microbatch (the axis `context`)."""
     loss_parts: World = field(init=False)
-    """The ranks that each have a part of a microbatch's loss; this rank alone if it has the whole
-    loss."""
+    """The ranks that each have a part of a microbatch's loss."""
     parts: World = field(init=False)
-    """The ranks that together hold the parameters of a pipeline stage: those over which FSDP2
-    shards them or, without sharding, over which experts are divided. (The axis `tensor` splits
-    parameters further.)"""
+    """The ranks over which FSDP2 shards a pipeline stage's parameters or, without sharding, over
+    which its experts are divided."""
 
     def __post_init__(self) -> None:
         alone = replace(self.world, rank=0, size=1, owns_group=False)
@@ -90,8 +82,8 @@ class Mesh:
 
     @classmethod
     def of(cls, world: World, plan: Plan) -> Mesh:
-        """Place the processes on the axes of a resolved plan (one in which every axis has a size).
-        Every rank calls it, because it makes process groups."""
+        """`plan` has a size for every axis. Every rank calls it, because it makes process
+        groups."""
         atexit.unregister(_at_exit)  # register only one handler
         atexit.register(_at_exit)
         larger = plan.larger
@@ -118,14 +110,12 @@ class Mesh:
         return cls(world, larger, torch_mesh, expert_mesh, groups, reasons, bitwise)
 
     def close(self) -> None:
-        """Release the shared memory of all process groups of the mesh."""
         for each in self.groups.values():
             for made in (each.shared_memory, each.hierarchy):
                 if made is not None:
                     made.close()
 
     def axis(self, name: str) -> World:
-        """Return the processes along one axis, including this one."""
         return self.groups.get((name,)) or self.alone
 
     def along(self, asked: Callable[[Axis], bool]) -> World:
@@ -137,30 +127,25 @@ class Mesh:
         return self.groups[names] if names else self.alone
 
     def summed(self, parameter: Tensor | None = None) -> World:
-        """Return the processes over which the gradient of a parameter is summed after the backward.
-        `parameter=None`: a parameter that no axis divides."""
+        """The processes over which a parameter's gradient is summed after the backward."""
         is_expert = parameter is not None and self.is_expert(parameter)
         sums = _sums_of_expert if is_expert else _sums
         return self.along(lambda axis: sums(axis) and self.sums_over(axis))
 
     def sums_over(self, axis: Axis) -> bool:
-        """True if gradients, losses and flags of a step are summed over the axis after the
-        backward."""
         return _sums(axis) and not (self.bitwise and _cuts(axis))
 
     def is_expert(self, parameter: Tensor) -> bool:
-        """True for a parameter of experts, if different ranks hold different experts."""
         dims = _divided_dims(parameter)
         return any(_divides_experts(axis) and axis.name in dims for axis in self.larger)
 
     def shards(self, parameter: Tensor | None = None) -> World:
-        """Return the processes over which FSDP2 shards a parameter: this one alone if `shard` is 1.
-        `parameter=None`: any parameter that belongs to no expert."""
+        """The processes over which FSDP2 shards a parameter. `None`: any parameter that belongs to
+        no expert."""
         is_expert = parameter is not None and self.is_expert(parameter)
         return self._world_along((_sharded_experts if is_expert else _sharded)(self.larger))
 
     def shard_mesh(self, parameter: Tensor | None = None) -> DeviceMesh:
-        """Return torch's mesh of the processes in `shards`, if `shard` has several ranks."""
         is_expert = parameter is not None and self.is_expert(parameter)
         names = (_sharded_experts if is_expert else _sharded)(self.larger)
         torch_mesh = self.expert_mesh if is_expert else self.torch_mesh
@@ -168,15 +153,13 @@ class Mesh:
         return torch_mesh[_JOIN.join(names)]
 
     def copies(self, tensor: Tensor) -> World:
-        """Return the ranks that hold the same part of a tensor (parameter or optimizer state) as
-        this rank."""
+        """Return the ranks that hold the same part of a parameter or optimizer state as this
+        rank."""
         if self.is_expert(tensor):
             return self.replicas
         return self._world_along(_copies_of_dense(self.larger))
 
     def is_first(self, tensor: Tensor) -> bool:
-        """True if this rank is the first of the ranks that hold its part of a parameter or
-        gradient. (Stages of a pipeline hold different parameters.)"""
         divided = divided_over(tensor)
         return all(
             axis.name in divided or _stacks(axis) or self.axis(axis.name).rank == 0
@@ -184,8 +167,8 @@ class Mesh:
         )
 
     def union(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the state dict of the whole model. `state`: this rank's state dict, which in a
-        pipeline is only a part. Every rank calls it."""
+        """Return the state dict of the whole model. `state`: this rank's part of a pipeline. Every
+        rank calls it."""
         return state if self.stages.size == 1 else PipelineStateDict(state, self.stages)
 
 
@@ -222,7 +205,6 @@ def _names(axes: Sequence[Axis], asked: Callable[[Axis], bool]) -> tuple[str, ..
 
 
 def _sharded(axes: Sequence[Axis]) -> tuple[str, ...]:
-    """Return the names of the axes over which FSDP2 shards parameters that belong to no expert."""
     if not any("parameters" in axis.divides for axis in axes):
         return ()
     return _names(axes, lambda axis: axis.shards_parameters)
@@ -234,15 +216,12 @@ def _sharded_experts(axes: Sequence[Axis]) -> tuple[str, ...]:
 
 
 def _copies_of_dense(axes: Sequence[Axis]) -> tuple[str, ...]:
-    """Return the axes whose ranks hold the same part of each tensor that does not belong to an
-    expert."""
     sharded = _sharded(axes)
     return _names(axes, lambda axis: axis.same_state or (_divides_experts(axis) and not sharded))
 
 
 def _dims(axes: Sequence[Axis], sharded: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return, for each dim of torch's mesh, the names of the axes that it consists of. All
-    `sharded` axes are one dim, at the position of the first one."""
+    """All `sharded` axes are one dim."""
     dims: list[tuple[str, ...]] = [(axis.name,) for axis in axes if axis.name not in sharded]
     if sharded:
         at = next(place for place, axis in enumerate(axes) if axis.name in sharded)
@@ -251,25 +230,20 @@ def _dims(axes: Sequence[Axis], sharded: tuple[str, ...]) -> tuple[tuple[str, ..
 
 
 _JOIN = "_"
-"""The separator in the name of a dim of torch's mesh that consists of several axes."""
 
 
 def divided_over(tensor: Tensor) -> set[str]:
-    """Return the names of the axes over which a DTensor is sharded; none for a plain tensor."""
+    """Names of the axes over which a DTensor is sharded; none for a plain tensor."""
     return {axis for dim in _divided_dims(tensor) for axis in dim.split(_JOIN)}
 
 
 def _divided_dims(tensor: Tensor) -> list[str]:
-    """Return the names of the dims of torch's mesh over which a DTensor is sharded; none for a
-    plain tensor."""
     names = getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None) or ()
     placements = getattr(tensor, "placements", ())
     return [name for name, at in zip(names, placements, strict=True) if not at.is_replicate()]
 
 
 def shard_dim_over(tensor: Tensor, axis: str) -> int | None:
-    """Return the dim of the tensor along which it is sharded over an axis of the mesh; None if it
-    is not sharded over that axis."""
     names = getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None) or ()
     placements: Any = getattr(tensor, "placements", ())
     placement = dict(zip(names, placements, strict=True)).get(axis)
@@ -277,9 +251,8 @@ def shard_dim_over(tensor: Tensor, axis: str) -> int | None:
 
 
 class PipelineStateDict(Mapping[str, Tensor]):
-    """The state dict of a model in pipeline stages: name -> full tensor, on every rank. Every rank
-    makes it and reads the same entries in the same order, because reading an entry is a broadcast.
-    Iterates in the order of names."""
+    """The state dict of a model in pipeline stages, with full tensors on every rank. Every rank
+    reads the same entries in the same order, because reading an entry is a broadcast."""
 
     def __init__(self, mine: Mapping[str, Any], pipeline: World) -> None:
         self._mine = mine
@@ -314,9 +287,7 @@ class PipelineStateDict(Mapping[str, Tensor]):
 
 
 _meshes: dict[Any, tuple[list[DeviceMesh], Mapping[tuple[str, ...], Any]]] = {}
-"""Torch's meshes with their process groups, by the arguments of `_make_meshes`. Each is made once
-while the default process group exists, because torch caches meshes of DTensors and confuses equal
-ones."""
+"""Torch caches meshes of DTensors and confuses equal ones, so each is made once."""
 _Dims = tuple[tuple[str, ...], ...]
 
 
@@ -326,14 +297,10 @@ def _make_meshes(
     wanted: tuple[tuple[str, ...], ...],
     meshes: tuple[_Dims, ...],
 ) -> tuple[list[DeviceMesh], Mapping[tuple[str, ...], Any]]:
-    """Return torch's meshes of the processes, and the process groups along the `wanted` axes, each
-    a tuple of names. `sizes`: name and size of each axis. `meshes`: for each mesh, the axes of each
-    of its dims. Equal entries share one mesh.
-
-    The groups are made here. If torch's mesh made the groups itself, it would split them from a
-    group that is bound to a device, and give Gloo the options of NCCL (torch 2.13 to 2.15): Gloo
-    would then have neither the timeout nor the network interface.
-    """
+    """If torch's mesh made the process groups itself, it would split them from a group that is
+    bound to a device, and give Gloo the options of NCCL (torch 2.13 to 2.15): Gloo would then have
+    neither the timeout nor the network interface. `meshes`: for each mesh, the axes of each of its
+    dims."""
     from torch.distributed.device_mesh import DeviceMesh
 
     set_item_of_distributed(lambda tensor: full_tensor(tensor.detach()).item())
@@ -359,19 +326,15 @@ def _make_meshes(
 
 
 def _merged(ranks: Tensor, dims: Sequence[Sequence[int]]) -> Tensor:
-    """Return the tensor `ranks` with each sequence of dims in `dims` joined into one."""
     ordered = ranks.permute([dim for several in dims for dim in several])
     return ordered.reshape([math.prod(ranks.shape[dim] for dim in several) for several in dims])
 
 
 def _group(ranks: Tensor, dims: Sequence[int], axis: str) -> Any:
-    """Return the process group that contains this rank, along `dims` of the mesh `ranks`. Every
-    rank calls it.
-
-    All ranks make each group, one after another. With `use_local_synchronization` only the members
-    would make it, and torch would name it by the number of groups that the rank has. If a script
-    had made groups of some ranks before, members would use different names and wait for ever.
-    """
+    """All ranks make each group, and get their own. With `use_local_synchronization` only the
+    members would make it, and torch would name it by the number of groups that the rank has. If a
+    script had made groups of some ranks before, members would use different names and wait for
+    ever."""
     size = math.prod(ranks.shape[dim] for dim in dims)
     rows = ranks.movedim(list(dims), list(range(-len(dims), 0))).reshape(-1, size).tolist()
     if len(rows) == 1:
@@ -388,9 +351,7 @@ def _with_shared_memory(
     data: tuple[str, ...],
     summed: tuple[str, ...],
 ) -> tuple[dict[tuple[str, ...], World], dict[str, str]]:
-    """Give shared memory to the CPU groups along the axes over which gradients are summed. `data`,
-    `summed`: names of the data-parallel axes, and of the axes over which gradients are summed.
-    Returns all groups and, for each group in which some ranks cannot share memory, the reason."""
+    """Also returns why the ranks of a group cannot share memory."""
     with_memory = dict(groups)
     mine, hierarchies = dict[str, str](), dict[str, HierarchicalAllReduce]()
     by_label = {
@@ -424,8 +385,7 @@ def _with_shared_memory(
 
 
 def forget_meshes() -> None:
-    """Drop all of torch's meshes and their process groups, and close the groups' sockets. Called
-    before the default process group is destroyed."""
+    """Call it before the default process group is destroyed."""
     forget_leader_groups()
     for meshes, _ in _meshes.values():
         for mesh in meshes:
@@ -434,9 +394,8 @@ def forget_meshes() -> None:
 
 
 def _at_exit() -> None:
-    """Drop torch's meshes when the process ends, before the default process group is destroyed. A
-    group's threads end only with the last reference to it, and modules in reference cycles may hold
-    references, so garbage is collected too."""
+    """Drop torch's meshes before the default process group is destroyed. A group's threads end only
+    with the last reference to it, which a module in a reference cycle may hold."""
     forget_meshes()
     gc.collect()
 
@@ -446,8 +405,8 @@ def _part(world: World, group: Any) -> World:
 
 
 def shard_as(like: Tensor, full: Tensor) -> Tensor:
-    """Return this rank's part of the tensor `full`, which every rank has, sharded as the DTensor
-    `like` is; `full` itself if `like` is a plain tensor. No communication."""
+    """Shard a tensor that every rank has as the DTensor `like`, without communication. Returns this
+    rank's part."""
     if not hasattr(like, "full_tensor"):
         return full
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -457,8 +416,7 @@ def shard_as(like: Tensor, full: Tensor) -> Tensor:
 
 
 def like_parameter(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return a gradient as a DTensor that is sharded like the parameter, or as a plain tensor for a
-    plain parameter. `part`: this rank's part of the gradient."""
+    """Return this rank's part of a gradient as a DTensor that is sharded like the parameter."""
     shaped = part.view_as(to_local(parameter))
     if not hasattr(parameter, "full_tensor"):
         return shaped
@@ -476,8 +434,7 @@ def like_parameter(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor, or a plain tensor itself. Every rank of the DTensor's
-    mesh calls it, in the same order."""
+    """Gather a DTensor. Every rank of its mesh calls it, in the same order."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate

@@ -1,8 +1,5 @@
-"""Calls a Python function before C++ code ends this process by `std::terminate`.
-
-Gloo ends the process if ranks exchange tensors of different sizes: its thread throws an exception,
-and C++ calls `std::terminate`. Linux with libstdc++ only.
-"""
+"""Calls a Python function before C++ code ends this process by `std::terminate`, as Gloo does if
+ranks exchange tensors of different sizes. Linux with libstdc++ only."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ _SET_TERMINATE = "_ZSt13set_terminatePFvvE"
 
 
 class NativeEnd:
-    """Calls `before` if C++ calls `std::terminate`, in the thread that does so, until `close`."""
+    """Calls `before` in the thread in which C++ calls `std::terminate`, until `close`."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._set: Any = None
@@ -35,7 +32,6 @@ class NativeEnd:
         self._former: int = self._set(ctypes.cast(self._handler, ctypes.c_void_p))
 
     def close(self) -> None:
-        """Stop calling `before`. May be called again."""
         if self._set is not None:
             self._set(self._former)
             self._set = None

@@ -1,13 +1,8 @@
 """A sum of vectors (such as gradients) over microbatches in a fixed order, so that its bits do not
-depend on the number of processes.
-
-The order is that of a binary tree whose leaves are the microbatches (`lockstep.tree`). A node is
-the sum of the leaves below it, and each rank starts with the few nodes that it can compute alone.
-The vector is split into one slice per rank. An all-to-all sends every node's part of a slice to one
-rank, which adds them in the tree's order; an all-gather distributes the sums. If every rank has one
-node, this sends as many bytes as a ring all-reduce; a rank with k nodes sends k times as much in
-the all-to-all.
-"""
+depend on the number of processes. The order is that of a binary tree whose leaves are the
+microbatches. An all-to-all sends each slice of all nodes' vectors to one rank, which adds them in
+the tree's order; an all-gather distributes the sums. A rank with k nodes of the tree sends k times
+as much in the all-to-all."""
 
 from __future__ import annotations
 
@@ -34,8 +29,7 @@ class TreeNodes:
 
     @classmethod
     def of(cls, shares: Sequence[range]) -> TreeNodes:
-        """Return the nodes of all ranks. `shares`: each rank's microbatches; together these ranges
-        are consecutive."""
+        """`shares`: each rank's microbatches, as consecutive ranges."""
         count = sum(map(len, shares))
         return cls(
             count, tuple(tuple(tree.cover(share.start, share.stop, count)) for share in shares)
@@ -43,8 +37,8 @@ class TreeNodes:
 
 
 class OrderedSum:
-    """The sum of one vector over all microbatches of all ranks, in the order of the summation tree.
-    Every rank calls `start`, `fold` and `finish` of the same sums in the same order."""
+    """Sums one vector over all microbatches of all ranks, in the order of the summation tree. Every
+    rank calls `start`, `fold` and `finish` of the same sums in the same order."""
 
     def __init__(
         self,
@@ -52,8 +46,7 @@ class OrderedSum:
         tree_nodes: TreeNodes,
         world: World,
     ) -> None:
-        """`nodes`: the vectors of this rank's nodes, in order, each of shape (length,).
-        `tree_nodes`: the nodes of all ranks."""
+        """`nodes`: the vectors of this rank's nodes of the summation tree."""
         self._shared_memory = world.shared_memory
         self._group = world.group
         self._rank = world.rank
@@ -61,9 +54,7 @@ class OrderedSum:
         self._nodes = nodes
 
     def start(self, length: int, like: Tensor) -> None:
-        """Start to send every slice of this rank's nodes to the rank that adds it. `length`: number
-        of elements of the vector. `like`: a tensor with its dtype and device, for a rank without
-        nodes."""
+        """`like`: a tensor with the vector's dtype and device, for a rank without nodes."""
         world = len(self._tree_nodes.nodes)
         self._chunk = -(-length // world)
         self._length = length
@@ -86,8 +77,6 @@ class OrderedSum:
             )
 
     def fold(self) -> None:
-        """Add all ranks' nodes in this rank's slice of the vector, in the tree's order, and start
-        to send the slice's sum to all ranks."""
         self._wait()
         spans = [span for nodes in self._tree_nodes.nodes for span in nodes]
         parts: list[Tensor] = list(self._incoming.view(len(spans), self._width))
@@ -101,7 +90,6 @@ class OrderedSum:
             self._work = dist.all_gather_single(self._gathered, mine, self._group, async_op=True)
 
     def finish(self) -> Tensor:
-        """Wait for the sum over all ranks' microbatches, and return it: shape (length,)."""
         self._wait()
         return self._gathered[: self._length]
 

@@ -12,20 +12,17 @@ Call `abort_collectives` once for each lost process, and then `leave_groups`: a 
 the next group. Before `leave_groups` the main thread drops everything that refers to the old
 groups: the exception (its traceback's frames hold their variables), every `World` and `Mesh`, DDP
 and FSDP2 modules, `DTensor`s, pipeline stages. A group that something still refers to keeps
-descriptors and threads, but cannot be used, and its name is not used again.
+descriptors and threads.
 
 [Note: A lost wake-up] If a connection ends while a message is on its way, a wait in Gloo sometimes
 ends only at the group's timeout (torch 2.13 to 2.15). In trials, ranks that waited for a lost rank
-always woke. Ranks in a tight loop of barriers failed to wake in about one of ten trials, and less
-often during FSDP2's steps, whether connections were shut down for reading, writing or both. So the
-caller of `abort_collectives` sets a time limit, and treats a process that has not left by then as
-lost too.
+always woke; ranks in a tight loop of barriers failed to wake in about one of ten. So the caller of
+`abort_collectives` sets a time limit, and treats a process that has not left by then as lost too.
 
-[Note: Reconfigure] torch 2.15 gives a Gloo group new peers in place (`_reconfigure`, in 1 to 20 ms
-at 4 ranks), and ends the waits in it. It is not used here: making a new group takes as long, and
-the groups of axes, FSDP2's meshes and shared memory must be made again in any case. It also ends
-connections, so a wake-up may be lost too. With NCCL a run restarts instead of recovering in place,
-so `_reconfigure` has no use there either.
+[Note: Reconfigure] torch 2.15 gives a Gloo group new peers in place (`_reconfigure`). It is not
+used here: making a new group takes as long, and the groups of axes, FSDP2's meshes and shared
+memory must be made again in any case. It also ends connections, so a wake-up may be lost too. With
+NCCL a run restarts instead of recovering in place.
 """
 
 from __future__ import annotations
@@ -60,12 +57,11 @@ from lockstep.comm.world import World, join, leave, owns_group
 _AGAIN_SECONDS, _MAX_AGAIN_SECONDS = 0.02, 0.5
 
 
-class CollectivesAborted(LockstepError):
-    """Raised where `abort_collectives` has ended a collective, or a wait for other processes."""
+class CollectivesAborted(LockstepError): ...
 
 
 class _Abort:
-    """One abort of this process's collectives, repeated until the process leaves its groups."""
+    """Aborts this process's collectives, again and again until the process leaves its groups."""
 
     def __init__(self) -> None:
         self.is_set = threading.Event()
@@ -93,29 +89,22 @@ class _Abort:
 
 _abort = _Abort()
 _lock = threading.Lock()
-"""Lock that a thread holds while it begins, ends or replaces `_abort`."""
 _store_connection: int | None = None
-"""The inode of the socket that connects the current group (or the group that `join_over` is making)
-to its store."""
+"""The inode of the socket that connects the current process group to its store."""
 _names_used = 0
-"""Number of names of process groups that this process has used. (Torch numbers the groups in their
-names.)"""
+"""Number of process group names that this process has used. Torch numbers the groups in their
+names."""
 
 
 def abort_collectives() -> None:
     """Make every collective of this process on an existing group raise soon, whether it runs now or
-    is called later: in shared memory, in Gloo and on an accelerator. Any thread may call it at any
-    time; further calls do nothing until `leave_groups`.
+    is called later: in shared memory, in Gloo and on an accelerator. Any thread may call it. A wait
+    in shared memory ends within 20 ms; a wait in Gloo may in rare cases continue, see [Note: A lost
+    wake-up].
 
-    Takes a few milliseconds. A wait in shared memory ends within 20 ms; a wait in Gloo may in rare
-    cases continue, see [Note: A lost wake-up]. Waits for the store end too, in a group that
-    `join_over` made or is making. A computation is not interrupted: its next collective raises, or
-    it can call `is_aborted`.
-
-    It has never been tested on an accelerator. NCCL's abort ends its kernels, so synchronizing the
-    device returns normally, but with wrong numbers: call `is_aborted` before you use them. Set
-    TORCH_NCCL_ASYNC_ERROR_HANDLING=0 before the group is made, so that NCCL's watchdog does not end
-    the process.
+    Not tested on an accelerator. NCCL's abort ends its kernels, so synchronizing the device returns
+    normally, but with wrong numbers: call `is_aborted` before you use them.
+    TORCH_NCCL_ASYNC_ERROR_HANDLING=0 keeps NCCL's watchdog from ending the process.
     """
     with _lock:
         if not _abort.is_set.is_set():
@@ -129,10 +118,9 @@ def is_aborted(within_seconds: float = 0.0) -> bool:
 
 
 class abortable:
-    """A context that replaces the error of a collective in its body by `CollectivesAborted`, if
-    collectives were aborted, or are aborted within `within_seconds` of the error: a lost peer may
-    cause the error before this process learns of the loss and aborts. The new exception keeps no
-    variables of the body alive."""
+    """Replaces the error of a collective by `CollectivesAborted`, if collectives are aborted before
+    the error or within `within_seconds` after it: a lost peer may cause the error before this
+    process learns of the loss. The new exception keeps no variables of the body alive."""
 
     def __init__(self, within_seconds: float = 0.0) -> None:
         self._within_seconds = within_seconds
@@ -166,15 +154,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def leave_groups(*, collect: bool = True) -> int:
-    """Leave all process groups and shared memory, so that `join_over` or `join` can be called
-    again. The main thread calls it, independently of the other processes. Returns the number of
-    Gloo groups that something still refers to: 0 if the caller has dropped everything. `collect`:
-    also free groups in reference cycles, such as those of FSDP2's modules. This takes about 0.3 s
-    in a process that has imported FSDP2; the caller may call `gc.collect` later instead, once the
-    new group works.
-
-    Raises `LaunchError` if the script made the process group itself.
-    """
+    """Leave all process groups and shared memory, so that `join` can be called again. The main
+    thread calls it, independently of the other processes. Returns the number of Gloo groups that
+    something still refers to. `collect`: also free groups in reference cycles, which takes about
+    0.3 s."""
     global _abort, _names_used, _store_connection
     if dist.is_initialized() and not owns_group():
         raise LaunchError(
@@ -209,14 +192,9 @@ def join_over(
     timeout: timedelta = TIMEOUT,
     share_devices: bool = False,
 ) -> World:
-    """Join the processes that meet at `store`, as `join` does. Every rank calls it. `store`: a
-    `PrefixStore` with a prefix that no group has used, over a `TCPStore` that outlives every
-    process of the group.
-
-    The group has its own connection to the store. So `abort_collectives` can end this call, which
-    then raises `CollectivesAborted`, and waits of the group. Group names have numbers that no
-    process has used before, so that a mesh of an earlier group finds no group.
-    """
+    """Join the processes that meet at `store`, a `PrefixStore` with a new prefix over a `TCPStore`
+    that outlives every process of the group. Every rank calls it. The group's name has a number
+    that no process has used before, so that a mesh of an earlier group finds no group."""
     global _store_connection
     with abortable():
         own, connection = gloo_sockets.with_own_connection(store)
@@ -242,8 +220,6 @@ def join_over(
 
 
 def launcher_store(environ: Mapping[str, str]) -> Store:
-    """Return a connection to the store that the launcher has made for this start of the processes,
-    at MASTER_ADDR:MASTER_PORT. It is to be passed to `join_over`."""
     server = TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False)
     return PrefixStore("lockstep/start", server)
 

@@ -1,16 +1,12 @@
-"""A shared memory segment of the processes of one host, with a counter for each rank: a rank
-increases its own, and the other ranks wait for it.
+"""A shared memory segment of the processes of one host.
 
-The memory is a memfd of rank 0, which the other ranks open through /proc. It has no name, so the
-kernel frees it with the last process that maps it, even if processes are killed. It is not in
-/dev/shm, whose limit (64 MB in a container) does not apply. Its pages are allocated at the start,
-so a later write cannot fail.
+The memory is a memfd of rank 0, which the other ranks open through /proc. The kernel frees it with
+the last process that maps it, even if processes are killed. The limit of /dev/shm (64 MB in a
+container) does not apply. Its pages are allocated at the start, so a later write cannot fail.
 
-The memory starts with 64-bit words: a cache line for each rank (its counter, its state, and after
-an error the rank at fault), then a description of each rank's current collective. Each word is
-written by one rank, and read by the others. On x86-64 stores become visible in order, so a counter
-that is stored after its data needs no barrier. Other processors reorder stores, so they are
-refused.
+The memory starts with 64-bit words, each written by one rank only. On x86-64 stores become visible
+in order, so a counter that is stored after its data needs no barrier. Other processors reorder
+stores, so they are refused.
 """
 
 from __future__ import annotations
@@ -63,21 +59,18 @@ class ExchangeError(LockstepError):
     def __init__(self, ranks: Sequence[int], text: str) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
-        """The ranks at fault, numbered in their group. (The error's text has their numbers among
-        all processes.)"""
+        """The ranks at fault, numbered in their group."""
 
     def copy(self) -> ExchangeError:
         """Return an equal error without a traceback, to be raised again."""
         return type(self)(self.ranks, str(self))
 
 
-class PeerDied(ExchangeError):
-    """The process of a rank ended before it completed its part of a collective."""
+class PeerDied(ExchangeError): ...
 
 
 class PeersLate(ExchangeError):
-    """Some ranks did not reach a collective within the timeout, although their processes exist:
-    they hang, are stopped, or compute for longer."""
+    """Some ranks did not reach a collective within the timeout, although their processes exist."""
 
 
 class CallsDiffer(ExchangeError):
@@ -114,13 +107,12 @@ class Unavailable:
 
     reason: str
     hosts: tuple[int, ...] = ()
-    """The number of each rank's host, if the reason is that the ranks are on several hosts; else
-    empty."""
+    """The number of each rank's host, if the ranks are on several hosts."""
 
 
 class Segment:
-    """One rank's view of the shared memory of a group of ranks. Made by `open_segment`; used by one
-    thread at a time, except for `stop`."""
+    """One rank's view of the shared memory of a group of ranks. Used by one thread at a time,
+    except for `stop`."""
 
     def __init__(
         self,
@@ -135,13 +127,12 @@ class Segment:
         ends (-1 for this rank)."""
         self.rank = rank
         self.names = names
-        """For each rank of the segment, its rank among all processes, for error texts."""
+        """For each rank of the segment, its rank among all processes."""
         self.size = len(ends)
         self.memory = memory
         self.words = memoryview(memory)[: _words_bytes(self.size)].cast("q")
         self.data_bytes = _words_bytes(self.size)
-        """Offset in bytes, in the memory, of the ranks' data buffers. The words before them, from
-        index `calls(0, 0)` on, describe the ranks' calls."""
+        """Offset in bytes, in the memory, of the ranks' data buffers."""
         self.peers = [peer for peer in range(self.size) if peer != rank]
         self.counters = [_line(peer) + _COUNTER for peer in range(self.size)]
         # nobody may call `close` before the segment is freed
@@ -164,19 +155,16 @@ class Segment:
         self._pause = (ctypes.c_long * 2)(0, int(_LOOK_SECONDS * 1e9))
 
     def announce(self, count: int) -> None:
-        """Set this rank's counter, and wake the ranks that wait for it."""
         place = self.counters[self.rank]
         self.words[place] = count
         self._futex(_FUTEX, self._address + 8 * place, _FUTEX_WAKE, _ALL, None)
 
     def calls(self, buffer: int, rank: int) -> int:
-        """Return the index, in `words`, of the first of the `size` + 1 words that describe a rank's
-        collective call. `buffer`: index (0 or 1) of the data buffer that the call uses first."""
+        """Index, in `words`, of the `size` + 1 words that describe a rank's call. `buffer`: the
+        data buffer (0 or 1) that the call uses first."""
         return _line(self.size) + (buffer * self.size + rank) * _call_words(self.size)
 
     def wait(self, target: int) -> None:
-        """Wait until the counters of all other ranks have reached `target`. Raises an
-        `ExchangeError` if a rank fails, or does not come within the timeout."""
         words = self.words
         places = [self.counters[peer] for peer in self.peers]
         start = time.monotonic()
@@ -201,9 +189,6 @@ class Segment:
                     self._look(target, waited)
 
     def _look(self, target: int, waited: float) -> None:
-        """Raise an `ExchangeError` if a rank whose counter has not reached `target` has ended or
-        has closed the group, if any rank has stopped exchanging, or if this rank has waited for
-        longer than the timeout."""
         words = self.words
         dead = [self._ranks[end] for end, _ in self._poll.poll(0)]
         closed = [peer for peer in self.peers if words[_line(peer) + _STATE] == _LEFT]
@@ -236,9 +221,8 @@ class Segment:
         return _ERRORS[kind][0](ranks, text)
 
     def stop(self, cause: BaseException | None = None) -> None:
-        """Make the other ranks' collectives raise an error. `cause`: the exception of this rank;
-        the others raise one of its class if it is an `ExchangeError`, else `PeerStopped`. Any
-        thread may call it."""
+        """Make the other ranks' collectives raise an error of the class of `cause`, or
+        `PeerStopped`. Any thread may call it."""
         kind = next(
             (kind for kind, (error, _) in _ERRORS.items() if type(cause) is error), _STOPPED
         )
@@ -280,12 +264,8 @@ def open_segment(
     timeout: timedelta,
     among: Sequence[int] | None = None,
 ) -> Segment | Unavailable:
-    """Open a shared memory segment with `data_bytes` bytes of data, all zero, for the ranks of
-    `group`. Every rank calls it; all ranks get a segment, or all get the same `Unavailable`.
-    `among`: the ranks of `group` that share a segment with this one (None: all); each rank passes
-    its own list. Ranks are taken to be on one host if they have the same boot id and namespace of
-    process ids, and each finds rank 0's random token in the memory that it opened. (The launcher's
-    local ranks are not used.)"""
+    """Every rank of `group` calls it; all get a segment, or all get the same `Unavailable`.
+    `among`: the ranks of `group` that share a segment with this one."""
     here, everyone_size = dist.get_rank(group), dist.get_world_size(group)
     if everyone_size == 1:
         return Unavailable("there is one process, which has nobody to share memory with")
@@ -315,8 +295,6 @@ def open_segment(
 
 
 def _why_not_shared(rank: int, hosts: Sequence[Sequence[str | int]]) -> str:
-    """Return the reason why `rank` shares no memory with rank 0. `hosts`: the `process_id_space` of
-    each rank."""
     other_container = next(
         (each for each, host in enumerate(hosts) if host[0] == hosts[0][0] and host != hosts[0]),
         None,
@@ -330,8 +308,7 @@ def _why_not_shared(rank: int, hosts: Sequence[Sequence[str | int]]) -> str:
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
-    """Return (result of `call`, ""), or (None, reason) if it raises: a rank that fails must still
-    call the collective that follows."""
+    """Return an error as text: a rank that fails must still call the collective that follows."""
     try:
         return call(), ""
     # AttributeError if this is not Linux, or an old version
@@ -351,8 +328,6 @@ def _unavailable(everyone: Sequence[dict[str, Any]]) -> Unavailable | None:
 
 
 def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str, Any]:
-    """Return what this rank tells the others: its host and process id and, from rank 0, which makes
-    the memory, also what they need to open it. `opened` closes the memory's descriptor later."""
     if sys.platform != "linux":
         raise ValueError(
             f"the system is {sys.platform}; memory without a name, which this needs, is Linux's"
@@ -386,10 +361,8 @@ def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str
 
 
 def _open(everyone: Sequence[dict[str, Any]], rank: int) -> tuple[mmap.mmap, list[int]]:
-    """Map rank 0's memory. Return it and, for each rank, a descriptor that becomes readable when
-    the rank's process ends (-1 for this rank). `everyone`: the results of `_offer` of all ranks.
-    The next collective proves that the other processes were still alive, so that their process ids
-    had not been reused."""
+    """Map rank 0's memory. Also returns, for each other rank, a descriptor that becomes readable
+    when its process ends."""
     first = everyone[0]
     descriptor = os.open(
         f"/proc/{first['process']}/fd/{first['descriptor']}", os.O_RDWR | os.O_CLOEXEC
@@ -419,7 +392,6 @@ def _close(descriptors: Sequence[int]) -> None:
 
 
 def _exchange(group: dist.ProcessGroup, value: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the JSON values of all ranks of `group`, in rank order. Every rank calls it."""
     text = json.dumps(value)
     if len(text) > _EXCHANGE_BYTES:
         text = json.dumps({"reason": value["reason"][: _EXCHANGE_BYTES // 8]})

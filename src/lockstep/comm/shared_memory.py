@@ -1,7 +1,5 @@
 """Collectives on CPU tensors through memory that the processes of one host share: 0.02 to 0.2 ms,
-where Gloo takes 1 to 2 ms. The protocol is described in [Note: Rounds] in
-`lockstep.comm.shared_rounds`; the memory is a segment of `lockstep.comm.segment`.
-"""
+where Gloo takes 1 to 2 ms."""
 
 import functools
 import weakref
@@ -53,8 +51,8 @@ _DIRECT_BYTES = 256 << 10
 def _collective(
     method: Callable[Concatenate["SharedMemoryGroup", P], None],
 ) -> Callable[Concatenate["SharedMemoryGroup", P], None]:
-    """Wrap a method that is a collective: if it raises on this rank, the other ranks' collectives
-    raise too, and the group is unusable."""
+    """If the method raises on this rank, the other ranks' collectives raise too, and the group is
+    unusable."""
 
     @functools.wraps(method)
     def wrapped(self: "SharedMemoryGroup", *args: P.args, **kwargs: P.kwargs) -> None:
@@ -64,39 +62,31 @@ def _collective(
 
 
 class PendingAllGather(dist.Work):
-    """A started all-gather: the first piece of this rank's part is visible to the other ranks, and
-    `wait` completes the exchange."""
-
     def __init__(self, group: "SharedMemoryGroup", rest: Iterator[None]) -> None:
         super().__init__()
         self.rest = rest
         self._group = group
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Complete the all-gather. Raises an `ExchangeError` if a rank fails. `timeout` is ignored:
-        the group has its own timeout."""
+        """`timeout` is ignored: the group has its own timeout."""
         if self._group.pending is self:
             self._group.finish()
         return True
 
 
 class SharedMemoryGroup(Closing):
-    """The collectives of the ranks of a process group on one host. Made by `create`; used by one
-    thread at a time. Every rank makes the same calls in the same order, with contiguous CPU
-    tensors. A call returns once this rank has sent and received everything. Sums are added in the
-    order of the ranks, so they have the same bits on every rank, in every run. If a rank fails,
-    every rank raises an `ExchangeError` (`PeerDied`, `PeersLate`, `PeerStopped`, `CallsDiffer`).
-    After any exception in a collective, the group is unusable."""
+    """The collectives of a process group's ranks on one host, for contiguous CPU tensors. Used by
+    one thread at a time. Sums are added in the order of the ranks, so they have the same bits on
+    every rank, in every run. After any exception in a collective, the group is unusable, and every
+    rank raises an `ExchangeError`."""
 
     def __init__(self, segment: Segment, buffer_bytes: int, name: str) -> None:
         self.rank = segment.rank
         self.size = segment.size
         self.name = name
         self.pending: PendingAllGather | None = None
-        """The all-gather that was started and is not complete; else None. The group's next
-        collective completes it first."""
+        """The group's next collective completes it first."""
         self.is_closed = False
-        """True if this rank has closed the group."""
         self._segment = segment
         self._rounds = Rounds(segment, buffer_bytes)
         self._others = segment.peers
@@ -107,9 +97,8 @@ class SharedMemoryGroup(Closing):
 
     @classmethod
     def active_calls(cls) -> "list[tuple[str, str, int, str, str]]":
-        """Return the calls of this process's groups that are in progress, each as (collective, name
-        of the group, number of the call in the group, dtype and size, label). Any thread may call
-        it."""
+        """The calls in progress, each as (collective, name of the group, number of the call in the
+        group, dtype and size, label). Any thread may call it."""
         calls = []
         for group in _groups_now():
             if group._is_called:
@@ -128,11 +117,9 @@ class SharedMemoryGroup(Closing):
         buffer_bytes: int = BUFFER_BYTES,
         among: Sequence[int] | None = None,
     ) -> "SharedMemoryGroup | Unavailable":
-        """Share memory between the ranks of `group` (default: all). Every rank calls it; all ranks
-        get a group, or all get the same `Unavailable`. `timeout`: the longest wait for another
-        rank. `buffer_bytes`: the size of each of a rank's two buffers; larger tensors are sent in
-        pieces. `among`: the ranks of `group` that share memory with this one; each rank passes its
-        own list."""
+        """Every rank of `group` calls it; all get a group, or all get the same `Unavailable`.
+        `among`: the ranks of `group` that share memory with this one. Tensors larger than a buffer
+        are sent in pieces."""
         group = dist.group.WORLD if group is None else group
         if group is None:
             return Unavailable("there is no process group")
@@ -145,10 +132,9 @@ class SharedMemoryGroup(Closing):
         return cls(segment, buffer_bytes, f"shared memory{of}")
 
     def label(self, text: str) -> int:
-        """Return the number of a label, to be passed to collectives. In each collective the ranks'
-        labels are compared, as sizes are, so that ranks that exchange different tensors of one size
-        raise `CallsDiffer`. `text`: the purpose of the call, such as "gathers block 'a'". Every
-        rank calls this method with the same texts in the same order."""
+        """Return the number of a call's label, such as "gathers block 'a'". The ranks' numbers are
+        compared, so that ranks that exchange different tensors of one size raise `CallsDiffer`.
+        Every rank calls it with the same texts in the same order."""
         labels = self._rounds.labels
         if text not in labels:
             labels.append(text)
@@ -156,7 +142,6 @@ class SharedMemoryGroup(Closing):
 
     @_collective
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace `tensor`, which has the same size on all ranks, by the sum over ranks."""
         numbers = flat(tensor)
         views = self._rounds.start("all_reduce", numbers)
         if self.size <= _DIRECT_RANKS or numbers.nbytes <= _DIRECT_BYTES:
@@ -166,9 +151,7 @@ class SharedMemoryGroup(Closing):
 
     @_collective
     def reduce_scatter(self, output: Tensor, tensor: Tensor, label: int = 0) -> None:
-        """Write this rank's chunk of the sum over ranks into `output`. `tensor`: one chunk per
-        rank, concatenated; it must not overlap `output`. `label`: a number that the method `label`
-        has returned."""
+        """`output` must not overlap `tensor`."""
         into, numbers = flat(output), flat(tensor)
         if len(into) * self.size != len(numbers) or tensor.dtype is not output.dtype:
             raise ValueError(
@@ -192,24 +175,19 @@ class SharedMemoryGroup(Closing):
 
     @_collective
     def all_gather(self, output: Tensor, tensor: Tensor, label: int = 0) -> None:
-        """Write all ranks' tensors into `output` in rank order. `tensor` may be this rank's part of
-        `output`. `label`: a number that the method `label` has returned."""
+        """`tensor` may be this rank's part of `output`."""
         for _ in self._gathering(output, tensor, label):
             pass
 
     def start_all_gather(self, output: Tensor, tensor: Tensor, label: int = 0) -> PendingAllGather:
-        """Start an all-gather (see `all_gather`), and return before the other ranks have come.
-        `output` is complete, and `tensor` may be changed, after `wait` on the result or after the
-        group's next collective. If `tensor` is larger than a buffer, only its first piece is
-        written before this call returns."""
+        """`output` is complete, and `tensor` may be changed, after `wait` on the result or after
+        the group's next collective."""
         rest = self._gathering(output, tensor, label)
         self._call("all_gather", next, rest)
         self.pending = PendingAllGather(self, rest)
         return self.pending
 
     def finish(self) -> None:
-        """Complete the all-gather that was started, if any. Raises an `ExchangeError` if an earlier
-        collective of the group has failed."""
         if self._failure is not None:
             raise self._failure()
         if self.pending is not None:
@@ -238,8 +216,7 @@ class SharedMemoryGroup(Closing):
             self._is_called = False
 
     def _gathering(self, output: Tensor, tensor: Tensor, label: int) -> Iterator[None]:
-        """Run an all-gather as a generator, which yields once: after this rank's first piece is
-        written, before the first wait for other ranks."""
+        """Run an all-gather as a generator that yields before its first wait for other ranks."""
         into, mine = flat(output), flat(tensor)
         if len(into) != len(mine) * self.size or tensor.dtype is not output.dtype:
             raise ValueError(
@@ -265,8 +242,6 @@ class SharedMemoryGroup(Closing):
 
     @_collective
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Replace `tensor`, which has the same size on all ranks, by the tensor of rank
-        `source`."""
         numbers = flat(tensor)
         if not 0 <= source < self.size:
             raise ValueError(f"source={source}; the ranks of this group are 0 to {self.size - 1}")
@@ -288,9 +263,8 @@ class SharedMemoryGroup(Closing):
         sizes: Sequence[int],
         label: int = 0,
     ) -> None:
-        """Send each rank a chunk of `tensor`, with `sizes` elements, and receive chunks of
-        `output_sizes` elements into `output`, in rank order. The tensors must not overlap. `label`:
-        a number that the method `label` has returned."""
+        """`output_sizes`, `sizes`: number of elements from and to each rank. The tensors must not
+        overlap."""
         into, numbers = flat(output), flat(tensor)
         fits = sum(output_sizes) == into.numel() and sum(sizes) == numbers.numel()
         if not fits or tensor.dtype is not output.dtype:
@@ -341,14 +315,12 @@ class SharedMemoryGroup(Closing):
 
     @staticmethod
     def abort_all() -> None:
-        """Abort every shared-memory group of this process (see `abort`). Any thread may call
-        it."""
+        """Any thread may call it."""
         for group in _groups_now():
             group.abort()
 
     @staticmethod
     def close_all() -> None:
-        """Close every shared-memory group of this process."""
         for group in _groups_now():
             group.close()
 
@@ -366,7 +338,6 @@ class SharedMemoryGroup(Closing):
             self._failure = functools.partial(PeerStopped, (self.rank,), text)
 
     def _reduce_directly(self, numbers: Tensor, views: BufferViews) -> None:
-        """All-reduce `numbers` so that every rank adds all elements of all ranks."""
         whole = views.whole
         for index, piece in enumerate(split(numbers, whole[0][0].numel())):
             parts = [head(part, len(piece)) for part in whole[self._rounds.buffer]]
@@ -377,8 +348,8 @@ class SharedMemoryGroup(Closing):
             add(parts, piece)
 
     def _reduce_by_slices(self, numbers: Tensor, views: BufferViews) -> None:
-        """All-reduce `numbers`, in pieces that fit the buffers. Every rank adds one slice of a
-        piece, and writes the slice's sum for the other ranks in the round of the next piece."""
+        """Every rank adds one slice of a piece, and writes the slice's sum for the other ranks in
+        the round of the next piece."""
         room = views.results[0][0].numel()
         pieces = split(numbers, room * self.size)
         earlier: tuple[Tensor, ...] = ()

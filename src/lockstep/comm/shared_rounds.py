@@ -1,13 +1,10 @@
-"""The rounds of which each collective through shared memory consists, and helper functions for its
-tensors. In a round, each rank writes data into a buffer that the other ranks read.
+"""The rounds of which each collective through shared memory consists.
 
-[Note: Rounds] Every collective consists of a number of rounds, the same on every rank. In round n a
-rank writes into its buffer n % 2, sets its counter to n, waits until all counters have reached n,
-and reads the other ranks' buffers n % 2. A rank whose counter is n has finished reading round n -
-1. So once all counters have reached n, the buffers of round n - 1 are free for round n + 1.
-Counters are never reset, and a round has one wait. In the first round of a call each rank also
-writes its collective's name, and all ranks compare the names: a mismatch is an error, not a wrong
-sum.
+[Note: Rounds] In round n a rank writes into its buffer n % 2, sets its counter to n, waits until
+all counters have reached n, and reads the other ranks' buffers n % 2. A rank whose counter is n has
+finished reading round n - 1. So once all counters have reached n, the buffers of round n - 1 are
+free for round n + 1. Counters are never reset, and a round has one wait. In the first round of a
+call all ranks also compare their collectives: a mismatch is an error, not a wrong sum.
 """
 
 from __future__ import annotations
@@ -36,30 +33,26 @@ class BufferViews:
     [buffer][rank]."""
 
     dtype_code: int
-    """Index of the dtype in `DTYPES`."""
     elements_per_line: int
-    """Number of elements in a cache line. The slices of two ranks lie in different cache lines."""
+    """The slices of two ranks lie in different cache lines."""
     whole: list[list[Tensor]]
-    """The whole buffer of each rank, for data that the rank writes for all ranks."""
     results: list[list[Tensor]]
-    """The end of each rank's buffer, for the sum of the slice that the rank adds."""
+    """The end of each buffer, for the sum of the slice that the rank adds."""
     sent: list[list[Tensor]]
-    """The parts (cells) of this rank's buffer for data to each other rank; the one for itself is
-    empty."""
+    """The cells of this rank's buffer for data to each other rank."""
     received: list[list[Tensor]]
-    """The part of each rank's buffer for data to this rank."""
+    """The cell of each rank's buffer for data to this rank."""
 
 
 class Rounds:
-    """One rank's side of the rounds of a shared-memory group. Used by one thread at a time."""
+    """One rank's side of a shared-memory group's rounds. Used by one thread at a time."""
 
     def __init__(self, segment: Segment, buffer_bytes: int) -> None:
         self.others = segment.peers
         self.number = 0
-        """The number of the last round whose data this rank has written and announced."""
+        """The last round whose data this rank has written and announced."""
         self.signature = 0
-        """This rank's current or latest collective (its name, dtype, size and label) as one number;
-        see `signature_of`."""
+        """This rank's current or latest collective, as one number."""
         self._rank = segment.rank
         self._size = segment.size
         self._segment = segment
@@ -71,22 +64,19 @@ class Rounds:
         ]
         self._views: dict[torch.dtype, BufferViews] = {}
         self.labels: list[str] = [""]
-        """Labels of calls, such as "gathers block 'a'". In a collective, the ranks compare the
-        index of its label in this list."""
 
     @property
     def buffer(self) -> int:
-        """The index (0 or 1) of the buffer into which this rank writes in the next round. Until
-        `announce`, no other rank reads it."""
+        """The buffer (0 or 1) into which this rank writes in the next round. Until `announce`, no
+        other rank reads it."""
         return self.number & 1
 
     def start(
         self, collective: str, tensor: Tensor, detail: int = 0, sizes: Sequence[int] | None = None
     ) -> BufferViews:
-        """Begin a collective: write a description of this rank's call, which the other ranks
-        compare with theirs. Return the buffers as tensors of the dtype of `tensor`. `detail`: the
-        source rank of a broadcast; for other collectives, the number of their label. `sizes`: for
-        an all_to_all, the number of elements that this rank sends to each rank."""
+        """Write a description of this rank's call, which the other ranks compare with theirs.
+        `detail`: the source rank of a broadcast; for other collectives, the number of their label.
+        `sizes`: for an all_to_all."""
         views = self._views.get(tensor.dtype) or self._make_views(tensor.dtype)
         length = tensor.numel() if sizes is None else 0
         self.signature = signature_of(collective, views.dtype_code, length, detail)
@@ -98,19 +88,15 @@ class Rounds:
         return views
 
     def meet(self, *, first: bool = False) -> None:
-        """Announce this rank's data of a round, and wait for all ranks' data; see [Note: Rounds].
-        `first`: True in the first round of a collective, to compare the ranks' calls."""
+        """`first`: True in the first round of a collective, to compare the ranks' calls."""
         self.announce()
         self.wait(first=first)
 
     def announce(self) -> None:
-        """Set this rank's counter to the next round: its data of this round is written."""
         self.number += 1
         self._segment.announce(self.number)
 
     def wait(self, *, first: bool) -> None:
-        """Wait until all ranks have announced this round. `first`: True to compare the ranks' calls
-        too. Raises an `ExchangeError` if a rank fails, or calls another collective."""
         target, words = self.number, self._words
         for place in self._other_counters:
             if words[place] < target:
@@ -125,9 +111,8 @@ class Rounds:
                     raise self._difference(peer, [words[place] for place in calls])
 
     def most_sent(self, buffer: int, output_sizes: Sequence[int]) -> int:
-        """Return the number of elements of the longest chunk that any rank sends to another in this
-        all_to_all. Raises `CallsDiffer` unless the sizes that the ranks send to this one are equal
-        to `output_sizes`. `buffer`: index of the buffer of the call's first round."""
+        """The length of the longest chunk that any rank sends to another in this all_to_all. Raises
+        `CallsDiffer` unless the ranks send this one `output_sizes` elements."""
         most = 0
         for rank, place in enumerate(self._calls[buffer]):
             sizes = self._words[place + 1 : place + 1 + self._size].tolist()
@@ -143,13 +128,11 @@ class Rounds:
         return most
 
     def forget_views(self) -> None:
-        """Drop the views of the shared memory, so that it can be unmapped."""
+        """The shared memory is unmapped when nothing views it."""
         self._views.clear()
 
     def _difference(self, peer: int, signatures: Sequence[int]) -> CallsDiffer:
-        """Return the error for ranks that call different collectives. Its text is the same on all
-        ranks. `peer`: a rank whose call differs from this rank's. `signatures`: the calls of all
-        ranks as numbers (see `signature_of`)."""
+        """The error's text is the same on all ranks."""
         other = next(rank for rank, each in enumerate(signatures) if each != signatures[0])
         pair = [(self._segment.names[rank], signatures[rank]) for rank in (0, other)]
         texts = [f"rank {name} called {{}} of {{}}".format(*called(each)) for name, each in pair]
@@ -159,14 +142,10 @@ class Rounds:
         return CallsDiffer((peer,), text, done if has_labels else None)
 
     def label_in(self, signature: int) -> str:
-        """Return the text of the label of a call; "" if it has none. `signature`: the call as a
-        number."""
         number = label_of(signature)
         return self.labels[number] if number < len(self.labels) else ""
 
     def _purpose(self, signature: int) -> str:
-        """Return the label of a call or, if it has none, text with the collective's name.
-        `signature`: the call as a number."""
         return self.label_in(signature) or f"calls {called(signature)[0]}"
 
     def _make_views(self, dtype: torch.dtype) -> BufferViews:
@@ -203,33 +182,27 @@ class Rounds:
 
 
 def add(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Write the sum of two or more parts, added in their order, into `out`, which may be one of the
-    first two parts."""
+    """`out` may be one of the first two parts."""
     torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out.add_(part)
 
 
 def split(tensor: Tensor, length: int) -> tuple[Tensor, ...]:
-    """Return views of consecutive pieces of `length` elements; the last one has the rest. An empty
-    tensor has one empty piece."""
+    """An empty tensor has one empty piece."""
     pieces: tuple[Tensor, ...] = tensor.split(length)  # type: ignore[no-untyped-call]
     return pieces
 
 
 def head(tensor: Tensor, length: int) -> Tensor:
-    """Return a view of the first `length` elements."""
     return tensor if len(tensor) == length else tensor[:length]
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a one-dimensional view. Raises `ValueError` unless the tensor is contiguous and on the
-    CPU."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         kind = "contiguous" if tensor.is_contiguous() else "non-contiguous"
         raise ValueError(
@@ -240,7 +213,6 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def refuse_overlap(output: Tensor, tensor: Tensor) -> None:
-    """Raise `ValueError` if the memory of a collective's output and input tensors overlaps."""
     first, second = sorted((output, tensor), key=Tensor.data_ptr)
     if second.data_ptr() < min(t.data_ptr() + t.nbytes for t in (first, second)):
         raise ValueError(
@@ -250,24 +222,21 @@ def refuse_overlap(output: Tensor, tensor: Tensor) -> None:
 
 
 def described(tensor: Tensor) -> str:
-    """Return the tensor's size and dtype as text, such as "12 float32"."""
     return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def signature_of(collective: str, dtype_code: int, length: int, detail: int) -> int:
-    """Return a collective call as one 64-bit word, which ranks can compare. `dtype_code`: index in
-    `DTYPES`. `length`: number of elements, below 2**39. `detail`: see `Rounds.start`."""
+    """Return a collective call as one 64-bit word, which ranks can compare. `length` is below
+    2**39. `detail`: the source rank of a broadcast, else the number of the call's label."""
     return ((length << 16 | detail) << 4 | dtype_code) << 4 | NAMES.index(collective)
 
 
 def label_of(signature: int) -> int:
-    """Return the number of a call's label; 0 if it has none. `signature`: see `signature_of`."""
+    """The number of a call's label; 0 if it has none."""
     return 0 if NAMES[signature & 15] == "broadcast" else signature >> 8 & 65535
 
 
 def called(signature: int) -> tuple[str, str]:
-    """Return the name of a call's collective, and its dtype and size as text. `signature`: see
-    `signature_of`."""
     name, text = NAMES[signature & 15], str(DTYPES[signature >> 4 & 15]).removeprefix("torch.")
     if name != "all_to_all":
         text += f", {signature >> 24} elements"

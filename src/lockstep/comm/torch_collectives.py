@@ -1,5 +1,5 @@
-"""Contexts that measure the time of waits in torch's collectives, that hide the process group from
-user code, or that refuse collectives in it."""
+"""Contexts around torch's collectives: they measure waits, hide the process group from user code,
+or refuse collectives."""
 
 from __future__ import annotations
 
@@ -14,21 +14,17 @@ from lockstep.base.torch_private import TorchDispatchMode
 
 
 class Waits:
-    """The total time that this process has waited for other ranks in collectives."""
-
     def __init__(self) -> None:
         self.seconds = 0.0
 
 
 waits = Waits()
-"""The waits of this process. Waits inside torch's C++ code, as in a tensor-parallel layer, are not
-counted."""
+"""The time that this process has waited in collectives, except inside torch's C++ code, as in a
+tensor-parallel layer."""
 
 
 @contextmanager
 def count_torch_waits() -> Iterator[None]:
-    """A context in which the time of each `Work.wait` of torch's collectives is added to
-    `waits`."""
     if not dist.is_available():
         yield
         return
@@ -49,16 +45,14 @@ def count_torch_waits() -> Iterator[None]:
 
 
 class CollectiveCalled(Exception):
-    """Raised if a user's function calls a collective of torch where it must not. The text is the
-    collective's name."""
+    """The text is the collective's name."""
 
 
 @contextmanager
 def as_one_process(*, watched: bool = True) -> Iterator[None]:
-    """A context in which `torch.distributed.is_initialized()` returns False, so that torchmetrics
-    and similar code do not synchronise. For a user's function that each rank calls separately.
-    `watched`: True to also raise `CollectiveCalled` for collectives, which would count values twice
-    or wait for ever."""
+    """For a user's function that each rank calls separately. `is_initialized()` returns False, so
+    that torchmetrics and similar code do not synchronise. `watched`: also raise `CollectiveCalled`
+    for a collective."""
     is_initialized = dist.is_initialized
     dist.is_initialized = lambda: False
     try:
@@ -69,8 +63,8 @@ def as_one_process(*, watched: bool = True) -> Iterator[None]:
 
 
 class CollectivesRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that raises `CollectiveCalled` if the body calls a collective of torch. It slows
-    down every operation of the body."""
+    """Raises `CollectiveCalled` if the body calls a collective of torch. Slows down every operation
+    of the body."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

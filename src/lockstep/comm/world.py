@@ -1,5 +1,5 @@
-"""A group of processes (all processes of a run, or those along a mesh axis) with its basic
-collectives; and `join`, which makes the process group of a run."""
+"""A group of processes (all processes of a run, or those along a mesh axis) with its collectives,
+and `join`, which makes the process group of a run."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.shared_memory import SharedMemoryGroup
 
 BUCKET_NUMBERS = 2**22
-"""Number of elements from which on a bucket of `World.sum_each` gets no more tensors."""
+"""`World.sum_each` adds no more tensors to a bucket that has at least this many elements."""
 _HEAD_BYTES = 64
-"""Size of the head that is sent before a JSON text. The head contains the text's length, and the
-text itself if it fits, else its digest."""
+"""Size of the message before a JSON text. It has the text's length, and the text itself if it fits,
+else its digest."""
 _IN_HEAD_BYTES = _HEAD_BYTES - 8
 IN_PLACE_BYTES = 2**17
 """With shared memory, and on accelerators, a tensor of at least this size is summed in place, not
@@ -54,60 +54,48 @@ in a bucket."""
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A group of processes (those of a run, or along mesh axes), with its collectives. With one
-    process, every collective is the identity."""
+    """A group of processes with its collectives. With one process, every collective is the
+    identity."""
 
     rank: int
-    """This process's rank in the group."""
     size: int
     local_rank: int
-    """This process's number among the run's processes on its machine."""
     local_size: int
-    """Number of the run's processes on this machine."""
     device: torch.device
     owns_group: bool
-    """True if lockstep made the process group. The group exists until the process ends: a later run
-    uses it too."""
+    """True if lockstep made the process group."""
     group: Any = None
-    """Torch's process group of these processes; `rank` and `size` refer to it. None: all
-    processes."""
+    """None means all processes."""
     shared_memory: SharedMemoryGroup | None = None
-    """Collectives for CPU tensors through shared memory, faster than Gloo's; None if the processes
-    do not share memory."""
+    """None if the processes do not share memory."""
     hierarchy: HierarchicalAllReduce | None = None
-    """The all-reduce for CPU tensors over several hosts of which some have several processes; None
-    if it is not used, as with numerics=bitwise."""
+    """Used for CPU tensors over several hosts of which some have several processes, except with
+    numerics=bitwise."""
     ranks_per_device: int = 1
-    """Number of ranks on the busiest device: more than 1 only with `--share-devices`."""
+    """Number of ranks on the busiest device. It is more than 1 only with `--share-devices`."""
 
     @property
     def host_shared_memory(self) -> SharedMemoryGroup | None:
-        """The shared memory of the group's processes on this host; None if there is none."""
         return self.shared_memory if self.hierarchy is None else self.hierarchy.shared_memory
 
     def _memory_for(self, tensor: Tensor) -> SharedMemoryGroup | None:
-        """Return the shared memory through which this tensor is exchanged; None if it is exchanged
-        through torch's process group. That is so, too, once the shared memory is closed, as when a
-        script calls a model after a run."""
         memory = self.shared_memory
         return memory if memory is not None and tensor.is_cpu and not memory.is_closed else None
 
     def leave(self) -> None:
-        """Wait for all ranks (a barrier) if lockstep made the process group. Every rank calls it at
-        the end of a run that succeeded."""
+        """Wait for all ranks at the end of a run that succeeded."""
         if self.owns_group:
             dist.barrier()
 
     def end_process(self) -> NoReturn:
-        """End the process, without an error. Every rank calls it. The ranks wait for each other,
-        because the store of the rendezvous may end with the first process."""
+        """The ranks wait for each other, because the rendezvous store may end with the first
+        process."""
         if self.size > 1:
             dist.barrier()
         raise SystemExit(0)
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """All-gather the rows of all ranks, in rank order: shape (sum(counts), ...). `counts`:
-        number of rows of each rank. Every rank calls it with the same `counts`."""
+        """All-gather rows in rank order. `counts`: each rank's number of rows."""
         if self.size == 1:
             return rows
         padded = rows.contiguous()
@@ -125,8 +113,6 @@ class World:
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace `tensor`, which is contiguous and has the same size on all ranks, by its sum over
-        ranks. Every rank calls it."""
         if self.size == 1:
             return
         if (memory := self._memory_for(tensor)) is not None:
@@ -144,10 +130,9 @@ class World:
         *,
         label: int = 0,
     ) -> Tensor:
-        """Send rows of `tensor`, which is contiguous, to each rank, and return the received rows in
-        rank order. `sent`, `received`: number of rows to and from each rank; None: the same number
-        for all. `label`: the number of the call's label, which shared memory compares between
-        ranks. Every rank calls it."""
+        """Send rows of a contiguous tensor to each rank. `sent`, `received`: number of rows to and
+        from each rank; None: the same number for all. Shared memory raises `CallsDiffer` if the
+        ranks' labels differ."""
         if self.size == 1:
             return tensor
         rows = len(tensor) if received is None else sum(received)
@@ -161,16 +146,13 @@ class World:
         return output
 
     def _sizes(self, tensor: Tensor, rows: Sequence[int] | None) -> list[int]:
-        """Return the number of elements of `tensor` that each rank sends or gets. `rows`: the
-        number of rows for each rank; None: the same number for all."""
         if rows is None:
             return [tensor.numel() // self.size] * self.size
         width = math.prod(tensor.shape[1:])
         return [width * each for each in rows]
 
     def sum_each(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor, on any device, by its sum over ranks. Small tensors are summed
-        together, in buckets of one dtype. Every rank calls it."""
+        """All-reduce tensors on any device in place. Small ones are summed together, in buckets."""
         together: list[Tensor] = []
         pending: list[dist.Work] = []
         for tensor in tensors:
@@ -190,8 +172,6 @@ class World:
             work.wait()
 
     def _sums_in_place(self, tensor: Tensor) -> bool:
-        """True if the tensor is all-reduced by itself, because copying it into a bucket would take
-        longer."""
         if not tensor.is_contiguous() or tensor.nbytes < IN_PLACE_BYTES:
             return False
         if tensor.is_cpu:
@@ -199,7 +179,7 @@ class World:
         return tensor.device == self.device
 
     def any(self, flag: bool) -> bool:
-        """Return True on all ranks if `flag` is true on any. Every rank calls it."""
+        """Return True on all ranks if `flag` is true on any rank. Every rank calls it."""
         if self.size == 1:
             return flag
         count = torch.tensor([float(flag)])
@@ -207,9 +187,8 @@ class World:
         return bool(count.item())
 
     def gather_values(self, value: Any) -> list[Any]:
-        """Return the JSON values of all ranks, in rank order. Every rank calls it; for set-up and
-        rare events. Equal values may be returned as one object. If all ranks' values are short, or
-        equal, this takes one collective, otherwise two."""
+        """All-gather JSON values, for set-up and rare events. Equal values may be one object. Short
+        or equal values take one collective, others two."""
         if self.size == 1:
             return [value]
         text = json.dumps(value).encode()
@@ -228,7 +207,7 @@ class World:
         return [values[each] for each in texts]
 
     def value_of(self, rank: int, value: Any) -> Any:
-        """Return the JSON value of rank `rank`. Every rank calls it; for set-up and rare events."""
+        """Broadcast a JSON value, for set-up and rare events. Every rank calls it."""
         if self.size == 1:
             return value
         text = json.dumps(value).encode() if rank == self.rank else b""
@@ -242,13 +221,10 @@ class World:
         return json.loads(bytes(full_text.numpy()))
 
     def value_from(self, rank: int, compute: Callable[[], Any]) -> Any:
-        """Call `compute` on rank `rank` only, and return its JSON value on every rank. Every rank
-        calls this."""
+        """Broadcast the JSON value that rank `rank` computes. Every rank calls it."""
         return self.value_of(rank, compute() if rank == self.rank else None)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Replace `tensor`, which is contiguous, by the tensor of rank `source`. Every rank calls
-        it."""
         if self.size == 1:
             return
         if (memory := self._memory_for(tensor)) is not None:
@@ -257,8 +233,8 @@ class World:
             dist.broadcast(tensor, group=self.group, group_src=source)
 
     def gather_ragged(self, rows: Tensor | None) -> Tensor:
-        """All-gather rows on the CPU, in rank order, where each rank may have another number of
-        rows, or None instead. Every rank calls it; at least one has rows."""
+        """All-gather rows on the CPU. Each rank may have another number of rows, or None; at least
+        one rank has rows."""
         kinds = self.gather_values(
             None if rows is None else [str(rows.dtype).removeprefix("torch."), *rows.shape]
         )
@@ -269,12 +245,11 @@ class World:
 
 
 _made: weakref.ref[Any] | None = None
-"""The process group that `join` made; None if it made none."""
 _compared: tuple[weakref.ref[Any], int] | None = None
-"""The process group whose ranks have compared their devices in `join`, and the number of ranks on
-the busiest device; None before."""
+"""The process group whose ranks have compared their devices, and the number of ranks on the busiest
+device."""
 _excepthooks: tuple[Any, Any] = (None, None)
-"""The value of `sys.excepthook` before `join` made the process group, and the value after it."""
+"""`sys.excepthook` before `join` made the process group, and after it."""
 
 
 def join(
@@ -288,13 +263,9 @@ def join(
     store: Store | None = None,
     share_devices: bool = False,
 ) -> World:
-    """Meet the other processes of the run and make the default process group, or use the existing
-    one. Every rank calls it. The device is this rank's GPU (NCCL, with Gloo for CPU tensors), or
-    without GPUs the CPU (Gloo). `backend`: another backend for tensors on that device. `store`: the
-    store for the rendezvous, in which no key of a process group is used; None: the store at
-    MASTER_ADDR:MASTER_PORT. `share_devices`: several processes may compute on one GPU. Raises
-    `LaunchError` if there are fewer GPUs than processes and `share_devices` is false, and for an
-    unusable rendezvous address or backend."""
+    """Meet the other processes of the run, and make the default process group or use the existing
+    one. Every rank calls it. `backend`: another backend for tensors on this rank's device. `store`:
+    None means the store at MASTER_ADDR:MASTER_PORT."""
     global _made, _compared, _excepthooks
     if local_size > 1 and accelerator.is_for_one_process():
         device, mine = torch.device("cpu"), RankDevice(host="", type="cpu")
@@ -362,8 +333,7 @@ def join(
 
 
 def leave() -> None:
-    """Destroy the process group that `join` made, if any, so that `join` can be called again. The
-    group's sockets and threads end when the last reference to the group is gone."""
+    """The process group's sockets and threads end with the last reference to the group."""
     global _made, _excepthooks
     if owns_group():
         dist.destroy_process_group()
@@ -375,21 +345,18 @@ def leave() -> None:
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> Store:
-    """Return the store at MASTER_ADDR:MASTER_PORT, as in `init_process_group`."""
     made, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
     made.set_timeout(timeout)
     return PrefixStore("default_pg", made)
 
 
 def owns_group() -> bool:
-    """True if `join` made the default process group, and it still exists."""
     return dist.is_initialized() and _made is not None and _made() is dist.group.WORLD
 
 
 def _at_exit() -> None:
-    """Destroy the process group when the process ends. A process that ends with an error aborts the
-    group instead, because NCCL's shutdown waits for the machine's other ranks, which may wait for
-    this one in a collective."""
+    """A process that ends with an error aborts the group, because NCCL's shutdown waits for other
+    ranks, which may wait for this one in a collective."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
     if owns_group() and not (has_failed and abort_accelerator_groups()):
@@ -434,8 +401,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the tensors in buckets: each has tensors of one dtype, up to about `BUCKET_NUMBERS`
-    elements."""
     by_dtype = sorted(tensors, key=lambda tensor: str(tensor.dtype))
     for _, alike in groupby(by_dtype, key=lambda tensor: tensor.dtype):
         bucket: list[Tensor] = []
@@ -449,8 +414,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def exact_sum(values: Sequence[float]) -> float:
-    """Return the correctly rounded sum, which does not depend on the order of `values`. NaN and
-    infinity propagate."""
+    """The result does not depend on the order of `values`. NaN and infinity propagate."""
     try:
         return math.fsum(values)
     # infinities of both signs, or a sum outside a float's range

@@ -1,5 +1,5 @@
 """The hook that finds values that a script's own loop carries from one step into the loss of a
-later one, in a variable or in an object: a running reward, a hidden state, a buffer of images."""
+later one, such as a running reward, a hidden state or a buffer of images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lockstep.training.run import Run
 from lockstep.training.set_up import Remark
 
 TOLD_AFTER = (3, 15)
-"""Numbers of steps after which findings are reported. The second report finds values that change
+"""Findings are reported after these numbers of steps. The second report finds values that change
 only every fourth step."""
 _SAVE = "keep it in an object with state_dict and load_state_dict that session.include saves"
 _OF_VARIABLES = f"compute it by session.mean or session.gather, and {_SAVE}"
@@ -47,24 +47,21 @@ _NUMBERS = (bool, int, float, np.number, np.bool_)
 
 
 class _Seen(NamedTuple):
-    """A value that the script's loop uses in its loss, as it is at the beginning of a step."""
+    """A value that the script's loop uses in its loss, at the beginning of a step."""
 
     remedy: str
     mark: Any
-    """Compared with the mark at the next step, to see if the variable has another value: the number
-    itself, a digest of a container, or a weak reference to a tensor, because the tensor itself
-    would keep its autograd graph alive."""
+    """Compared at the next step: the number itself, a digest of a container, or a weak reference to
+    a tensor, because the tensor itself would keep its autograd graph alive."""
     writes: Sequence[int] = ()
-    """The version counters of its tensors, which torch increments at each in-place change."""
+    """The version counters of its tensors."""
     is_compared: bool = True
-    """True if all ranks should have the same value. False if they may differ, as the states of each
-    rank's own environments do."""
+    """False if ranks may differ, as the states of each rank's own environments do."""
 
 
 class CarriedVariables(ControlHook):
     """Reports variables of a script's loop, and attributes of its objects, whose value goes into a
-    later step's loss. A value counts if it changes twice; a value that is filled once is a
-    cache."""
+    later step's loss. A value that changes only once is a cache."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -119,9 +116,8 @@ class CarriedVariables(ControlHook):
                         yield f"{name}.{each}", seen
 
     def _kept_by(self, name: str, kind: type) -> dict[str, bool]:
-        """Return the attributes of the object in the variable `name` (of class `kind`) that its
-        methods compute from the attributes' earlier values and that go into a result, such as the
-        loss. Attribute -> True if the methods only set its items."""
+        """Attributes that methods compute from earlier values and that go into a result. Attribute
+        -> True if the methods only set its items."""
         if name not in self._kept:
             paths = [each.removeprefix(f"{name}.") for each in self._used if each != name]
             self._kept[name] = kept_by_methods(
@@ -130,7 +126,7 @@ class CarriedVariables(ControlHook):
         return self._kept[name]
 
     def _tell(self, run: Run) -> None:
-        """Report the variables that have changed on any rank. Every rank calls it."""
+        """Every rank calls it."""
         mine = {
             name: _for_all(seen)
             for name, seen in self._seen.items()
@@ -167,8 +163,8 @@ class CarriedVariables(ControlHook):
 
 
 def _value_of(variables: Mapping[str, Any], path: str, saved: Set[int]) -> Any:
-    """Return the value of a variable or attribute; None for an optimizer, for an object that
-    checkpoints save (`saved`: their ids), and for an attribute of either."""
+    """`path`: such as "agent.memory". Return None for optimizers and for objects that checkpoints
+    save."""
     name, *names = path.split(".")
     value = variables.get(name)
     for each in names:
@@ -179,7 +175,7 @@ def _value_of(variables: Mapping[str, Any], path: str, saved: Set[int]) -> Any:
 
 
 def _trained(value: Any) -> list[Tensor]:
-    """Return the leaf tensors of a network, or the leaf tensor itself, that require gradients."""
+    """Leaf tensors that require gradients."""
     tensors = value.parameters() if isinstance(value, nn.Module) else [value]
     return [
         each
@@ -189,8 +185,8 @@ def _trained(value: Any) -> list[Tensor]:
 
 
 def _seen_in(value: Any, remedy: str) -> _Seen | None:
-    """Return the `_Seen` of a number, tensor or container; None for other objects, and for a
-    container with a model, an optimizer, or a tensor whose values cannot be read on this rank."""
+    """Return None for a container with a model, an optimizer, or a tensor that cannot be read on
+    this rank."""
     if isinstance(value, _NUMBERS):
         return _Seen(remedy, float(value))
     if not isinstance(value, (Tensor, *_CONTAINERS)) or not all(
@@ -229,8 +225,7 @@ def _is_same(before: Any, now: Any) -> bool:
 
 
 def _for_all(seen: _Seen) -> float | str | None:
-    """Return the number, or a checksum of the value, to be compared between ranks; None if ranks
-    may have different values."""
+    """A number or checksum to be compared between ranks."""
     if not seen.is_compared:
         return None
     value = seen.mark() if isinstance(seen.mark, weakref.ref) else seen.mark
@@ -250,8 +245,7 @@ def _digest(value: Any) -> str:
 
 
 def code_of(kind: type) -> Iterator[str]:
-    """Yield the source code of a class and of its base classes, without classes of lockstep or
-    installed packages."""
+    """Without classes of lockstep or installed packages."""
     for each in kind.__mro__:
         if is_users(each.__module__):
             # the source file is missing, or was edited since the class was defined

@@ -1,5 +1,4 @@
-"""The checkpointer of a run: it begins asynchronous saves, waits for their end, and loads
-checkpoints."""
+"""Begins asynchronous saves, waits for their end, and loads checkpoints."""
 
 from __future__ import annotations
 
@@ -44,32 +43,27 @@ LAST_SECONDS = 10.0  # after an error, the longest wait for a save in progress
 
 @dataclass(slots=True)
 class Scores:
-    """The value of the metric that `Saving.best` names, for each checkpoint. The same on all
-    ranks."""
+    """The value of the metric `Saving.best` for each checkpoint. The same on all ranks."""
 
     saving: Saving
     by_name: dict[CheckpointName, float] = field(default_factory=dict)
 
     def now(self, run: Run) -> float | None:
-        """Return the metric's value measured after the latest step; None if none was measured.
-        Raises `RecipeError` if no evaluation has the metric."""
+        """Raises `RecipeError` if no evaluation has the metric."""
         metric = self.saving.best
         if metric is None or not run.metrics:
             return None
         return run.training.metric(metric, f"Saving(best={metric!r})")
 
     def improves(self, value: float) -> bool:
-        """True if `value` is better than the metric's value of every checkpoint."""
         name = self.best_checkpoint()
         return self.saving.improves(value, None if name is None else self.by_name[name])
 
     def best_checkpoint(self) -> CheckpointName | None:
-        """Return the earliest checkpoint with the best value of the metric."""
         return self.saving.best_of(self.by_name)
 
     def best(self, run: Run, folder: Storage) -> Best | None:
-        """Return the evaluation with the best value of the metric so far, including the one after
-        the latest step; None if there is none. `folder`: the folder of the checkpoints."""
+        """Includes the evaluation after the latest step."""
         metric, value, name = self.saving.best, self.now(run), self.best_checkpoint()
         if metric is None:
             return None
@@ -87,9 +81,7 @@ class Scores:
         )
 
     def note(self, name: CheckpointName, run: Run) -> dict[str, Any] | None:
-        """Record the metric's value after the latest step for that step's checkpoint `name`.
-        Returns what the checkpoint stores: the metric, its mode and its value. None if nothing was
-        measured."""
+        """Returns the part of the checkpoint's metadata."""
         value = self.now(run)
         if value is None:
             return None
@@ -97,7 +89,7 @@ class Scores:
         return {"metric": self.saving.best, "mode": self.saving.mode, "value": value}
 
     def read(self, folder: Storage, names: Sequence[CheckpointName], world: World) -> None:
-        """Read the metric's values of existing checkpoints. Every rank calls it."""
+        """Every rank calls it."""
         if self.saving.best is None:
             return
         rows = []
@@ -153,16 +145,14 @@ class Checkpointer:
 
     @property
     def attempt(self) -> str:
-        """Eight hexadecimal digits that differ for each start of the run; the names of its
-        checkpoints contain them."""
+        """Eight hexadecimal digits that differ for each start of the run."""
         attempt: str = self.run.context.recorder.attempt
         return attempt
 
     def begin(self, saved: int, *, again: bool = False) -> None:
         """Called before the first step, with `saved` steps done in the newest checkpoint. Every
-        rank calls it. Raises `CheckpointError` if nothing can be saved. `again`: True if the run
-        recovered in place; it could save before, so nothing is checked or prepared until the next
-        save."""
+        rank calls it. `again`: True if the run recovered in place; it could save before, so nothing
+        is checked."""
         self._saved, self._began_at = saved, self.run.step
         self._on_rank_0(self.folder.remove_uncommitted, "written to")
         if not again:
@@ -184,14 +174,12 @@ class Checkpointer:
             self._saver.prepare(tensors)
 
     def is_time(self) -> bool:
-        """True on rank 0 if it is time to save, by `Saving.seconds`; always False on other
-        ranks."""
+        """Always False except on rank 0."""
         interval = self._interval if self.world.rank == 0 else None
         return interval is not None and time.monotonic() - self._since >= interval
 
     def after_step(self, step: int, *, is_time: bool) -> None:
-        """Begin a save if one is due and none is in progress. Every rank calls it. Raises
-        `CheckpointError` after too many failed saves in a row."""
+        """Begin a save if one is due and none is in progress. Every rank calls it."""
         done = step - self._began_at
         # This reads values from the device. At a logging step the host has waited for the device
         # anyway.
@@ -210,8 +198,7 @@ class Checkpointer:
             self._save(step)
 
     def _check_saveable(self) -> None:
-        """Raise `CheckpointError` on all ranks if one rank has state that cannot be saved. Some
-        state appears only in the first steps. Every rank calls it."""
+        """Some state appears only in the first steps. Every rank calls it."""
         state = partial(state_of, self.training.modules, self.training.stateful)
         raise_on_all_ranks(self.world, state, CheckpointError)
 
@@ -221,15 +208,13 @@ class Checkpointer:
             self._poll(WAIT_SECONDS)
 
     def save_now(self, step: int) -> None:
-        """Save the state after `step`, unless it is saved, and wait for the end of the save. Every
-        rank calls it."""
+        """Every rank calls it."""
         self.wait()
         if step > self._saved:
             self._save(step)
             self.wait()
 
     def delete_after(self, step: int) -> tuple[list[str], str | None]:
-        """Delete the checkpoints of later steps than `step`. See `Checkpointing.delete_after`."""
         self.wait()
         deleted, failure = list[str](), None
         if self.world.rank == 0:
@@ -244,19 +229,16 @@ class Checkpointer:
         return deleted, failure
 
     def await_last(self) -> None:
-        """After an error, wait a limited time until this rank has written its part of a checkpoint
-        whose save is in progress, without the other ranks."""
+        """Wait for this rank's part of a checkpoint, without the other ranks."""
         with suppress(RuntimeError):  # the device itself may have failed
             self._poll(LAST_SECONDS)
 
     def rescue(
         self, step: int, ended: EndedStep | None = None, *, on_host: bool = True
     ) -> str | None:
-        """Save this rank's state after `step` without the other ranks. Returns the checkpoint's
-        name; None if it is saved already. `ended`: the values that the host held after that step,
-        if the host has begun later steps that the device has not done. `on_host`: True if the
-        tensors on the CPU are in the state after `step` too. Raises `OSError`, `CheckpointError`,
-        `StateChangedError`."""
+        """Save this rank's state without the other ranks. Returns None if it is saved already.
+        `ended`: the values that the host held after that step, if it has begun later steps that the
+        device has not done."""
         if step <= self._saved and not self._is_open:
             return None
         if step == self._saved:
@@ -294,10 +276,8 @@ class Checkpointer:
 
     @contextmanager
     def _state(self, ended: EndedStep | None = None) -> Iterator[State]:
-        """Yield the state to save; it is valid inside the context. `ended`: see `rescue`. Raises
-        `CheckpointError`. Raises `RecipeError` if the modules and parameters of the model, or those
-        of an optimizer, are no longer the ones that were prepared: no run could be resumed from
-        that state."""
+        """Raises an error if the parameters are not the ones that were prepared: no run could be
+        resumed from that state."""
         with ExitStack() as stack:
             for module in self.training.modules:
                 module.snapshot.check_parts()
@@ -320,12 +300,8 @@ class Checkpointer:
         allow_change: frozenset[str],
         before: int = sys.maxsize,
     ) -> CheckpointReader | None:
-        """Load the newest checkpoint that is not damaged, and return its reader. Every rank calls
-        it. `before`: checkpoints with this many steps or more are ignored.
-
-        Raises `CheckpointError` if the checkpoint belongs to another run, or if `resume` is "must"
-        and there is none.
-        """
+        """Load the newest checkpoint of fewer than `before` steps that is not damaged. Every rank
+        calls it."""
         recorder = self.run.context.recorder
         names = [name for name in self._names() if name.step < before]
         if resume == "never" and names:
@@ -375,8 +351,7 @@ class Checkpointer:
         return None
 
     def _record_rescue(self, name: CheckpointName) -> None:
-        """Record the event `rescued` for the loaded checkpoint `name`, which was saved after an
-        error, unless the failed run has recorded it (it has if its rank 0 saved the checkpoint)."""
+        """The failed run has recorded it if its rank 0 saved the checkpoint."""
         with suppress(RunDirectoryError):
             rows = read_rows(
                 self.run.context.run_dir, EVENTS, lambda row: row.get("event") == "rescued", {}
@@ -387,8 +362,7 @@ class Checkpointer:
 
     def restore_from_memory(self, reader: StateReader, *, allow_change: frozenset[str]) -> int:
         """Load the state that the processes of this run hold in memory (recovery in place). Every
-        rank calls it. Returns the number of steps in the newest checkpoint, 0 if there is none.
-        Raises `CheckpointError` if the state was trained by another recipe."""
+        rank calls it. Returns the number of steps in the newest checkpoint."""
         saved = reader.manifest.values
         edited = self._edited_code(saved["code"])
         if changes := self._changes(saved["recipe"] or {}, edited, allow_change):
@@ -405,15 +379,13 @@ class Checkpointer:
         restore(reader, self.training.modules, self.training.stateful, self.run.context.mesh)
 
     def _names(self) -> list[CheckpointName]:
-        """The names of the checkpoints, the newest last, as rank 0 sees them. Every rank calls
-        it."""
+        """The newest is last. Every rank calls it."""
         pairs = self._on_rank_0(
             lambda: [[name.step, name.attempt] for name in self.folder.names()], "read"
         )
         return [CheckpointName(*pair) for pair in pairs]
 
     def close(self) -> None:
-        """Abandon a save in progress."""
         self._saver.close()
 
     def _changes(
@@ -422,9 +394,6 @@ class Checkpointer:
         edited: Sequence[str],
         allow_change: frozenset[str],
     ) -> list[str]:
-        """Return the differences between the checkpoint's recipe (`saved`) and the current one,
-        except in the fields that `allow_change` names. `edited`: descriptions of further
-        differences, each beginning with a field's name."""
         fields = self.run.context.recorder.summary["recipe"] or {}
         changed = [] if saved is None else differences(saved, fields, allow_change=allow_change)
         return changed + [
@@ -432,8 +401,7 @@ class Checkpointer:
         ]
 
     def _edited(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the optimizer settings and recipe functions that differ from the checkpoint's, as
-        compared on rank 0. Every rank calls it."""
+        """Every rank calls it."""
         pairs = zip(saved["optimizers"], self.training.modules, strict=False)
         edited = [
             line for theirs, module in pairs for line in settings.described(theirs, module.settings)
@@ -446,14 +414,12 @@ class Checkpointer:
         return lines
 
     def _edited_code(self, saved: Mapping[str, str] | None) -> list[str]:
-        """Return a line for each function of the recipe whose code, or a value that it uses, has
-        changed since the checkpoint. `saved`: function's name -> digest of its code then."""
         now = self.training.code or {}
         edited = [name for name, digest in (saved or {}).items() if now.get(name, digest) != digest]
         return [f"{name}: its code has changed, or a value that it uses" for name in edited]
 
     def _total_bytes(self, tensors: Mapping[str, Tensor]) -> int:
-        """The size of a checkpoint's tensors in bytes, over all ranks. Every rank calls it."""
+        """Every rank calls it."""
         mine = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
         sizes: dict[str, int] = {}
         for theirs in self.run.context.mesh.stages.gather_values(mine):
@@ -461,8 +427,7 @@ class Checkpointer:
         return sum(sizes.values())
 
     def _on_rank_0(self, call: Callable[[], Any], what: str) -> Any:
-        """Run `call` on rank 0, and return its JSON value on all ranks. Every rank calls it. Raises
-        `CheckpointError`, which says that the checkpoints cannot be `what` (such as "read")."""
+        """Every rank calls it. `what`: for the error's text, such as "read"."""
 
         def compute() -> Any:
             try:
@@ -510,8 +475,6 @@ class Checkpointer:
         }
 
     def _poll(self, timeout_seconds: float = 0.0) -> None:
-        """Record the result of the save in progress if it ends on this rank within
-        `timeout_seconds`."""
         if (ended := self._saver.poll(timeout_seconds)) is None:
             return
         self._error = ended.error
@@ -539,8 +502,7 @@ class Checkpointer:
         )
 
     def _has_ended(self) -> bool:
-        """True if no rank has a save in progress. Every rank calls it. Raises `CheckpointError`
-        after too many failures in a row."""
+        """True if no rank has a save in progress. Every rank calls it."""
         if not self._is_open:
             return True
         self._poll()

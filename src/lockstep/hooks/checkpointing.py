@@ -36,22 +36,19 @@ from lockstep.training.recovery import Recovery
 from lockstep.training.run import Run
 
 DEVICE_SECONDS = (5.0, 60.0)
-"""The shortest and the longest time that the host waits, after an error, for the device to finish
-queued steps."""
+"""Bounds of the time that the host waits, after an error, for the device."""
 _TRIES = 3
-"""Number of attempts to copy the state from the device, which may run queued steps meanwhile."""
+"""The device may run queued steps during a copy."""
 
 
 def device_seconds(phases: Phases) -> float:
-    """Return the time that the host waits, after an error, for the device, which may be two steps
-    behind."""
+    """The device may be two steps behind the host."""
     step = sum(phases.usual(name) or 0.0 for name in STEP_PHASES)
     return min(max(2 * step, DEVICE_SECONDS[0]), DEVICE_SECONDS[1])
 
 
 def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
-    """Return the recipe in the newest readable checkpoint as JSON; empty if none. Every rank calls
-    it."""
+    """The recipe in the newest readable checkpoint, as JSON. Every rank calls it."""
     found: dict[str, Any] = {}
     if world.rank == 0:
         with suppress(OSError):  # `restore` reports the error
@@ -78,9 +75,7 @@ class Checkpointing(ControlHook):
 
     def resume(self, run: Run, recovery: Recovery | None, data: Any) -> None:
         """In a recovery in place, load the state that the run's processes hold in memory; otherwise
-        load the newest checkpoint. Every rank calls it once, before the first step. `data`: the
-        dataset or loader of the training loop, whose position is restored too. Raises
-        `CheckpointError`."""
+        load the newest checkpoint. Every rank calls it once, before the first step."""
         self._load(run, recovery)
         if recovery is not None:
             recovery.announce(run, data)
@@ -131,15 +126,13 @@ class Checkpointing(ControlHook):
             )
 
     def _continue_data(self, run: Run, reader: CheckpointReader) -> None:
-        """Make the training loop continue at the position in the dataset that the checkpoint
-        holds."""
         changed: dict[str, Any] = {"data": {}} if "data" in self.allow_change else {}
         manifest = reader.manifest
         run.training.loop.resumed = {**manifest.values, "step": manifest.step, **changed}
 
     def begin_before(self, run: Run, step: int) -> None:
         """Load the newest checkpoint with fewer than `step` steps, and save nothing from now on.
-        Called instead of `resume`. Every rank calls it. Raises `CheckpointError`."""
+        Every rank calls it."""
         for module in run.training.modules:
             module.left_out = LeftOut(module.model, module.held)
         checkpointer = Checkpointer(run, self.folder, self.saving, compare=lambda: None)
@@ -181,18 +174,16 @@ class Checkpointing(ControlHook):
             self._checkpointer.save_now(run.step)
 
     def wait(self) -> None:
-        """Wait for the end of a save in progress. Every rank calls it."""
+        """Every rank calls it."""
         if self._checkpointer is not None:
             self._checkpointer.wait()
 
     def delete_after(self, step: int) -> tuple[list[str], str | None]:
-        """Delete the checkpoints of later steps than `step`. Every rank calls it. Returns the names
-        of the deleted checkpoints, and the reason if one could not be deleted, else None."""
+        """Every rank calls it. Returns the deleted names, and the reason if one could not be
+        deleted."""
         return ([], None) if self._checkpointer is None else self._checkpointer.delete_after(step)
 
     def best(self) -> Best | None:
-        """Return the best evaluation so far, by the metric `Saving.best`; the same on every rank.
-        None if there is none."""
         if self._checkpointer is None:
             return None
         return self._checkpointer.scores.best(self._checkpointer.run, self.folder)
@@ -207,8 +198,8 @@ class Checkpointing(ControlHook):
             self._checkpointer.await_last()
 
     def rescue(self, run: Run, error: BaseException) -> bool:
-        """After `error`, save this rank's state without the other ranks, if it is the state after a
-        complete step. Returns True if it was saved."""
+        """Save this rank's state without the other ranks, if it is the state after a complete step.
+        Returns True if it was saved."""
         training = run.training
         source, progress = training.source, training.progress
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
@@ -238,8 +229,7 @@ class Checkpointing(ControlHook):
         return True
 
     def _rescue_from_device(self, run: Run, progress: DeviceProgress) -> tuple[int, str | None]:
-        """Save the state after the newest step that the device has certainly completed. Returns
-        that step and the checkpoint's name. Raises `CheckpointError`."""
+        """The newest step that the device has certainly completed is saved."""
         assert self._checkpointer is not None
         if is_aborted() or accelerator_groups_failed():
             raise CheckpointError(

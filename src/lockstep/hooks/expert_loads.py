@@ -1,6 +1,4 @@
-"""The hook that records the loads of experts, the numbers of tokens that a mixture-of-experts layer
-sends to each: `experts.jsonl`, a number for each layer in `metrics.jsonl`, and an event for experts
-that no token chooses any more."""
+"""The hook that records how many tokens a mixture-of-experts layer sends to each expert."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ PREFIX = "load/"
 
 
 class ExpertLoads(ControlHook):
-    """At logging steps, writes the number of tokens of each expert in the latest step. This needs
-    no collective: every rank has the loads of the global batch."""
+    """Needs no collective: every rank has the loads of the global batch."""
 
     def __init__(self) -> None:
         self._rows: StepRows | None = None
@@ -55,8 +52,6 @@ class ExpertLoads(ControlHook):
             self._rows.close()
 
     def _report_dead(self, run: Run, balance: ExpertBalance) -> None:
-        """Record an event for experts that no token has chosen in many consecutive global batches,
-        unless an earlier event names them."""
         dead = {
             (layer.name, expert)
             for layer, steps in zip(balance.layers, balance.idle_steps(), strict=True)

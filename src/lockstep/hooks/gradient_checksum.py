@@ -15,24 +15,17 @@ from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""Size of a gradient's elements in bytes -> the integer dtype as which their bits are read and
-summed."""
+"""Bytes of an element -> the dtype as which its bits are summed."""
 PIECE_ELEMENTS = 2**16
 """Number of elements summed at once on a CPU, where torch first copies them as 64-bit numbers: this
 copy fits the cache."""
 Part = tuple[int, Tensor]
-"""(factor, sum): the sum of the bits of gradients, an int64 scalar tensor, and the factor by which
-the checksum multiplies it."""
+"""A factor that depends on the parameter's name, and the sum of the bits of its gradient."""
 
 
 class GradientChecksum(ControlHook):
-    """Writes a checksum of the gradients of all models, before clipping: the sum of the bits of
-    their elements. Every rank runs it."""
-
     def __init__(self) -> None:
         self._parts: list[Part] | None = None
-        """The parts of this step's checksum. None if no model has computed gradients in this
-        step."""
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
         if not run.is_logging_step:
@@ -63,11 +56,7 @@ class GradientChecksum(ControlHook):
 
 
 def parts_of(gradients: Iterable[tuple[str, Tensor]], device: torch.device) -> list[Part]:
-    """Return one part for each named gradient: a factor that depends on the name, and the sum of
-    the bits of its elements on this rank, on `device`.
-
-    The order of the elements does not matter: the sums of a tensor's shards add up to its sum.
-    """
+    """The sums of a tensor's shards add up to its sum."""
     parts: list[Part] = []
     for name, gradient in gradients:
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
@@ -79,8 +68,7 @@ def parts_of(gradients: Iterable[tuple[str, Tensor]], device: torch.device) -> l
 
 
 def checksum_of(parts: Sequence[Part]) -> int:
-    """Return the checksum: the total of factor × sum over all parts, modulo 2**64. Waits for the
-    device once."""
+    """The total of factor × sum, modulo 2**64. Waits for the device once."""
     if all(each.is_cpu for _, each in parts):
         return sum([factor * int(each) for factor, each in parts]) % 2**64
     sums: list[int] = torch.stack([each for _, each in parts]).tolist()
@@ -89,7 +77,5 @@ def checksum_of(parts: Sequence[Part]) -> int:
 
 @functools.cache
 def _factor(name: str) -> int:
-    """Return the factor of a gradient: an odd number of 63 bits that depends on the parameter's
-    name."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1 | 1

@@ -1,6 +1,6 @@
-"""Watches a loss's calls of torch's cross entropy, and finds means in which labels do not count
-equally (class weights, ignored labels). The mean over a batch may then differ from the mean of the
-means of its microbatches, because the sum of the labels' weights differs between samples."""
+"""Finds means over labels that do not count equally (class weights, ignored labels) in a loss's
+calls of torch's cross entropy. Such a mean over a batch may differ from the mean over its
+microbatches."""
 
 from __future__ import annotations
 
@@ -12,37 +12,25 @@ from torch import Tensor
 from lockstep.comm.torch_collectives import CollectivesRefused
 
 _OPERATIONS = ("nll_loss_forward", "nll_loss2d_forward")
-"""The operations that `cross_entropy` and `nll_loss` call, for labels of 1 and of 3 dims."""
+"""For labels of 1 and of 3 dims."""
 _MEAN = 1  # torch's number for reduction="mean"
 
 
 @dataclass(frozen=True)
 class LabelMean:
-    """A call of cross entropy that computes a mean over labels, in which not all labels have the
-    weight 1."""
-
     over: str
-    """Text for error messages that says which labels the mean is over, or that it has class
-    weights."""
     weight: float
-    """The sum of the labels' weights in this call, divided by the number of labels."""
+    """Sum of the labels' weights divided by the number of labels."""
     may_differ: bool = True
-    """False if the call ignores equally many labels of every sample, such as each row's last
-    label."""
+    """False if equally many labels of every sample are ignored, such as each row's last label."""
 
 
 @dataclass(eq=False)
 class LabelMeans(CollectivesRefused):  # type: ignore[no-untyped-call]
-    """A mode that collects, in `found`, the means over labels that cross entropy computes, and
-    raises `CollectiveCalled` if a collective is called.
-
-    A mean is collected if its class weights are not all equal, if it ignores labels, or if its
-    `ignore_index` is not negative (such as 255 for pixels, or the id of padding), so that it could
-    ignore labels.
-    """
+    """Collects the means over labels that cross entropy computes, if their class weights are not
+    all equal or they could ignore labels. Raises `CollectiveCalled` if a collective is called."""
 
     samples: int
-    """Number of samples in the batch whose loss is computed."""
     found: list[LabelMean] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -57,8 +45,7 @@ class LabelMeans(CollectivesRefused):  # type: ignore[no-untyped-call]
         return result
 
     def _note(self, labels: Tensor, weights: Tensor | None, ignored: int, total: float) -> None:
-        """Collect one mean, unless all labels count as 1. `ignored`: its `ignore_index`. `total`:
-        the sum of the labels' weights."""
+        """`total`: the sum of the labels' weights."""
         is_ignored = labels == ignored
         if weights is not None and bool((weights != weights[0]).any()):
             self.found.append(LabelMean("class weights", total / labels.numel()))

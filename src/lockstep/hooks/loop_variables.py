@@ -20,16 +20,16 @@ from lockstep.base.loop_flow import loop_at, set_anew
 from lockstep.base.torch_private import version
 
 _OWN_REFERENCES = 3
-"""The `sys.getrefcount` of a frame's dict of variables that only lockstep uses: the references of
-the frame, of a local variable, and of the call's argument."""
+"""References to a frame's dict of variables that only lockstep uses: the frame, a local variable,
+and the call's argument."""
 
 
 class LoopVariables:
-    """The networks and tensors that the script's function holds in variables when its training loop
-    begins, by weak references, with their version counters."""
+    """The networks and tensors in variables of the script's function when its training loop begins,
+    by weak references."""
 
     def __init__(self, saved: Collection[int]) -> None:
-        """`saved`: ids of the tensors that checkpoints hold, which are left out."""
+        """`saved`: ids of the tensors that checkpoints hold."""
         frame = frame_of_script()
         loop = loop_of(frame)
         anew = set() if loop is None else set_anew(loop)
@@ -44,8 +44,7 @@ class LoopVariables:
         }
 
     def changed(self) -> list[str]:
-        """Return the names of variables whose tensors were changed in place since the loop
-        began."""
+        """Variables whose tensors were changed in place since the loop began."""
         names = []
         for name, marks in self._before.items():
             now = [(tensor(), writes) for tensor, writes in marks]
@@ -55,8 +54,8 @@ class LoopVariables:
 
 
 def frame_of_script() -> FrameType:
-    """Return the innermost frame of the user's code on this thread's stack: code that belongs
-    neither to lockstep, nor to Python's library, nor to an installed package."""
+    """The innermost frame that belongs neither to lockstep, nor to Python's library, nor to an
+    installed package."""
     frame = sys._getframe()
     while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -64,8 +63,7 @@ def frame_of_script() -> FrameType:
 
 
 def loop_of(frame: FrameType) -> ast.For | None:
-    """Return the `for` statement whose iterator the frame is advancing; None if the source cannot
-    be read."""
+    """The `for` statement whose iterator the frame is advancing."""
     code, first = frame.f_code, 1
     lines = linecache.getlines(code.co_filename, frame.f_globals)
     if not code.co_name.startswith("<"):  # a function; parsing the whole file takes longer
@@ -80,7 +78,6 @@ def loop_of(frame: FrameType) -> ast.For | None:
 
 
 def local_variables(frame: FrameType) -> dict[str, Any]:
-    """Return a copy of the variables of the function or module that the frame executes."""
     variables = frame.f_locals
     by_name = dict(variables)
     # before Python 3.13, a function's frame keeps this dict, and so keeps all its values alive

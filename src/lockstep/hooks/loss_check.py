@@ -52,37 +52,32 @@ from lockstep.training.run import Run
 from lockstep.training.set_up import Remark
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
-"""Largest relative difference between the loss of a microbatch and the loss of its two halves, by
-precision."""
+"""Largest relative difference between the loss of a microbatch and of its two halves."""
 SAME = 1e-6
-"""Largest relative difference between two losses of the same microbatch. With numerics=bitwise they
-must be equal."""
+"""Largest relative difference between two losses of the same microbatch."""
 
 # term of the loss -> (total, weight): the sum over samples, and its divisor
 Sums = dict[str, tuple[float, float]]
 
 
 class Findings(NamedTuple):
-    """The results of one rank's checks of the loss, as text for a warning; None for a check that
-    found nothing."""
+    """One rank's findings about the loss, as text for a warning."""
 
     kept: str | None = None
-    """Text if the loss of the same microbatch changes from call to call."""
+    """The loss of the same microbatch changes from call to call."""
     counts: str | None = None
-    """Text if each forward changes a Python number, such as a counter, in the model or the recipe's
-    functions."""
+    """Each forward changes a Python number, such as a counter."""
     cut: str | None = None
-    """Text if the loss of a microbatch differs from the mean loss of its two halves."""
+    """The loss of a microbatch differs from the mean loss of its two halves."""
     unchecked: str | None = None
-    """The reason why the loss of a microbatch could not be compared with the loss of its halves."""
+    """The reason why the loss could not be checked."""
     talks: str | None = None
-    """Name of the torch.distributed collective that the loss calls."""
+    """The torch.distributed collective that the loss calls."""
 
 
 class Tried(NamedTuple):
-    """The result of one trial: the loss of a microbatch or of a half of it, checksums of the
-    model's output, and the means over labels, if a term of the loss is weighted by its number of
-    samples."""
+    """The loss of a microbatch or of a half of it, checksums of the model's output, and the means
+    over labels."""
 
     sums: Sums
     output: list[int]
@@ -90,13 +85,13 @@ class Tried(NamedTuple):
 
 
 class Talks(str):
-    """The result of a trial in which the loss called a collective: the collective's name."""
+    """The name of a collective that the loss called in a trial."""
 
     __slots__ = ()
 
 
 class Failed(str):
-    """The result of a trial that raised an error: the error as text."""
+    """The error of a trial, as text."""
 
     error: Exception
 
@@ -109,23 +104,20 @@ class Failed(str):
 
 
 Outcome = Tried | str
-"""The result of a trial: the loss of a microbatch or of a half of it, or as text the reason why
-there is none."""
+"""The result of a trial, or as text the reason why there is none."""
 NOTHING = Findings()
 IS_RANDOM = Findings(unchecked="it draws random numbers, without dropout too")
 
 
 @dataclass(eq=False)
 class LossCheck(ControlHook):
-    """Tries the loss on the first microbatch: twice in training mode, twice in evaluation mode, and
-    in evaluation mode on its halves. Restores model and loss.
+    """Tries the loss on the first microbatch, and in evaluation mode on its halves. Restores model
+    and loss.
 
-    In a forward with collectives (sharding, tensor or pipeline parallelism), a failure on a half
-    would leave other ranks waiting; a compiled forward would compile each new shape. In these
-    cases, only the loss function is tried on halves: the halves of the model's first output. All
-    ranks also try the whole first microbatch twice, unless the forward is compiled or a pipeline
-    stage has collectives. The halves of the first output are used, too, if the forward draws random
-    numbers in evaluation mode (a variational autoencoder).
+    In a forward with collectives, a failure on a half would leave other ranks waiting; a compiled
+    forward would compile each new shape. In these cases, and if the forward draws random numbers in
+    evaluation mode, only the loss function is tried on halves: the halves of the model's first
+    output.
     """
 
     _is_done: bool = False
@@ -165,8 +157,8 @@ class LossCheck(ControlHook):
             )
 
     def watched(self, run: Run, recipe: Recipe) -> Callable[[Any, Any], Any] | Gathered:
-        """Return the recipe's loss function; in the first step, a function that also tries it on
-        halves of the model's output."""
+        """The recipe's loss function; in the first step, a function that also tries it on halves of
+        the model's output."""
         if self._is_watching and recipe.loss is not None:
             return partial(self._watch, run, recipe.loss)
         return recipe.objective
@@ -196,8 +188,7 @@ class LossCheck(ControlHook):
 
 
 def _kept_by(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """Yield the dicts of attributes of the recipe's functions, which may be objects that keep
-    values between calls."""
+    """A recipe's function may be an object that keeps values between calls."""
     for function in (recipe.loss, recipe.inputs, recipe.weight):
         yield from attributes_of(getattr(function, "__self__", function))
 
@@ -209,8 +200,7 @@ def _takes_outputs(run: Run) -> bool:
 
 
 def _may_fail(run: Run) -> bool:
-    """True if training can go on after a forward that failed on all ranks: it is not compiled, and
-    no pipeline stage has collectives."""
+    """True if training can go on after a forward that failed on all ranks."""
     plan = run.context.plan
     communicate = sum(axis.in_forward for axis in plan.larger)
     stage_has_collectives = plan.divides("layers") and communicate > 1
@@ -222,9 +212,8 @@ def _is_compiled(run: Run) -> bool:
 
 
 def _tell(run: Run, found: Findings) -> bool:
-    """Report the findings of all ranks as a warning or event. Returns True if the loss keeps a
-    value or depends on the microbatches. Every rank calls it. Raises `LossError` with bitwise
-    numerics."""
+    """Report the findings of all ranks. Returns True if the loss keeps a value or depends on the
+    microbatches. Every rank calls it."""
     everyone = run.context.world.gather_values(found)
     kept, counts, cut, unchecked, talks = (
         next((each for each in reasons if each), None) for reasons in zip(*everyone, strict=True)
@@ -259,8 +248,7 @@ def _tell(run: Run, found: Findings) -> bool:
 
 
 def tell_kept(run: Run, kept: str) -> None:
-    """Report that the loss or the model keeps a value from one microbatch to the next. `kept`: the
-    evidence as text. Every rank calls it. Raises `LossError` with bitwise numerics."""
+    """Every rank calls it."""
     tell_state(
         run,
         f"{kept}; the loss or the model keeps a value that it changes (a hidden state, a running"
@@ -273,16 +261,14 @@ def tell_kept(run: Run, kept: str) -> None:
 
 
 def tell_state(run: Run, text: str) -> None:
-    """Warn about state that each rank changes by its own microbatches, so that ranks differ.
-    `text`: the warning. Every rank calls it. Raises `LossError` with bitwise numerics."""
+    """Warn about state that each rank changes by its own microbatches. Every rank calls it."""
     if run.context.plan.numerics == "bitwise":
         raise LossError(f"{text}; or drop numerics=bitwise")
     run.training.remark(Remark("loss-keeps-state", {"reason": text}, f"warning: {text}"))
 
 
 def _tried_alone(run: Run, recipe: Recipe, item: Microbatch) -> Findings:
-    """Check the loss on a microbatch whose forward has no collectives, so that no other rank waits
-    for it."""
+    """The microbatch's forward has no collectives."""
     twice, numbers = [], [_numbers(run, recipe)]
     for _ in range(2):
         twice.append(_computed(run, recipe, _piece(item, (0, None), 0), training=True))
@@ -295,9 +281,8 @@ def _tried_alone(run: Run, recipe: Recipe, item: Microbatch) -> Findings:
 
 
 def _tried_twice(run: Run, recipe: Recipe) -> Findings:
-    """Compute the loss of this rank's first microbatch twice in training mode and twice in
-    evaluation mode. Every rank calls it. Nothing is tried unless all first microbatches have the
-    same size: if the forward failed for one size, the other ranks would wait in its collectives."""
+    """Every rank calls it. Nothing is tried unless all first microbatches have the same size: if
+    the forward failed for one size, the other ranks would wait in its collectives."""
     item = run.training.current.peek()
     sizes = set(run.context.world.gather_values(None if item is None else item.size))
     what = "whether it keeps state"
@@ -325,8 +310,8 @@ def _tried_twice(run: Run, recipe: Recipe) -> Findings:
 
 
 def _any_failed(run: Run, outcome: Outcome) -> bool:
-    """Return True if the trial of any rank failed. Every rank calls it. If other ranks still wait
-    in a collective of the forward that failed here, raises the error of that forward."""
+    """Every rank calls it. Raises the error of the forward that failed here if other ranks still
+    wait in its collectives."""
     run.training.modules[0].agreement.end_trial()
     try:
         # first the ranks that exchange shards: if one of them still waits in its forward, this
@@ -347,16 +332,13 @@ def _numbers(run: Run, recipe: Recipe) -> Numbers:
 
 
 def _counters(run: Run, before: Numbers, between: Numbers, after: Numbers) -> str | None:
-    """Describe the Python numbers that both of two trials have changed and that the loss may use;
-    None if there are none. `before`, `between`, `after`: the numbers before, between and after the
-    trials."""
+    """The Python numbers that both of two trials have changed and that the loss may use."""
     changed = set(changed_each_time(before, between, after))
     of_model = numbers_of_model(run.model).keys() & changed
     return counters_text(sorted((changed - of_model) | {*carried(run.model, of_model)}))
 
 
 def counters_text(names: Sequence[str]) -> str | None:
-    """Describe the Python numbers, given by name, that each forward changes; None without names."""
     if not names:
         return None
     return (
@@ -367,9 +349,8 @@ def counters_text(names: Sequence[str]) -> str | None:
 
 
 def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run) -> Findings:
-    """Call `compute` on a microbatch twice, then with other random numbers, then on its halves, and
-    on the whole again after the first half. The last call finds values that change only with other
-    samples, such as a running proportion of classes. Returns the findings."""
+    """The last call of `compute` finds values that change only with other samples, such as a
+    running proportion of classes."""
     whole: list[Outcome] = [compute(_piece(item, (0, None), 0)) for _ in range(2)]
     if (kept := _kept(run, whole)) is not None:
         return Findings(kept=kept)
@@ -408,10 +389,8 @@ def _unseen_mean(
     *,
     found: Findings,
 ) -> str | None:
-    """Describe a mean over labels that depends on the split into microbatches although the losses
-    of these halves agree: because both have labels of one class, have no ignored labels, or draw
-    random numbers. None if there is no such mean. `whole`, `first`, `second`: the means in the loss
-    of the microbatch and of its halves."""
+    """A mean over labels may depend on the split although the losses of these halves agree: both
+    have labels of one class, have no ignored labels, or draw random numbers."""
     if len(first) < len(whole):  # the loss computes a mean for each sample by itself
         return None
     alike = [mean.weight for mean in first] == [mean.weight for mean in second]
@@ -421,15 +400,14 @@ def _unseen_mean(
 
 
 def _common_rows(batch: Any) -> int:
-    """Return the size of the first dimension of the batch's tensors; 0 if it differs between them,
-    or if there are no tensors."""
+    """Size of the first dimension of the batch's tensors; 0 if it differs between them."""
     rows = {len(tensor) if tensor.dim() else 0 for tensor in tensors_in(batch)}
     return rows.pop() if len(rows) == 1 else 0
 
 
 def _piece(item: Microbatch, rows: tuple[int, int | None], index: int) -> Microbatch:
-    """Return a copy of the microbatch's samples from `rows[0]` to `rows[1]`; a copy, because the
-    loss may change it. `index`: the microbatch index from which its random numbers are derived."""
+    """Copy some samples: the loss may change its batch. `index`: the microbatch index from which
+    random numbers are derived."""
     start, stop = rows
     is_whole = rows == (0, None)
     batch = map_tensors(
@@ -439,8 +417,7 @@ def _piece(item: Microbatch, rows: tuple[int, int | None], index: int) -> Microb
 
 
 def _of_output(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> Outcome:
-    """Compute the loss of `piece`, whose batch is [output, batch]: rows of the model's output, and
-    the same rows of the microbatch."""
+    """`piece.batch` is [output, batch]."""
     weight = None if run.recipe is None else run.recipe.weight
     output, batch = piece.batch
     stream = key(run.context.seed, RandomStream.EVALUATION, run.step, piece.index)
@@ -464,9 +441,6 @@ def _measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -
 
 
 def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = False) -> Outcome:
-    """Compute the forward and the loss of `piece` without gradients, in evaluation mode unless
-    `training`."""
-
     def score(item: Microbatch, batch: Any, output: Any, loss: Any) -> Tried:
         weights = None if recipe.weight is None else weights_of(recipe.weight(item.batch))
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -517,8 +491,7 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
 
 @contextmanager
 def _buffers_restored(run: Run) -> Iterator[None]:
-    """On leaving, restore the model's buffers. A forward that changes buffers is not reported here:
-    the training step reports it, unless `Recipe.self_updating_buffers` allows it."""
+    """A forward that changes buffers is reported by the training step."""
     with restored([own_buffers(module) for module in run.model.modules()]):
         yield
     for statistics in run.training.modules[0].statistics:
@@ -526,14 +499,11 @@ def _buffers_restored(run: Run) -> Iterator[None]:
 
 
 def _watching(run: Run, samples: int) -> AbstractContextManager[LabelMeans | None]:
-    """A context that watches a loss for collectives and for means over labels. It does nothing if
-    the plan splits features over ranks (tensor parallelism)."""
     return nullcontext() if run.context.plan.divides("features") else LabelMeans(samples)
 
 
 def _of_samples(loss: Any, watched: LabelMeans | None) -> Sequence[LabelMean]:
-    """Return the means over labels that the loss has computed, if a term of the loss is a plain
-    tensor, which is weighted by its number of samples; otherwise none."""
+    """Means over labels matter if a term of the loss is weighted by its number of samples."""
     terms = loss.values() if isinstance(loss, Mapping) else [loss]
     by_samples = any(isinstance(term, Tensor) for term in terms)
     return watched.found if watched is not None and by_samples else ()
@@ -544,8 +514,7 @@ def _talks(tried: Sequence[Outcome]) -> str | None:
 
 
 def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
-    """Describe the difference between the first and the last trial of the same microbatch; None if
-    they are equal, or if the first failed."""
+    """Compare the first and the last trial of the same microbatch."""
     whole, again = tried[0], tried[-1]
     if isinstance(whole, str):
         return None
@@ -574,8 +543,8 @@ def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
 def _cut_differs(
     whole: Sums, otherwise: Sums, first: Sums, second: Sums, *, tolerance: float
 ) -> Findings:
-    """Compare the loss of a microbatch (`whole`) with the mean loss of its halves (`first`,
-    `second`). `otherwise`: the loss of the whole microbatch with other random numbers."""
+    """Compare the loss of a microbatch with the mean loss of its halves. `otherwise`: its loss with
+    other random numbers."""
     for name, (total, weight) in whole.items():
         if otherwise[name] != (total, weight):
             return IS_RANDOM
@@ -602,8 +571,7 @@ def restored(dicts: Iterable[dict[str, Any]]) -> Iterator[None]:
 
 
 def attributes_of(each: object) -> Iterator[dict[str, Any]]:
-    """Yield an object's attributes; for a module, also its buffers and the attributes of its
-    children."""
+    """For a module, also its buffers and the attributes of its children."""
     if isinstance(each, nn.Module):
         for module in each.modules():
             yield from (vars(module), own_buffers(module))
@@ -666,7 +634,6 @@ _ABOUT = frozenset(
         "__len__",
     }
 )
-"""Attributes and methods of a tensor that do not depend on its values."""
 _SAVED = MODULE_ATTRIBUTES | RECURRENT_CACHES
 
 # name of a module's attribute -> its tensors, each with its version counter
@@ -674,13 +641,9 @@ Marks = dict[str, list[tuple[Tensor, int]]]
 
 
 class CarriedState(ControlHook):
-    """Finds attributes by which a model carries values from one microbatch to the next. It watches
-    the first forwards of a script's own loop, or of a recipe with a batch loss.
-
-    An attribute carries state if a forward reads a tensor that the forward of an earlier microbatch
-    stored there, and replaces it. A cache does not count, because it is not replaced; neither does
-    an attribute that each forward sets before reading it.
-    """
+    """Finds attributes by which a model carries values from one microbatch to the next: a forward
+    reads a tensor that the forward of an earlier microbatch stored there, and replaces it. A cache
+    is not replaced."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -738,16 +701,14 @@ class CarriedState(ControlHook):
 
 class _Watch:
     """Watches the attributes of one model during its forwards. `held`: ids of its parameters and
-    buffers, which are not watched. `microbatches`: returns the number of microbatches that this
-    rank has begun."""
+    buffers, which are not watched."""
 
     def __init__(
         self, model: nn.Module, held: Iterable[int], microbatches: Callable[[], int]
     ) -> None:
         self.found: set[str] = set()
         self._changed_twice: set[str] = set()
-        """Names of the model's Python numbers that the forwards of two microbatches have
-        changed."""
+        """Names of the Python numbers that the forwards of two microbatches have changed."""
         self._changed: set[str] = set()  # names of the numbers changed in this microbatch
         self._changed_before: set[str] = set()
         self._numbers = numbers_of_model(model)
@@ -762,7 +723,6 @@ class _Watch:
         ]
 
     def counted(self) -> list[str]:
-        """Return the names of the model's Python numbers that its forwards change and may use."""
         return carried(self._model, self._changed_twice) if self._changed_twice else []
 
     def close(self) -> None:
@@ -835,8 +795,7 @@ def _are_same(before: list[tuple[Tensor, int]], now: list[tuple[Tensor, int]]) -
 
 
 class _Uses(TorchFunctionMode):
-    """A mode that collects, in `names`, the names of tensors whose values torch functions read.
-    `left`: id -> name of the tensors to look for."""
+    """Collects the names of tensors whose values torch functions read. `left`: id -> name."""
 
     def __init__(self, left: Mapping[int, str]) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""The hook that keeps images (copies) of the training state in memory, from which recovery in place
-restores a lost process's state."""
+"""The hook that keeps copies of the training state in memory, from which recovery in place restores
+a lost process's state."""
 
 from __future__ import annotations
 
@@ -14,22 +14,18 @@ from lockstep.training.run import Run
 from lockstep.training.state import KnownTensors, state_of
 
 MOST_TIME = 0.01
-"""Largest share of the run time that writing images (copies of the training state in memory) may
-take, if each process has state that no other process has."""
+"""Largest share of the run time that copying the training state may take."""
 MOST_TIME_WITH_REPLICAS = 0.002
-"""Largest share of the run time that writing images may take, if every process has the whole state:
-images are then needed only if all processes are lost."""
+"""If every process has the whole state, copies are needed only if all processes are lost."""
 
 
 @dataclass(eq=False)
 class MemoryImages(ControlHook):
-    """Copies this rank's part of the training state into memory that outlives the process (an
-    image), as often as a small share of the run time allows. A copy costs twice its duration,
-    because it evicts the processor's caches."""
+    """Copies this rank's part of the training state into memory that outlives the process. A copy
+    costs twice its duration, because it evicts the processor's caches."""
 
     recovery: Recovery | None
-    """The recovery in place of the run. None if the run cannot recover in place: it then writes no
-    images."""
+    """None if the run cannot recover in place."""
     _writer: ImageWriter | None = None
     _known: KnownTensors = field(default_factory=KnownTensors)
     _count: int = 0  # images written

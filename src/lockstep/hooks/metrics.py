@@ -29,8 +29,8 @@ _OVERFLOWS_TO_REPORT = 8
 
 
 class Metrics(ControlHook):
-    """At logging steps, reads the losses and gradient norms of the steps since the last one, and
-    writes metrics.jsonl. Some reads are collectives, so every rank has this hook."""
+    """At logging steps, reads the losses and gradient norms of the steps since the last one. Some
+    reads are collectives, so every rank has this hook."""
 
     def __init__(self) -> None:
         self.throughput = Throughput()
@@ -68,8 +68,6 @@ class Metrics(ControlHook):
                 )
 
     def _read(self, run: Run) -> None:
-        """Check the losses and gradient norms of all steps since the last call. Raises `LossError`
-        if one is not finite."""
         results, self._unread = self._unread, []
         for result in results:
             result.check()
@@ -91,7 +89,7 @@ class Metrics(ControlHook):
                 )
 
     def _write(self, run: Run) -> None:
-        """Write the latest step's line of metrics.jsonl. Every rank calls it."""
+        """Every rank calls it."""
         result, speed = run.training.latest, self.throughput.restart()
         module = run.training.modules[0]
         # each rank of the axis `context` counts only its share of a sample's FLOPs
@@ -113,8 +111,7 @@ class Metrics(ControlHook):
 
 
 def check_metric(run: Run, name: str, of: str) -> None:
-    """Raise `RecipeError` if no evaluation measures the metric and no user hook may add it. `of`:
-    text for the error: the setting that names the metric."""
+    """`of`: the setting that names the metric, for the error's text."""
     evaluations = {} if run.recipe is None else run.recipe.evaluations
     measured = [
         f"{prefix}{metric}"
@@ -136,8 +133,7 @@ def _may_add(hook: Hook) -> bool:
 
 @dataclass(eq=False)
 class EvaluationHook(ControlHook):
-    """Runs each evaluation of the recipe when it is due. `evaluations`: prefix of the names of its
-    metrics -> evaluation."""
+    """`evaluations`: prefix of the names of its metrics -> evaluation."""
 
     evaluations: Mapping[str, Evaluation]
     metrics: Metrics
@@ -146,8 +142,6 @@ class EvaluationHook(ControlHook):
     _is_measuring: bool = False
 
     def prepare(self, run: Run, recipe: Recipe) -> None:
-        """Build the evaluators, which evaluate the first model of the run. Raises `RecipeError` if
-        an evaluation needs the moving average and the run has none."""
         self._average = next(
             (hook for hook in run.training.hooks.all if isinstance(hook, ExponentialMovingAverage)),
             None,
@@ -187,8 +181,7 @@ class EvaluationHook(ControlHook):
             run.training.agree_to_stop()
 
     def measure(self, run: Run, prefixes: Iterable[str] | None = None) -> None:
-        """Run the evaluations that have not yet run after this step. Every rank calls it.
-        `prefixes`: the keys of the evaluations to run; None: all."""
+        """Run the evaluations that have not yet run after this step. Every rank calls it."""
         chosen = self.evaluations if prefixes is None else prefixes
         due = [prefix for prefix in chosen if run.metrics_at.get(f"{prefix}loss") != run.step]
         if not self._evaluators or not due or self._is_measuring:

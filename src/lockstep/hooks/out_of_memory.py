@@ -1,9 +1,6 @@
-"""The fallbacks when memory runs out (one change of the plan after another), and the hook that
-applies them.
-
-A process cannot reliably free all of its memory. So it writes the next plan to the run directory
-and ends, and new processes continue under that plan.
-"""
+"""The fallbacks when memory runs out (one change of the plan after another). A process cannot
+reliably free all of its memory. So it writes the next plan to the run directory and ends, and new
+processes continue under that plan."""
 
 from __future__ import annotations
 
@@ -30,26 +27,23 @@ from lockstep.training.run import Run
 
 FILE = "out-of-memory.json"  # in the run directory
 FALLBACKS = ("checkpointing", "offload", "microbatch_splits")
-"""The fields of the plan that fallbacks change, in the order in which they are tried. Only the last
-one changes the results of the computation."""
+"""In the order in which they are tried. Only the last one changes the results of the
+computation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakenFallbacks:
-    """The changes of the plan that a run has made because memory ran out, as fields of `Plan`, and
-    the failures that led to them."""
+    """The changes of the plan that a run has made because memory ran out."""
 
     checkpointing: str = "none"
     offload: bool = False
     microbatch_splits: int = 0
     failures: list[dict[str, Any]] = field(default_factory=list)
-    """One dict for each failure: `step` (steps done), `rank`, `error`, and `then` (the change of
-    the plan, as text)."""
+    """Each has `step` (steps done), `rank`, `error`, and `then` (the change of the plan, as
+    text)."""
 
     @classmethod
     def parse(cls, text: str, path: Path) -> TakenFallbacks:
-        """Parse the JSON that `write` has written to `path`. Raises `RunDirectoryError` for any
-        other text."""
         try:
             taken = cls(**json.loads(text))
             Plan(checkpointing=taken.checkpointing, microbatch_splits=taken.microbatch_splits)  # type: ignore[arg-type]  # Plan checks them
@@ -69,8 +63,8 @@ class TakenFallbacks:
         write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def apply_to(self, plan: Plan, device: str) -> Plan:
-        """Return `plan` with the recorded changes, except those that it has already and those that
-        the device type `device` does not allow."""
+        """Return `plan` with these changes, except weaker ones than its own and those that the
+        device type does not allow."""
         for name in FALLBACKS:
             taken = getattr(self, name)
             if _strength(name, taken) > _strength(name, getattr(plan, name)):
@@ -78,8 +72,6 @@ class TakenFallbacks:
         return plan
 
     def with_plan(self, plan: Plan, failure: dict[str, Any]) -> TakenFallbacks:
-        """Return a new record: these fallbacks and failures, `failure`, and the fallbacks in
-        `plan`, which was chosen after it."""
         strongest = {
             name: max(
                 getattr(self, name), getattr(plan, name), key=lambda value: _strength(name, value)
@@ -98,13 +90,8 @@ def next_plan(
     unsplittable: str | None,
     offloadable: bool = True,
 ) -> Plan | str:
-    """Return the plan that needs less memory than `plan`, by one more fallback; or the reason why
-    there is none. `device`: the device's type.
-
-    `largest`: number of samples in the largest microbatch; None: no step had begun. `unsplittable`:
-    the reason why microbatches cannot be split; None if they can. `offloadable`: False if an
-    optimizer does not allow offload.
-    """
+    """Return a plan with one more fallback, or the reason why there is none. `largest`: number of
+    samples in the largest microbatch; None: no step had begun."""
     if setting == "stop":
         return "--out-of-memory stop allows no change of the plan"
     changed = None
@@ -140,8 +127,7 @@ def next_plan(
 
 
 def changes(before: Plan, after: Plan) -> str:
-    """Return the fallbacks that the plan `after` has and `before` has not, as the text of a plan,
-    such as "checkpointing=full,offload=yes"."""
+    """Such as "checkpointing=full,offload=yes"."""
     values = {name: getattr(after, name) for name in FALLBACKS}
     return ",".join(
         f"{name}={'yes' if value is True else value}"
@@ -151,8 +137,7 @@ def changes(before: Plan, after: Plan) -> str:
 
 
 def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> str:
-    """Return advice to add to an out-of-memory error. `found`: the result of `next_plan`. `step`:
-    steps done and saved; None: not saved."""
+    """`step`: steps done and saved; None: not saved."""
     if isinstance(found, str):
         tried = changes(Plan(), plan)
         return f"lockstep: memory ran out{f' with {tried}' if tried else ''}; {found}"
@@ -166,8 +151,8 @@ def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> 
 
 
 def failure_since(known: TakenFallbacks, folder: Path) -> dict[str, Any] | None:
-    """Return the last failure in the run directory if a rank has written it after `known` was read
-    from there; otherwise None."""
+    """The last failure that a rank has written to the run directory after `known` was read from
+    there."""
     try:
         found = TakenFallbacks.parse((folder / FILE).read_text(encoding="utf-8"), folder / FILE)
     except (OSError, UnicodeDecodeError, RunDirectoryError):
@@ -176,8 +161,6 @@ def failure_since(known: TakenFallbacks, folder: Path) -> dict[str, Any] | None:
 
 
 def fallback_since(known: TakenFallbacks, folder: Path) -> str | None:
-    """Return, as text, the fallback in the run directory that a rank has written after `known` was
-    read from there; None if none did."""
     if (last := failure_since(known, folder)) is None:
         return None
     return (
@@ -187,8 +170,7 @@ def fallback_since(known: TakenFallbacks, folder: Path) -> str | None:
 
 
 def read_fallbacks(world: World, folder: Path, *, resumes: bool) -> TakenFallbacks:
-    """Return the fallbacks recorded in the run directory `folder`; none unless the run `resumes`.
-    Every rank calls it. Raises `RunDirectoryError`."""
+    """Every rank calls it."""
     text = None
     if world.rank == 0 and resumes:
         try:
@@ -202,8 +184,6 @@ def read_fallbacks(world: World, folder: Path, *, resumes: bool) -> TakenFallbac
 
 
 def _changed(plan: Plan, name: str, value: Any, device: str) -> Plan | None:
-    """Return the plan with the field `name` set to `value`; None if that changes nothing or is not
-    allowed."""
     if getattr(plan, name) == value or (name == "offload" and device == "cpu"):
         return None
     try:
@@ -240,12 +220,8 @@ class OutOfMemory(ControlHook):
     _largest: int | None = None  # Samples of the largest microbatch. None before the first loop.
     _unsplittable: str | None = None  # the reason why no microbatch can be split
     _next: Plan | str | None = None
-    """The plan for the restart, or the reason why there is none; None if there was no out-of-memory
-    error."""
 
     def report_change(self, run: Run) -> None:
-        """Record the event that says which fallbacks the run's plan has and the plan that the user
-        requested has not."""
         given = self.given
         plan = self.taken.apply_to(given, run.context.device.type)
         if plan == given:
@@ -262,8 +238,8 @@ class OutOfMemory(ControlHook):
         run.context.recorder.message(f"continues with {change}: {reason}")
 
     def begin_loop(self, run: Run, models: Sequence[nn.Module], data: Any, *, largest: int) -> None:
-        """Raise `RecipeError` if the plan splits microbatches but the data or a model does not
-        allow it. Every rank calls it. `largest`: number of samples in the largest microbatch."""
+        """Refuse to split microbatches if the data or a model does not allow it. Every rank calls
+        it."""
         mine = [name for name, _ in training_batchnorms(models)]
         layers = [name for theirs in run.context.mesh.stages.gather_values(mine) for name in theirs]
         if layers:
@@ -314,8 +290,6 @@ class OutOfMemory(ControlHook):
             request_restart(why)
 
     def _write(self, run: Run, plan: Plan, error: BaseException) -> Plan | str:
-        """Write `plan` to the run directory, for the restarted processes. Returns the plan, or the
-        reason why writing failed."""
         failure = {
             "step": run.step,
             "rank": run.context.world.rank,
@@ -329,8 +303,7 @@ class OutOfMemory(ControlHook):
         return plan
 
     def advise(self, run: Run, error: BaseException, *, saved: bool) -> None:
-        """Add advice to an out-of-memory error. `saved`: True if the last step was saved after the
-        error."""
+        """`saved`: True if the last step was saved after the error."""
         if self._next is not None:
             plan, folder = run.context.plan, run.context.run_dir
             step = run.step if saved else None

@@ -1,5 +1,5 @@
-"""The hook that compares the gradients of microbatches that a second replica has computed again, to
-find a rank that computes wrong results."""
+"""Compares the gradients of microbatches that a second replica has computed again, to find a rank
+that computes wrong results."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from lockstep.training.set_up import Remark
 
 
 class RecomputationAudit(ControlHook):
-    """Compares the gradient of each recomputed microbatch with the original one. If they differ, it
-    deletes the checkpoints since the last agreement, which may be wrong, and ends the run. If
-    recovery in place can replace the wrong rank, it ends only that rank."""
+    """If the gradient of a recomputed microbatch differs from the original one, deletes the
+    checkpoints since the last agreement, and ends the run, or with recovery in place only the wrong
+    rank."""
 
     def __init__(self, checkpointing: Checkpointing, recovery: Recovery | None) -> None:
         self._checkpointing, self._recovery = checkpointing, recovery
@@ -78,8 +78,8 @@ class RecomputationAudit(ControlHook):
         self._end(run, disagreement, hosts, places)
 
     def _replicas_in(self, run: Run) -> Sequence[Sequence[Sequence[int]]]:
-        """Return, for each data-parallel replica and each pipeline stage, the global ranks that
-        compute the stage's part of a microbatch together. Every rank calls it."""
+        """For each data-parallel replica and pipeline stage, the ranks that compute the stage's
+        part of a microbatch together. Every rank calls it."""
         if self._replicas is None:
             data, stages = run.context.mesh.data, run.context.mesh.stages
             everyone = run.context.world.gather_values([data.rank, stages.rank])
@@ -95,9 +95,6 @@ class RecomputationAudit(ControlHook):
     def _end(
         self, run: Run, disagreement: Disagreement, hosts: Sequence[str], places: Sequence[str]
     ) -> None:
-        """Delete the checkpoints that may be wrong, record the event, and raise
-        `WrongResultError`. `hosts`: the host of each rank. `places`: text for each rank with its
-        host and its rank on each axis."""
         agreed = run.training.loop.agreed or 0
         deleted, not_deleted = self._checkpointing.delete_after(agreed)
         ranks = disagreement.ranks
@@ -126,9 +123,8 @@ class RecomputationAudit(ControlHook):
 
 
 def _join_results(reported: Sequence[Sequence[Sequence[Any]]]) -> list[Computed]:
-    """Join the results of the ranks that compute a microbatch together, as if a single rank had
-    computed them. `reported`: for each rank, its results as the first, second and third one to
-    compute a microbatch."""
+    """Join the results of the ranks that compute a microbatch together, in the order in which
+    replicas computed it."""
     return [
         Computed(
             sorted(chain(*(exchanged for exchanged, _ in several))),
@@ -139,8 +135,6 @@ def _join_results(reported: Sequence[Sequence[Sequence[Any]]]) -> list[Computed]
 
 
 def _without_machines(wrong: Collection[str], hosts: Sequence[str]) -> str:
-    """Return text for the error that says how to continue without the hosts `wrong`; empty if there
-    are no other hosts. `hosts`: the host of each rank."""
     others = [host for host in dict.fromkeys(hosts) if host not in wrong]
     if not others:
         return ""
@@ -157,8 +151,7 @@ def _digest(computed: Computed) -> Tensor:
 
 
 def _axes(run: Run) -> list[str]:
-    """Return a text for each axis of the mesh with this rank's index on it, such as "data rank 1";
-    [] if only one axis is larger than 1."""
+    """Such as "data rank 1"; [] if only one axis is larger than 1."""
     mesh = run.context.mesh
     found = [f"{each.name} rank {mesh.axis(each.name).rank}" for each in mesh.larger]
     return found if len(found) > 1 else []
@@ -166,25 +159,19 @@ def _axes(run: Run) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """The result of a comparison in which replicas have computed different gradients of the same
-    microbatch."""
+    """Replicas have computed different gradients of the same microbatch."""
 
     microbatch: int
-    """The number of a microbatch with differing gradients; a rank in `ranks` has computed it."""
     tensors: int
-    """Number of parameters of a rank in `ranks` whose gradients of this microbatch differ."""
     first: str
-    """The name of the first parameter of a rank in `ranks` whose gradient differs; empty if there
-    is none."""
+    """The first parameter whose gradient differs."""
     ranks: Sequence[int]
     """The ranks that computed wrong gradients. If not `is_certain`, one of these ranks did."""
     is_certain: bool
     right: Sequence[int]
-    """The other ranks that computed this microbatch. If there are several, they computed equal
-    gradients."""
+    """The other ranks that computed this microbatch."""
     has_third: bool = True
-    """True if three replicas computed this microbatch and two of them agree, so that the third is
-    wrong."""
+    """True if three replicas computed this microbatch and two of them agree."""
     was_received: bool = False
     """True if a rank in `ranks` received other values than the sending rank has recorded."""
 
@@ -195,9 +182,7 @@ class Disagreement:
         replicas: Sequence[Sequence[Reported]],
         names: Sequence[Sequence[str]],
     ) -> Disagreement:
-        """Return the disagreement on the recomputed microbatches `chosen`, of which at least one
-        has differing gradients. `replicas`: the results that each data-parallel replica reports, as
-        for `verdict`. `names`: the names of each rank's parameters."""
+        """`replicas`: the results that each replica reports. `names`: each rank's parameters."""
         found = verdict(chosen, replicas)
         data = found.microbatch.ranks
         place, reported = next(
@@ -234,10 +219,7 @@ class Disagreement:
         places: Sequence[str],
         not_deleted: str | None,
     ) -> str:
-        """Return the text of the error after `step`. `agreed`: steps done at the last comparison in
-        which all gradients agreed. `hosts`: each rank's host. `places`: text for each rank with its
-        host and its rank on each axis. `not_deleted`: the reason why checkpoints after `agreed`
-        could not be deleted; None if they were deleted."""
+        """`agreed`: steps done at the last comparison in which all gradients agreed."""
         kept = (
             f"checkpoints after step {agreed}, where all agreed, are deleted: the same command"
             " resumes from the newest one that is left, or starts again"
@@ -254,8 +236,7 @@ class Disagreement:
         )
 
     def _finding(self, places: Sequence[str]) -> tuple[str, str]:
-        """Return two texts for the error: which ranks computed wrong gradients, and what the user
-        can do."""
+        """Which ranks computed wrong gradients, and what the user can do."""
         what = f"gradient of {self.first}" if self.first else "output of its part of the model"
         if self.tensors > 1:
             what += f" and {self.tensors - 1} more tensor{'s' * (self.tensors > 2)}"

@@ -33,11 +33,10 @@ from lockstep.training.state import Stateful, extra_state, state_of
 
 
 class ReplicaAudit(ControlHook):
-    """Compares replicas: the ranks that hold copies of the same part of a parameter or optimizer
-    state (`Mesh.copies`)."""
+    """Compares the ranks that hold copies of the same part of a parameter or optimizer state."""
 
     def __init__(self, *, every: int, hooks: Sequence[Hook]) -> None:
-        """`every`: number of steps between comparisons; 0: never. `hooks`: the user's hooks."""
+        """`every`: number of steps between comparisons; 0: never."""
         self._every = every
         self._unsaved = UnsavedState(hooks)
         self._agreed = 0  # steps done at the last comparison
@@ -50,9 +49,7 @@ class ReplicaAudit(ControlHook):
             self.compare(run)
 
     def compare(self, run: Run) -> None:
-        """Compare the replicas' states, unless they were compared after this step already. Every
-        rank calls it, and raises `DivergenceError` if replicas differ, `CheckpointError` if the
-        state of a hook differs between ranks."""
+        """Every rank calls it, and raises `DivergenceError` if replicas differ."""
         self._unsaved.tell(run)
         mesh = run.context.mesh
         for module in run.training.modules:
@@ -91,9 +88,8 @@ class ReplicaAudit(ControlHook):
         sums: Tensor,
         differs: bool,
     ) -> str:
-        """Return the text of the error about differing replicas, the same on every rank. `sums`:
-        the checksum of each named tensor on this rank. `differs`: True if they differ between
-        `replicas`, the ranks that should have copies of these tensors."""
+        """The text is the same on every rank. `differs`: True if checksums differ between
+        `replicas`."""
         everyone = replicas.gather_rows(sums.reshape(1, -1), [1] * replicas.size)
         ranks = replicas.gather_values(world.rank)
         by_rank = dict(zip(ranks, everyone.tolist(), strict=True))
@@ -108,8 +104,8 @@ class ReplicaAudit(ControlHook):
 
 
 def _compare_hooks(run: Run) -> None:
-    """Compare, between ranks, the states of the user's hooks, of objects given to
-    `session.include`, and the extra states of modules. Raises `CheckpointError`."""
+    """Compare the states of hooks, of objects given to `session.include`, and extra states of
+    modules."""
     others: dict[str, Callable[[], Any]] = {
         name: other.state_dict
         for name, other in run.training.stateful.items()
@@ -139,8 +135,8 @@ def _compare_hooks(run: Run) -> None:
 
 
 def _digest(name: str, read: Callable[[], Any]) -> str:
-    """Return a hash of the state that `read` returns, without its sharded tensors. Returns "" for a
-    state that cannot be saved; the next save reports it."""
+    """Hash a state without its sharded tensors. A state that cannot be saved gives ""; the next
+    save reports it."""
     tensors: dict[str, Tensor] = {}
     try:
         encoded = encode(read(), name, tensors)
@@ -152,8 +148,8 @@ def _digest(name: str, read: Callable[[], Any]) -> str:
 
 
 def replica_difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) -> str:
-    """Return text that names the ranks that differ from the majority, and the first differing
-    tensor; "" if all agree. `sums`: rank -> checksum of each tensor."""
+    """Name the ranks that differ from the majority, and the first differing tensor; "" if all
+    agree. `sums`: rank -> checksum of each tensor."""
     columns = zip(names, zip(*sums.values(), strict=True), strict=True)
     different = [(name, column) for name, column in columns if len(set(column)) > 1]
     if not different:
@@ -176,12 +172,11 @@ def replica_difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) 
 Versions = dict[str, list[Any]]
 
 _SAVED = MODULE_ATTRIBUTES | RECURRENT_CACHES | {"state", "param_groups"}
-"""Attributes of modules and optimizers that are not checked here: checkpoints hold them, or another
-check watches them."""
+"""Attributes that checkpoints hold, or that another check watches."""
 
 
 class UnsavedState:
-    """Reports, once in a run, attributes of modules, optimizers and hooks that have changed since
+    """Warns, once in a run, of attributes of modules, optimizers and hooks that have changed since
     the start but that checkpoints do not hold."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
@@ -199,8 +194,6 @@ class UnsavedState:
         self._at_start |= {id(owner): _versions(owner, models) for _, owner in _owners(run)}
 
     def _saved(self, run: Run) -> set[int]:
-        """Return the ids of the tensors that checkpoints hold for optimizers, for hooks with a
-        state_dict, and for objects given to `session.include`."""
         groups = [
             each.param_groups for module in run.training.modules for each in module.optimizers
         ]
@@ -259,9 +252,7 @@ class UnsavedState:
 
 
 def _owners(run: Run) -> Iterator[tuple[str, nn.Module | Optimizer]]:
-    """Yield the objects whose attributes may be missing in checkpoints, with their names: modules
-    that do not define `get_extra_state`, and optimizers of the user that do not define `state_dict`
-    and `load_state_dict`."""
+    """Modules without `get_extra_state`, and the user's optimizers without `state_dict`."""
     for module in run.training.modules:
         for name, part in module.model.named_modules():
             if type(part).get_extra_state is nn.Module.get_extra_state:
@@ -291,8 +282,7 @@ def _marks(value: Any, models: set[int]) -> list[Any]:
 
 
 def _tensor_versions(hook: Hook, models: set[int]) -> Versions:
-    """Return the ids and version counters of a hook's tensors, by the name of the attribute or
-    variable. Tensors of the models (`models`: their ids) are left out."""
+    """`models`: ids of the models' tensors, which are left out."""
     versions: Versions = {}
     for name, tensors in _tensors_by_name(hook).items():
         if own := [tensor for tensor in tensors if id(tensor) not in models]:
@@ -301,8 +291,8 @@ def _tensor_versions(hook: Hook, models: set[int]) -> Versions:
 
 
 def _tensors_by_name(hook: Hook) -> dict[str, list[Tensor]]:
-    """Return the tensors in the hook's attributes, and in the global and enclosing variables that
-    its methods use, by the name of the attribute or variable."""
+    """The tensors in the hook's attributes, and in the global and enclosing variables that its
+    methods use."""
     methods = [
         inspect.unwrap(method)  # without decorators such as `torch.no_grad()`
         for kind in type(hook).__mro__

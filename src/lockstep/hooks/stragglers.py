@@ -1,10 +1,5 @@
-"""The hook that finds stragglers, ranks that work more slowly than the others: at logging steps it
-gathers the times of all ranks, and writes `ranks.jsonl`.
-
-With the plan's `assignment=measured` it also gathers each rank's time per microbatch, and the last
-step for which its loader was asked for data. From these, all ranks compute the same new assignment
-of microbatches to ranks, for later steps.
-"""
+"""The hook that finds stragglers, ranks that work more slowly than the others. With the plan's
+`assignment=measured` all ranks also compute a new assignment of microbatches to ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +28,7 @@ from lockstep.training.microbatches import Microbatches
 from lockstep.training.run import Run
 
 PARTS = ("data", "compute", "hooks")
-"""Parts of a rank's time per step. None of them includes waits for other ranks."""
+"""None of these parts of a step includes waits for other ranks."""
 _OF_HOOKS = ("hooks", "script")
 _OF_COMPUTE = ("compute", "update")
 _COLUMNS = (
@@ -47,8 +42,8 @@ _COLUMNS = (
 )
 _OF_MICROBATCHES = ("data", "compute")
 MEDIAN_OF = 16
-"""Number of steps (on a GPU: of exchanges of times between ranks) over which a rank takes the
-median time of a microbatch."""
+"""Steps (on a GPU: exchanges of times between ranks) over which a rank takes the median time of a
+microbatch."""
 MIN_MEDIAN_OF = 3
 SLOWDOWN = 1.15  # a rank is a straggler if its work takes this many times the others' median
 MIN_SECONDS = 10.0
@@ -64,9 +59,6 @@ Times = NDArray[np.float64]
 
 
 class Stragglers(ControlHook):
-    """Measures how much time each rank takes for its own work, writes it to `ranks.jsonl`, and
-    reports slow ranks."""
-
     def __init__(self) -> None:
         self._memory_bytes = 0.0
         self._finder: StragglerFinder | None = None
@@ -86,8 +78,7 @@ class Stragglers(ControlHook):
         self.hosts, stages = zip(*context.world.gather_values(mine), strict=True)
         self._finder = StragglerFinder(stages)
         self._interval = self._remaining = -(-context.world.size // _RANKS_AT_ONCE)
-        """Number of logging steps from one exchange of times to the next, and until the next
-        one."""
+        """Logging steps from one exchange of times to the next, and until the next one."""
         self._rows = self._stack.enter_context(StepRows(context.run_dir / RANKS))
 
     def before_steps(self, run: Run) -> None:
@@ -118,7 +109,7 @@ class Stragglers(ControlHook):
         self._pace.restart()
 
     def _exchange(self, run: Run) -> None:
-        """Gather the times of all ranks, write them, and report stragglers. Every rank calls it."""
+        """Every rank calls it."""
         world, source = run.context.world, run.training.current
         if self._phases.stream is not None:
             self._pace.add(self._own_seconds(*_OF_MICROBATCHES), self._microbatches)
@@ -141,8 +132,8 @@ class Stragglers(ControlHook):
         self._memory_bytes = float(columns["memory"].max())
 
     def _parts(self) -> list[float]:
-        """Return how many seconds since the last exchange this rank spent in each part: data,
-        compute and hooks, all without waits for other ranks, and communication."""
+        """Seconds in data, compute and hooks, without waits for other ranks, and in
+        communication."""
         totals, waits = self._times()
         phases = (("data",), _OF_COMPUTE, _OF_HOOKS)
         waited = sum(
@@ -152,8 +143,7 @@ class Stragglers(ControlHook):
         return [*(self._own_seconds(*names) for names in phases), exchange + waited]
 
     def _own_seconds(self, *names: str) -> float:
-        """Return how many seconds since the last exchange this rank spent in the named phases,
-        without waits for other ranks."""
+        """Seconds without waits for other ranks."""
         totals, waits = self._times()
         return sum(
             totals[name] - self._spent.get(name, 0.0) - waits[name] + self._waited.get(name, 0.0)
@@ -161,8 +151,8 @@ class Stragglers(ControlHook):
         )
 
     def _times(self) -> tuple[defaultdict[str, float], defaultdict[str, float]]:
-        """Return the seconds that this rank has spent in each phase, and how many of them were
-        waits for other ranks. On a GPU, waits are separate phases."""
+        """Seconds in each phase, and waits for other ranks in each. On a GPU, waits are separate
+        phases."""
         stream = self._phases.stream
         if stream is None:
             return self._phases.totals, self._phases.waited
@@ -171,7 +161,6 @@ class Stragglers(ControlHook):
     def _report(
         self, run: Run, columns: Mapping[str, NDArray[np.float64]], steps: int, seconds: float
     ) -> None:
-        """Report ranks whose time per microbatch has become longer than the other ranks'."""
         assert self._finder is not None, "on_start has made it"
         microbatches = columns["microbatches"]
         scale = np.where(microbatches > 0, microbatches.mean() / np.maximum(microbatches, 1.0), 1.0)
@@ -196,8 +185,6 @@ class Stragglers(ControlHook):
 
 
 class MicrobatchPace:
-    """The median time per microbatch on this rank, in seconds."""
-
     def __init__(self) -> None:
         self._latest: deque[float] = deque(maxlen=MEDIAN_OF)
         self.restart()
@@ -206,21 +193,19 @@ class MicrobatchPace:
         self._before = 0.0
 
     def add(self, seconds: float, microbatches: int) -> None:
-        """Add the time of `microbatches` microbatches. `seconds`: total since `restart`."""
+        """`seconds`: total since `restart`."""
         if microbatches:
             self._latest.append((seconds - self._before) / microbatches)
         self._before = seconds
 
     def seconds(self) -> float:
-        """Return the median time per microbatch; NaN before there are enough measurements."""
+        """The median time per microbatch; NaN before there are enough measurements."""
         return statistics.median(self._latest) if len(self._latest) >= MIN_MEDIAN_OF else math.nan
 
 
 def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, requested: int) -> None:
-    """Assign microbatches to ranks in proportion to their speed, if that makes steps shorter. Every
-    rank calls it with the same arguments. `seconds`: each rank's time per microbatch. `requested`:
-    the last step for which any rank's loader was asked for data; the assignment changes after
-    it."""
+    """Every rank calls it with the same arguments. `seconds`: each rank's time per microbatch.
+    `requested`: the last step for which any rank's loader was asked for data."""
     batching, first = source.batching, requested + 1
     count = batching.max_microbatches
     assignment = batching.assignment.at_speeds(seconds, count)
@@ -236,8 +221,8 @@ def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, reques
 
 
 def next_interval(seconds: float, *, before: int, ranks: int) -> int:
-    """Return the number of logging steps until the next exchange of times. `seconds`: time from one
-    logging step to the next. `before`: the result of the last call."""
+    """Logging steps until the next exchange of times. `seconds`: from one logging step to the
+    next."""
     # A single measurement of `seconds` may be too long or too short: the first step, and a step
     # that saves, take longer. So the interval at most doubles.
     wanted = EXCHANGE_SECONDS * max(1.0, ranks / _RANKS_AT_ONCE)
@@ -245,7 +230,7 @@ def next_interval(seconds: float, *, before: int, ranks: int) -> int:
 
 
 def peak_bytes(device: torch.device) -> float:
-    """Return this process's peak memory, on its GPU if it has one; NaN if unknown."""
+    """This process's peak memory, on its GPU if it has one; NaN if unknown."""
     on_device = accelerator.peak_bytes(device)
     return on_device if on_device is not None else peak_memory_bytes()
 
@@ -267,8 +252,7 @@ class StragglerFinder:
         self._reported: set[tuple[int, str]] = set()
 
     def add(self, times: Times, seconds: float) -> list[Straggler]:
-        """Add the times of all ranks in a window of `seconds` seconds. Returns the ranks that are
-        stragglers over the last windows, and that were none in the previous call."""
+        """Returns the stragglers over the last windows that were none in the previous call."""
         self._windows.append((seconds, times))
         lengths = [seconds for seconds, _ in self._windows]
         if len(lengths) < MIN_WINDOWS or sum(lengths) < MIN_SECONDS:
@@ -284,9 +268,8 @@ class StragglerFinder:
 
 
 def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
-    """Return the ranks whose own work takes `SLOWDOWN` times as long as the median of their peers.
-    `peers`: a number for each rank; ranks with the same number do the same work. Takes O(n log
-    n)."""
+    """The ranks whose own work takes `SLOWDOWN` times as long as the median of their peers. Takes
+    O(n log n)."""
     stragglers = []
     for peer in sorted(set(peers)):
         ranks = np.flatnonzero(np.asarray(peers) == peer)
@@ -305,7 +288,7 @@ def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
 
 
 def _medians_of_the_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return, for each of two or more values, the median of all the others."""
+    """For each of two or more values, the median of all the others."""
     order = np.argsort(values)
     positions = np.empty_like(order)
     positions[order] = np.arange(len(values))

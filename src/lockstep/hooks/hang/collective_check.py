@@ -1,9 +1,5 @@
-"""Compares collectives across ranks before they start. If they differ, every rank raises an error
-with the lines of all ranks.
-
-For debugging: each collective takes some requests to torch's store, and each torch operation a call
-of Python code.
-"""
+"""Compares collectives across ranks before they start. For debugging: each collective takes some
+requests to torch's store, and each torch operation a call of Python code."""
 
 from __future__ import annotations
 
@@ -36,8 +32,6 @@ _SAME_SIZES = frozenset(
         "reduce_scatter_tensor",
     )
 )
-"""Torch's collectives (names of c10d operators) for which all ranks must pass tensors of the same
-sizes."""
 # numbers the instances of `CollectiveCheck` in this process, for their keys in the store; the
 # numbers are the same on all ranks
 _numbers = count()
@@ -45,8 +39,7 @@ _NOT_ON_ALL_RANKS = ("send", "recv", "recv_any_source", "wait_tensor", "monitore
 
 
 class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that compares each collective that this thread calls with the other ranks' calls.
-    Every rank enters it at the same point of the program, and only one at a time."""
+    """Every rank enters it at the same point of the program, and only one at a time."""
 
     def __init__(self, store: Any, rank: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -87,8 +80,7 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def _mismatch(self, key: str, before: str, mine: Mapping[str, Any], size: int) -> str:
-        """Return text about the differences between all ranks' calls of a collective; "" if there
-        are none. The last rank to arrive compares the calls, and the others read its result."""
+        """The last rank to arrive compares the calls, and the others read its result."""
         self._store.set(f"{key}/{mine['rank']}", json.dumps(mine))
         self._store.append(f"{key}/ranks", f"{mine['rank']} ")
         if self._store.add(f"{key}/count", 1) == size:
@@ -110,8 +102,7 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def call_difference(everyone: Sequence[Mapping[str, Any]]) -> str:
-    """Return text about the differences between the ranks' calls of a collective, with the lines of
-    the user's code that make them; "" if there are none."""
+    """if the ranks' calls do not differ."""
     by_call: dict[str, list[Mapping[str, Any]]] = {}
     for each in everyone:
         by_call.setdefault(each["call"], []).append(each)

@@ -1,5 +1,4 @@
-"""Finds the ranks that make a run hang, from the stack snapshots of all ranks. Its only side effect
-is that it reads the user's source lines."""
+"""Finds the ranks that make a run hang, from the stack snapshots of all ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ from lockstep.model.shard import error_of_order
 from lockstep.training.reducers.exchange_order import first_different_exchange
 
 Kind = Literal["missing", "differ", "between", "order"]
-"""Kinds of hangs. `missing`: some ranks do not reach the collective in which others wait. `differ`:
-all ranks wait, in different collectives. `between`: all wait in the same collective. `order`: ranks
-gather or reduce the shards of different blocks of the model, so that they wait for each other."""
+"""`missing`: some ranks do not reach the collective in which others wait. `differ`: all ranks wait,
+in different collectives. `between`: all wait in the same collective. `order`: ranks exchange the
+shards of different blocks of the model."""
 _SAME_SHAPE_ON_ALL_RANKS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 _IN_WORDS = {
     "waits": "waits",
@@ -40,9 +39,8 @@ class Hang:
 
 
 def different_exchanges(snapshots: Mapping[int, StackSnapshot]) -> Hang | None:
-    """Return the hang of ranks that gather or reduce the shards of different blocks of the model;
-    None if all ranks exchange the same blocks. Such a hang is certain, even if no rank has waited
-    for long."""
+    """Ranks that exchange the shards of different blocks of the model hang for certain, even if no
+    rank has waited for long."""
     everyone = [snapshots[rank] for rank in sorted(snapshots)]
     calls = first_different_exchange(
         [exchanges for each in everyone for exchanges in each.exchanges]
@@ -55,8 +53,6 @@ def different_exchanges(snapshots: Mapping[int, StackSnapshot]) -> Hang | None:
 
 
 def _exchanging(snapshot: StackSnapshot) -> list[str]:
-    """Return lines about the block of the model whose shards a rank exchanged last, and its stack
-    in the user's code; none if it has exchanged nothing."""
     if not snapshot.exchanges:
         return []
     latest = f"rank {snapshot.rank} {snapshot.exchanges[-1].latest}"
@@ -64,8 +60,8 @@ def _exchanging(snapshot: StackSnapshot) -> list[str]:
 
 
 def diagnose(snapshots: Mapping[int, StackSnapshot], silent: Mapping[int, str]) -> Hang | None:
-    """Return the hang that the snapshots of all ranks show; None if the run may still progress.
-    `silent`: rank without a snapshot -> the reason."""
+    """Return None if the run may still progress. `silent`: rank without a snapshot -> the
+    reason."""
     everyone = list(snapshots.values())
     working = [each for each in everyone if each.activity != "waits"]
     is_waited_for = len(working) < len(everyone)
@@ -123,8 +119,7 @@ def _different_calls(everyone: Sequence[StackSnapshot]) -> Hang:
 
 
 def _kind_of(call: CollectiveCall | None) -> tuple[object, ...] | None:
-    """Return the parts of a collective call that must be the same on all ranks; None without a
-    call."""
+    """The parts of a call that must be the same on all ranks."""
     if call is None:
         return None
     return (
@@ -136,8 +131,7 @@ def _kind_of(call: CollectiveCall | None) -> tuple[object, ...] | None:
 
 
 def _by_call(snapshots: Sequence[StackSnapshot]) -> list[list[StackSnapshot]]:
-    """Return the snapshots grouped by the collective in which the ranks wait, the largest group
-    first."""
+    """The largest group of ranks that wait in the same collective is first."""
 
     def key(each: StackSnapshot) -> str:
         return repr(_kind_of(each.call)) if each.call is not None else str(each.line)
@@ -157,8 +151,6 @@ def _waiting(snapshots: Sequence[StackSnapshot]) -> list[str]:
 
 
 def _latest_exchanges(snapshots: Sequence[StackSnapshot]) -> list[str]:
-    """Return a line for each rank about the block of a sharded model that it exchanged last, if
-    known."""
     return [
         f"rank {each.rank}'s latest exchange: it {each.exchanges[-1].latest}"
         for each in snapshots
@@ -174,7 +166,6 @@ def _call(snapshot: StackSnapshot) -> str:
 
 
 def _reason(late: StackSnapshot) -> str:
-    """Return text about what a late rank is doing, and at which line of the code."""
     lines = {process: innermost_line(frames) for process, frames in late.children.items()}
     workers = [
         f"process {process} is at {line}"
@@ -195,15 +186,13 @@ def _late_line(late: StackSnapshot) -> str:
 
 
 def _stack(snapshot: StackSnapshot) -> list[str]:
-    """Return lines with the innermost frame and the frames of the user's code, innermost first."""
     frames = [frame for frame in reversed(snapshot.stack) if frame.is_user_code]
     innermost = snapshot.stack[-1:] if snapshot.stack and snapshot.stack[-1] not in frames else ()
     return [f"    {frame}" for frame in [*innermost, *frames]]
 
 
 def enclosing(frame: Frame) -> list[str]:
-    """Return the heads of the `if`, `try`, `while` and `for` statements around the frame's line,
-    innermost first."""
+    """The `if`, `try`, `while` and `for` statements around the frame's line, innermost first."""
     try:
         source = Path(frame.file).read_text(encoding="utf-8")
         tree = ast.parse(source)

@@ -1,9 +1,6 @@
-"""Stack snapshots of a process: its phase and step, the stacks of its threads, and the collectives
-in which it waits.
-
-If the GIL of a process is held, and for forked loader workers, faulthandler writes the stack from a
-signal handler into memory, which other processes read through /proc (Linux).
-"""
+"""Stack snapshots of a process. If the GIL of a process is held, and for forked loader workers,
+faulthandler writes the stack from a signal handler into memory, which other processes read through
+/proc (Linux)."""
 
 from __future__ import annotations
 
@@ -31,12 +28,10 @@ from lockstep.logging.phases import Phases
 from lockstep.training.reducers.exchange_order import Exchanges
 
 Activity = Literal["waits", "runs", "computes", "sleeps"]
-"""Activities of a thread. `waits`: in a collective, or for a device that is in a collective.
-`runs`: executes Python. `computes`: in native code, but in no collective. `sleeps`: in a call that
-does not return."""
+"""`waits`: in a collective, or for a device that is in a collective. `runs`: executes Python.
+`computes`: in native code, but in no collective. `sleeps`: in a call that does not return."""
 STACK_SIGNAL: int = getattr(signal, "SIGURG", 0)  # by default, processes ignore it
 _WRITING_SECONDS = 2.0
-"""Seconds after which a process stops waiting for another one to write its stack."""
 _POLL_SECONDS = 0.01
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 # bytecode jumps: every sample of a Python loop without a body shows one, a thread in native code
@@ -67,7 +62,7 @@ Stack = tuple[Frame, ...]  # outermost frame first
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackSnapshot:
-    """The state of one rank's process at a moment, sent to other ranks as JSON."""
+    """One rank's process at a moment, sent to other ranks as JSON."""
 
     rank: int
     host: str
@@ -82,14 +77,12 @@ class StackSnapshot:
     stack: Stack  # of the training thread
     threads: Mapping[str, Stack]  # the stacks of other threads, by name
     children: Mapping[int, Stack] = field(default_factory=dict)
-    """Process id -> stack of the main thread of each forked loader worker. Empty unless the rank is
-    late."""
+    """Process id -> stack of the main thread of each forked loader worker, if the rank is late."""
     exchanges: tuple[Exchanges, ...] = ()
-    """The rank's latest gathers and reductions of sharded parameters over Gloo or NCCL."""
+    """Gathers and reductions of sharded parameters over Gloo or NCCL."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> StackSnapshot:
-        """Make a snapshot from the result of `dataclasses.asdict`, as read from JSON."""
         threads, children = values["threads"].items(), values["children"].items()
         typed = {
             "calls": tuple(CollectiveCall(**call) for call in values["calls"]),
@@ -106,7 +99,7 @@ class StackSnapshot:
 
     @property
     def call(self) -> CollectiveCall | None:
-        """The collective in which the rank waits; None if it waits in none."""
+        """The collective in which the rank waits."""
         return self.calls[0] if self.activity == "waits" and self.calls else None
 
     @property
@@ -115,7 +108,7 @@ class StackSnapshot:
 
 
 def innermost_line(stack: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame of the user's code; if there is none, the innermost frame."""
+    """The innermost frame of the user's code, if any, else the innermost frame."""
     return next(
         (frame for frame in reversed(stack) if frame.is_user_code), stack[-1] if stack else None
     )
@@ -134,7 +127,7 @@ def take_snapshot(
     is_first: bool,
     exchanges: Sequence[Exchanges] = (),
 ) -> StackSnapshot:
-    """Take a snapshot of this process, in a fifth of a second. `thread`: the training thread."""
+    """Takes a fifth of a second. `thread`: the training thread."""
     assert thread.ident is not None
     phase, step, seconds = phases.name, phases.step, phases.seconds
     seen, runnable = [], 0
@@ -173,12 +166,10 @@ def take_snapshot(
 def activity(
     stack: Sequence[Frame], *, calls: Sequence[CollectiveCall], moves: bool, is_busy: bool
 ) -> Activity:
-    """Classify a thread's activity. `moves`: True if its Python code advanced between samples.
-    `is_busy`: True if the thread used a processor, or waited for one, in most samples.
+    """`moves`: True if the thread's Python code advanced between samples.
 
     [Note: waits for the device] A host that waits for its device may be anywhere in native code,
     often with full use of a processor. So a rank whose device is in a collective counts as waiting.
-    (If others wait for a rank, its device is in no collective.)
     """
     innermost = stack[-1].file if stack else ""
     if calls and innermost == segment.__file__:
@@ -192,8 +183,7 @@ def activity(
 
 
 def call_in_stack(stack: Sequence[Frame]) -> CollectiveCall | None:
-    """Return the function of torch.distributed that a stack is in; None if it is in none. Used for
-    calls that torch's flight recorder does not record, such as send and recv."""
+    """Torch's flight recorder does not record some calls, such as send and recv."""
     # this file wraps torch's waits
     frames = [frame for frame in stack if frame.file != torch_collectives.__file__]
     inside = [frame for frame in frames if _TORCH_DISTRIBUTED in frame.file]
@@ -209,8 +199,7 @@ def call_in_stack(stack: Sequence[Frame]) -> CollectiveCall | None:
 
 
 def _instruction(ident: int) -> tuple[int, int, str]:
-    """Return the bytecode instruction that a thread executes: the frame's id, the offset of the
-    instruction, and its name."""
+    """The frame's id, the offset of the bytecode instruction, and its name."""
     frame = sys._current_frames().get(ident)
     if frame is None or frame.f_lasti < 0:
         return 0, 0, ""
@@ -228,7 +217,7 @@ def stack_of(frame: FrameType | None) -> Stack:
 
 
 def error_with_line(error: BaseException) -> str:
-    """Return an exception's type and text, with the innermost line of the user's code, if any."""
+    """With the innermost line of the user's code, if any."""
     traced = traceback.extract_tb(error.__traceback__)
     line = innermost_line([Frame(each.filename, each.lineno or 0, each.name) for each in traced])
     where = f" (at {line})" if line is not None and line.is_user_code else ""
@@ -236,7 +225,7 @@ def error_with_line(error: BaseException) -> str:
 
 
 def _is_runnable(thread: threading.Thread) -> bool:
-    """True if a thread uses a processor or waits for a free one. False unless on Linux."""
+    """False unless on Linux."""
     try:
         with open(f"/proc/self/task/{thread.native_id}/stat", encoding="ascii") as file:
             return file.read().rpartition(")")[2].split()[0] == "R"
@@ -245,8 +234,8 @@ def _is_runnable(thread: threading.Thread) -> bool:
 
 
 class StackWriter:
-    """On Linux, makes this process and the processes that it forks later write their stacks into
-    memory when they receive `STACK_SIGNAL`. A process has at most one."""
+    """On Linux, makes this process and its later forks write their stacks into memory when they
+    receive `STACK_SIGNAL`. A process has at most one."""
 
     def __init__(self) -> None:
         self.descriptor: int | None = None
@@ -267,9 +256,8 @@ class StackWriter:
 
 
 def read_stack(process: int, descriptor: int) -> Stack:
-    """Send `STACK_SIGNAL` to a process, and return the stack that it writes to `descriptor`, the
-    file descriptor of its `StackWriter`. Empty if the process has ended, is stopped, or has no
-    handler that writes it."""
+    """The process writes its stack to the file descriptor of its `StackWriter`. Empty if it has
+    ended, is stopped, or has no handler."""
     path, until = Path(f"/proc/{process}/fd/{descriptor}"), time.monotonic() + _WRITING_SECONDS
     with suppress(OSError):
         before = path.stat().st_size
@@ -292,8 +280,7 @@ def read_stack(process: int, descriptor: int) -> Stack:
 
 
 def _is_set(process: int, field: str) -> bool:
-    """True if `STACK_SIGNAL` is in a signal mask of a process: the `field` of its /proc status,
-    such as SigBlk."""
+    """`field`: a signal mask in a process's /proc status, such as SigBlk."""
     return bool(int(_status(process)[field], 16) >> (STACK_SIGNAL - 1) & 1)
 
 

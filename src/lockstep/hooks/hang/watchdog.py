@@ -3,10 +3,8 @@ exceeds a timeout; and the hook that then writes a report, saves the last comple
 the process.
 
 [Note: rounds] Each collection of snapshots is a round with its own keys in torch's store. The first
-late rank that writes the round's key collects the snapshots. Other ranks poll that key, and then
-write their snapshots. The collecting rank waits for every rank that may still answer, because a
-busy machine is slow, and writes the diagnosis for all ranks. A rank that arrives later reads the
-diagnosis, and continues with the next round.
+late rank that writes the round's key collects the snapshots, and writes the diagnosis for all
+ranks. It waits for every rank that may still answer, because a busy machine is slow.
 """
 
 from __future__ import annotations
@@ -61,21 +59,20 @@ from lockstep.training.run import Run
 
 TICK_SECONDS = 0.2
 ANSWER_SECONDS = 1.2
-"""After this many seconds without a rank's snapshot, the rank that collects them checks whether
-that rank's process has ended or is stopped. Such a rank counts as hanging."""
+"""After this time without a rank's snapshot, the collecting rank checks if that rank's process has
+ended or is stopped."""
 SILENCE_SECONDS = 10.0
-"""A rank that writes no snapshot for this many seconds counts as hanging."""
+"""A rank that writes no snapshot for this long counts as hanging."""
 # seconds after the launcher begins to end the run, after which the watchdog ends a rank that still
 # waits for another rank
 STUCK_SECONDS = 1.0
 # seconds from a diagnosis that finds no hang until a rank asks for snapshots again
 AGAIN_SECONDS = 2.0
 EXCHANGE_SECONDS = 5.0
-"""A rank that gathers or reduces shards for this many seconds compares the block of the model that
-it exchanges with the other ranks' blocks."""
+"""A rank that gathers or reduces shards for this long compares the block that it exchanges with the
+other ranks' blocks."""
 ABORT_SECONDS = 10.0
-"""Time limit for a rank to raise its error after the watchdog has closed Gloo's connections, and
-for the watchdogs to find out why Gloo is about to end the process."""
+"""Time limit for a rank to raise its error after the watchdog has closed Gloo's connections."""
 
 
 class Mailbox:
@@ -93,8 +90,7 @@ class Mailbox:
         self._store = dist.PrefixStore(prefix, connection)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Close the connection, which ends another thread's request: the machine that hosts the
-        store may not answer."""
+        """Another thread's request to a machine that does not answer ends too."""
         if self._socket is not None:
             gloo_sockets.shut_down(self._socket)
 
@@ -108,16 +104,14 @@ class Mailbox:
         return found.decode()
 
     def put_if_new(self, key: str, text: str) -> bool:
-        """Write the text under `key` unless the store has this key. Returns True if it was
-        written."""
+        """Return True if the store did not have the key."""
         stored: bytes = self._store.compare_set(key, "", text)
         return stored.decode() == text
 
 
 @dataclass(slots=True, eq=False)
 class Watchdog:
-    """Finds out if the training thread hangs, which is the thread that makes the watchdog. Every
-    rank makes one."""
+    """Finds out if the training thread, which makes the watchdog, hangs. Every rank makes one."""
 
     phases: Phases
     timeouts: WatchdogTimeouts
@@ -125,22 +119,18 @@ class Watchdog:
     size: int
     mailbox: Mailbox | None  # None with one process
     on_hang: Callable[[Hang, Mapping[int, StackSnapshot], bool, StackSnapshot], None]
-    """Called in the watchdog's thread, on every rank that learns of a hang. Arguments: the hang;
-    all snapshots (empty unless this rank collected them); True if this rank collected them; its own
-    snapshot."""
+    """Called in the watchdog's thread, on every rank. Arguments: the hang; all snapshots (empty
+    unless this rank collected them); True if this rank collected them; its own snapshot."""
     is_shutting_down: Callable[[], bool]  # True if the launcher is ending the run
     is_recovered: Callable[[Hang], bool]
-    """True if the launcher replaces the hanging ranks by new processes, so that no other rank has
-    to end."""
+    """True if the launcher replaces the hanging ranks by new processes."""
     # called in the watchdog's thread if the run ends and this rank still waits after
     # `STUCK_SECONDS`
     on_stuck: Callable[[], None]
     agreements: Callable[[], Sequence[StepAgreement]]
-    """Returns, for each model, the object that records which shards of it this rank gathers and
-    reduces."""
+    """The record of the shards that this rank gathers and reduces, for each model."""
     has_peer_failed: Callable[[], bool]
-    """True if another rank has ended its run with an error. Called repeatedly during a long
-    phase."""
+    """True if another rank has ended its run with an error."""
     # True if the watchdog's thread is about to end this process; then no other thread may end it
     ends_the_process: bool = False
     _shutting_down_since: float | None = None
@@ -150,16 +140,14 @@ class Watchdog:
     _round: int = 0
     _not_before: float = 0.0
     _compares_after: float = EXCHANGE_SECONDS
-    """Seconds that an exchange of shards lasts before it is compared; doubled after each comparison
-    that found no difference."""
+    """Doubled after each comparison that found no difference."""
     _looks_after: float = 0.0
     _is_ending: bool = False
-    """True if Gloo's native code is about to end this process, because of a tensor of unexpected
-    size."""
+    """True if Gloo's native code is about to end this process."""
     _compared: threading.Event = field(default_factory=threading.Event)
     _reported_since: float | None = None
     _known: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Rank -> what its process has written about itself: host, process id and stack descriptor."""
+    """Rank -> host, process id and stack descriptor."""
     _stacks: StackWriter = field(default_factory=StackWriter)
     _thread: threading.Thread = field(init=False)
 
@@ -203,8 +191,6 @@ class Watchdog:
                 self._report_alone()
 
     def _is_stuck(self) -> bool:
-        """True if this rank still waits for another rank `STUCK_SECONDS` after the launcher began
-        to end the run."""
         self._shutting_down_since = self._shutting_down_since or time.monotonic()
         return (
             time.monotonic() - self._shutting_down_since >= STUCK_SECONDS
@@ -213,9 +199,8 @@ class Watchdog:
 
     def _leave_failed_peer(self) -> bool:
         """If this rank waits while another rank has ended its run with an error, close Gloo's
-        connections, which ends the wait. Without this it could wait for ever: the other process may
-        live on, as a notebook does, and keep its connections open. Returns True if the connections
-        were closed."""
+        connections, which ends the wait. The other process may live on, as a notebook does, and
+        keep its connections open."""
         if self.phases.seconds < self._looks_after:
             self._looks_after = min(self._looks_after, self.phases.seconds + EXCHANGE_SECONDS)
             return False
@@ -236,8 +221,6 @@ class Watchdog:
         )
 
     def _must_compare(self) -> bool:
-        """True if it is time to compare a gather or reduction of shards that this rank has not
-        finished with the other ranks' exchanges, for the first time or again."""
         if self._is_ending:
             return not self._compared.is_set()
         seconds = max((each.seconds for each in self.agreements()), default=0.0)
@@ -266,7 +249,7 @@ class Watchdog:
         return mine
 
     def _take_part(self) -> None:
-        """Take part in a collection of snapshots, and handle its diagnosis; see [Note: rounds]."""
+        """See [Note: rounds]."""
         number = self._round
         if self.mailbox is None:
             mine = self._snapshot()
@@ -297,8 +280,8 @@ class Watchdog:
         self._conclude(hang, snapshots, mine, collected=collects)
 
     def _collect(self, number: int) -> tuple[dict[int, StackSnapshot], dict[int, str]] | None:
-        """Return the snapshots of the other ranks in round `number`, and the ranks that do not
-        answer, each with the reason. None if the run ends meanwhile."""
+        """Also returns the ranks that do not answer, each with the reason. None if the run ends
+        meanwhile."""
         assert self.mailbox is not None
         snapshots, silent = dict[int, StackSnapshot](), dict[int, str]()
         missing, asked = set(range(self.size)) - {self.rank}, time.monotonic()
@@ -317,8 +300,8 @@ class Watchdog:
         return snapshots, silent
 
     def _wait_for_diagnosis(self, number: int) -> str | None:
-        """Return the diagnosis of round `number` as JSON: a `Hang`, or "null" if there is none or
-        the rank that collects the snapshots does not write it. None if the run ends meanwhile."""
+        """Return a `Hang` as JSON, or "null" if there is none or the collecting rank does not write
+        it. None if the run ends meanwhile."""
         assert self.mailbox is not None
         asked = time.monotonic()
         while (text := self.mailbox.take(f"{number}/diagnosis")) is None:
@@ -333,13 +316,10 @@ class Watchdog:
         return text
 
     def _ends_within(self, seconds: float) -> bool:
-        """Wait for some seconds. True if the run ends, so that ranks are not asked for snapshots
-        any more."""
         return self._closed.wait(seconds) or self.is_shutting_down() or self._leave_failed_peer()
 
     def _who(self, rank: int) -> dict[str, Any] | None:
-        """Return what the process of a rank has written about itself (host, process id, stack
-        descriptor); None if nothing yet."""
+        """What a rank's process has written about itself."""
         if rank not in self._known:
             if (text := self._take(f"who/{rank}")) is None:
                 return None
@@ -365,21 +345,18 @@ class Watchdog:
 
     def before_native_end(self) -> None:
         """Called in a thread of Gloo that is about to end the process because it received a tensor
-        of another size than expected. Waits until the watchdogs have compared which blocks of a
-        sharded model the ranks exchange."""
+        of another size than expected."""
         if any(each.seconds for each in self.agreements()):
             self._is_ending = True
             self._compared.wait(ABORT_SECONDS)
 
     def wait_until_closed(self, seconds: float) -> bool:
-        """Return True if the watchdog is closed, because the run has ended, within this time.
-        Otherwise return False, and mark the process as being ended by the watchdog."""
+        """Return True if the run ends within this time. Otherwise the watchdog ends the process."""
         self.ends_the_process = self._is_ending or not self._closed.wait(seconds)
         return not self.ends_the_process
 
     def _report_alone(self) -> None:
-        """Diagnose and report a hang from this rank's snapshot only, because torch's store does not
-        answer."""
+        """Torch's store does not answer."""
         mine = self._snapshot()
         reason = (
             "torch's store does not answer: its process has ended, or the network to it is broken"
@@ -389,8 +366,7 @@ class Watchdog:
 
 
 def _end_of(who: Mapping[str, Any] | None) -> str | None:
-    """Return the reason why a rank's process will not answer; None if it may. `who`: what it has
-    written about itself, as returned by `Watchdog._who`."""
+    """The reason why a process will not answer; None if it may."""
     if who is None or who["process_ids"] != process_id_space() or sys.platform != "linux":
         return None
     process = who["process"]
@@ -407,8 +383,6 @@ def _end_of(who: Mapping[str, Any] | None) -> str | None:
 
 
 def _why_silent(who: Mapping[str, Any] | None) -> str:
-    """Return the reason why a rank's process does not answer. `who`: what it has written about
-    itself, as returned by `Watchdog._who`."""
     if who is None:
         return "it has not started its watchdog yet"
     if (end := _end_of(who)) is not None:
@@ -438,9 +412,7 @@ class HangHook(Hook):
         rescue: Callable[[Run, BaseException], bool],
         recovery: Recovery | None,
     ) -> None:
-        """Start this thread's watchdog, unless `timeouts` is None. Every rank calls it. `rescue`:
-        function that saves this rank's state without other ranks. `recovery`: the recovery in place
-        of the run; None if it cannot recover in place."""
+        """`rescue`: saves this rank's state without other ranks."""
         self._recovery = recovery
         self._timeouts = timeouts
         self._context = context
@@ -449,10 +421,9 @@ class HangHook(Hook):
         self._watchdog: Watchdog | None = None
         self._native_end: NativeEnd | None = None
         self.failure: FirstFailure | None = None
-        """The first error of the run on any rank; set when all ranks have begun, None before."""
+        """Set when all ranks have begun."""
         self.mistake: RecipeError | None = None
-        """The error for which the watchdog ended this rank's collectives: ranks exchange different
-        blocks of a model. None if it did not."""
+        """The error for which the watchdog ended this rank's collectives."""
         if timeouts is None:
             return
         world, mailbox = context.world, None
@@ -482,7 +453,7 @@ class HangHook(Hook):
         return [module.agreement for module in list(modules)]
 
     def watch(self, run: Run) -> None:
-        """Tell the hook which run to save if it hangs; until then nothing is saved."""
+        """Until then nothing is saved if the run hangs."""
         self._run = run
 
     @property
@@ -490,7 +461,6 @@ class HangHook(Hook):
         return self._watchdog is not None and self._watchdog.ends_the_process
 
     def close(self) -> None:
-        """End the watchdog. May be called more than once."""
         if self._native_end is not None:
             self._native_end.close()
         watchdog, self._watchdog = self._watchdog, None
@@ -513,9 +483,7 @@ class HangHook(Hook):
         collected: bool,
         mine: StackSnapshot,
     ) -> None:
-        """Report a hang. If a hang is to end the run, then save and end this process, unless the
-        launcher replaces the hanging ranks. Called in the watchdog's thread; for the arguments see
-        `Watchdog.on_hang`."""
+        """Called in the watchdog's thread."""
         if collected:
             path = self._context.run_dir / f"hang-{mine.step:08d}.txt"
             stacks = f"all stacks: {path}"
@@ -564,8 +532,6 @@ class HangHook(Hook):
         os._exit(status)
 
     def _on_stuck(self) -> None:
-        """Save if possible, and end this process, which waits for a rank that has ended. See
-        `Watchdog.on_stuck`."""
         error = "a peer was lost: another process of this run ended, or the connection to it broke"
         self._event("run-failed", error=error)
         self._save(HangError("the run was ended while this process waited for another"))
@@ -578,7 +544,6 @@ class HangHook(Hook):
 
 
 def page(hang: Hang, snapshots: Mapping[int, StackSnapshot]) -> str:
-    """Return the text of the report file: the summary, and the stacks of all ranks."""
     lines = [time.strftime("%Y-%m-%d %H:%M:%S"), hang.summary, "", hang.report]
     for rank, each in sorted(snapshots.items()):
         head = f"rank {rank} ({each.host}, process {each.process}): {each.phase}, after step"

@@ -46,8 +46,7 @@ from lockstep.training.train_module import TrainModule
 LISTED_OPERATORS = 10
 CLOCK_EXCHANGES = 9  # number of exchanges that compare the ranks' clocks; the median is used
 _FAILURES = (OSError, ValueError, RuntimeError)
-"""Exceptions that show that torch's export did not write a trace completely, which the export
-itself does not always report."""
+"""Torch's export does not itself always report that a trace is incomplete."""
 # the number of the thread under which a trace shows the phases of the training loop
 PHASES_THREAD = 0
 
@@ -147,7 +146,6 @@ class Profiler(ControlHook):
         self._is_done = True
 
     def _stop_profiler(self, profiler: profile) -> list[MemoryNote]:
-        """Stop the profiler. Returns the notes about known tensors that were taken meanwhile."""
         profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         assert self._notes is not None, "made with the profiler"
         notes, self._profiler, self._notes = self._notes, None, None
@@ -169,8 +167,7 @@ class Profiler(ControlHook):
     def _export(
         self, profiler: profile, phases: Sequence[tuple[str, float, float]]
     ) -> tuple[dict[str, Any], float]:
-        """Write this rank's trace. Returns the trace, and the start of its clock in seconds since
-        1970."""
+        """Also returns the start of the trace's clock in seconds since 1970."""
         mine = self._folder / f"rank-{self._world.rank}.json"
         profiler.export_chrome_trace(str(mine))
         trace: dict[str, Any] = json.loads(mine.read_text(encoding="utf-8"))
@@ -180,8 +177,7 @@ class Profiler(ControlHook):
         return trace, base
 
     def _clocks(self) -> list[float]:
-        """Return the seconds by which each rank's clock is ahead of rank 0's. Every rank calls
-        it."""
+        """The seconds by which each rank's clock is ahead of rank 0's. Every rank calls it."""
         times = []
         for _ in range(CLOCK_EXCHANGES):
             self._world.gather_values(None)
@@ -195,8 +191,6 @@ class Profiler(ControlHook):
         ahead: Sequence[float],
         operators: Sequence[tuple[str, int, float]],
     ) -> str:
-        """Write the merged trace of all ranks, `summary.json` and `memory.json`. Returns the tables
-        of times and memory as text."""
         traces = {
             rank: json.loads((self._folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
             for rank in range(self._world.size)
@@ -223,8 +217,7 @@ class Profiler(ControlHook):
 def _phase_events(
     phases: Sequence[tuple[str, float, float]], offset_seconds: float
 ) -> list[dict[str, Any]]:
-    """Return the phases of the training loop as events of a trace. `offset_seconds`: the trace's
-    clock minus the clock of the phases."""
+    """`offset_seconds`: the trace's clock minus the clock of the phases."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "tid": PHASES_THREAD, "args": {"name": "phases"}},
         {"ph": "M", "name": "thread_sort_index", "tid": PHASES_THREAD, "args": {"sort_index": -1}},
@@ -264,8 +257,7 @@ def phase_table(summary: Mapping[str, Any], folder: Path) -> str:
 
 
 class MemoryNotes:
-    """Takes the notes of one rank while its profiler runs: which tensors are at which addresses.
-    Notes keep no tensor alive and change none."""
+    """Notes which tensors are at which addresses while the profiler runs. Keeps no tensor alive."""
 
     def __init__(self, modules: Sequence[TrainModule], device: torch.device) -> None:
         self.notes: list[MemoryNote] = []
@@ -283,7 +275,6 @@ class MemoryNotes:
         self._hooks.close()
 
     def note_all(self) -> None:
-        """Take a note of all parameters, buffers, gradients and optimizer state."""
         known_tensors: dict[int, KnownTensor] = {}
         for cause, name, tensor in self._everything():
             if (known := self._known_tensor(cause, name, tensor)) is not None:
@@ -308,8 +299,7 @@ class MemoryNotes:
                             yield "optimizer state", f"{kind} of {of}", leaf
 
     def _known_tensor(self, cause: str, name: str, tensor: Any) -> KnownTensor | None:
-        """Return the address and size of a tensor's memory on the rank's device, with its cause and
-        name; None if it has no memory there."""
+        """Return None if the tensor has no memory on the rank's device."""
         if (
             not isinstance(tensor, Tensor)
             or isinstance(tensor, ChunkedLogits)
@@ -323,7 +313,6 @@ class MemoryNotes:
         return KnownTensor(cause, storage.data_ptr(), size, name, tuple(tensor.shape), dtype)
 
     def _note_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Take a note of the output of a module; registered as a forward hook."""
         label = f"output of {name or type(module).__name__}"
         known = (self._known_tensor("", label, leaf) for leaf in tree_leaves(output))
         self._mark(MemoryNote([each for each in known if each is not None], is_complete=False))

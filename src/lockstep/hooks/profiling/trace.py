@@ -1,11 +1,7 @@
-"""Reads traces of torch's profiler: computes the parts of each rank's time and its memory by cause,
-and merges the traces of all ranks on one clock. Needs no torch.
-
-A trace is the JSON of `export_chrome_trace`: `ts` and `dur` in microseconds after
-`baseTimeNanoseconds`. A memory event has an address and a size (negative when memory is freed), but
-no cause. A note about a known tensor says which tensor an address holds at a moment; this gives the
-cause of the allocation.
-"""
+"""Reads traces of torch's profiler, which are the JSON of `export_chrome_trace`: `ts` and `dur` in
+microseconds after `baseTimeNanoseconds`. A memory event has an address and a size (negative when
+memory is freed), but no cause. The cause comes from a note, which says which tensor an address
+holds at a moment. Needs no torch."""
 
 from __future__ import annotations
 
@@ -28,8 +24,7 @@ _NOT_COMPUTATION = ("c10d::", "_c10d_functional::", "nccl")
 
 
 def steps_of(text: str) -> range:
-    """Parse the value of `--profile`: "steps=10:13" are steps 10, 11 and 12. Raises
-    `LaunchError`."""
+    """Parse the value of `--profile`: "steps=10:13" are steps 10, 11 and 12."""
     match = _STEPS.fullmatch(text)
     steps = range(0) if match is None else range(int(match[1]), int(match[2]))
     if not steps:
@@ -49,13 +44,11 @@ class TimeParts:
 
     @property
     def idle(self) -> float:
-        """Time with neither computation nor collectives: loading data, Python, waits for a disk."""
+        """Loading data, Python, waits for a disk."""
         return self.whole - self.compute - self.exposed
 
 
 def time_parts(trace: Mapping[str, Any], window: Span, thread: int) -> TimeParts:
-    """Return how much of the time in `window` one rank spent in computation and collectives.
-    `thread`: the number of the training thread in the trace."""
     timed = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     kernels = [event for event in timed if event.get("cat") == "kernel"]
     exchanges = [event for event in timed if event["name"].startswith(_EXCHANGES)]
@@ -79,9 +72,8 @@ def _operators_of(timed: Iterable[Mapping[str, Any]], thread: int) -> list[Mappi
 
 
 def _own_spans(operators: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """Return the spans in which operators themselves computed, without the spans of the operators
-    that they call. An operator of autograd counts only if it calls none, because it may run hooks
-    that wait for other ranks."""
+    """Spans of operators without the operators that they call. An operator of autograd counts only
+    if it calls none, because it may run hooks that wait for other ranks."""
     spans: list[Span] = []
     for event, called in _with_called(operators):
         name = event["name"]
@@ -95,7 +87,7 @@ def _own_spans(operators: Iterable[Mapping[str, Any]]) -> list[Span]:
 def _with_called(
     operators: Iterable[Mapping[str, Any]],
 ) -> Iterator[tuple[Mapping[str, Any], list[Span]]]:
-    """Yield the event of each operator with the spans of the operators that it calls directly."""
+    """Yield each operator with the spans of the operators that it calls directly."""
     open_: list[tuple[Mapping[str, Any], list[Span]]] = []
     for event in sorted(operators, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
         while open_ and span(open_[-1][0])[1] <= span(event)[0]:
@@ -107,13 +99,13 @@ def _with_called(
 
 
 def span(event: Mapping[str, Any]) -> Span:
-    """Return the start and stop of an event of a trace, in seconds of the trace's clock."""
+    """In seconds of the trace's clock."""
     start = float(event["ts"]) / 1e6
     return start, start + float(event["dur"]) / 1e6
 
 
 def union(spans: Iterable[Span], window: Span) -> list[Span]:
-    """Return the union of the spans, cut to the window: sorted spans that do not touch."""
+    """Sorted spans that do not touch, cut to the window."""
     found: list[Span] = []
     for start, stop in sorted(
         (max(start, window[0]), min(stop, window[1])) for start, stop in spans
@@ -128,8 +120,7 @@ def union(spans: Iterable[Span], window: Span) -> list[Span]:
 
 
 def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """Return the parts of `spans` that are in none of the `others`. Both arguments are results of
-    `union`."""
+    """Both arguments are results of `union`."""
     remaining: list[Span] = []
     for start, stop in spans:
         for first, last in others:
@@ -150,8 +141,8 @@ def length(spans: Iterable[Span]) -> float:
 def merged(
     traces: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], ahead_seconds: Sequence[float]
 ) -> dict[str, Any]:
-    """Return one trace on rank 0's clock, with a process for each rank. `ahead_seconds`: for each
-    rank, the seconds by which its clock is ahead of rank 0's."""
+    """Return one trace on rank 0's clock, with a process for each rank. `ahead_seconds`: by which
+    each rank's clock is ahead of rank 0's."""
     base = min(int(trace.get("baseTimeNanoseconds", 0)) for trace in traces.values())
     events: list[dict[str, Any]] = []
     for rank, trace in sorted(traces.items()):
@@ -180,8 +171,8 @@ def merged(
 
 
 def heaviest(trace: Mapping[str, Any], thread: int, count: int) -> list[tuple[str, int, float]]:
-    """Return the `count` operators that take the most time, without the time of the operators that
-    they call: name, number of calls, seconds."""
+    """(name, number of calls, seconds) of the operators that take the most time, without the
+    operators that they call."""
     calls: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     timed = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
@@ -199,15 +190,11 @@ CAUSES = (
     *("keys and values", "chunked logits", "rest"),
 )
 MOST_POINTS = 400
-"""Largest number of points in a memory timeline; the peak is one of them."""
 LARGEST = 10
-"""Number of allocations that are listed for the moment of peak memory."""
 MARK = "lockstep::memory "
-"""Prefix of the names of the ranges that show, in a trace, when a memory note was taken. The number
-of the note follows."""
+"""In a trace, the prefix of a memory note's number."""
 _Row = tuple[float, int, list[int]]
-"""A point of a memory timeline: (time in seconds, total bytes, bytes of each cause in the order of
-`CAUSES`)."""
+"""(time in seconds, total bytes, bytes of each cause in the order of `CAUSES`)"""
 _BACKWARD = "autograd::engine::evaluate_function: "
 _OF_PATH = {
     "FSDP::all_gather": "parameters",
@@ -216,19 +203,15 @@ _OF_PATH = {
     "ChunkedTotal": "chunked logits",
     "ChunkedLosses": "chunked logits",
 }
-"""Beginning of an operator's name in a trace -> cause of its allocations. Functions of autograd
-appear there with the names of their classes."""
+"""Beginning of an operator's name -> cause of its allocations."""
 _MAKES_MEMORY = ("aten::empty", "aten::new_empty", "aten::resize_")
-"""Operators that allocate memory for the operator that calls them, after which the memory is
-named."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownTensor:
     cause: str
-    """The purpose of the memory, one of `CAUSES`; "" if only name, shape and dtype are known."""
+    """One of `CAUSES`; "" if only name, shape and dtype are known."""
     address: int
-    """The address at which the tensor's storage begins."""
     size_bytes: int
     name: str
     shape: Sequence[int]
@@ -241,23 +224,21 @@ class KnownTensor:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNote:
-    """The tensors whose names and addresses were known at one moment of a profile."""
+    """The tensors whose addresses were known at one moment of a profile."""
 
     tensors: Sequence[KnownTensor]
     is_complete: bool
-    """True if the note contains all parameters, buffers, gradients and optimizer states; False for
-    the outputs of one module."""
+    """False for the outputs of one module."""
 
 
 @dataclass(slots=True)
 class Allocation:
-    """A piece of memory from its allocation (`start`) until it is freed (`stop`), in the trace's
-    seconds."""
+    """A piece of memory from `start` until it is freed, in the trace's seconds."""
 
     start: float
     size_bytes: int
     thread: int | None
-    """The thread that allocated it; None if it was allocated before the trace began."""
+    """None if the memory was allocated before the trace began."""
     stop: float = math.inf
     cause: str = ""
     name: str = ""
@@ -266,17 +247,15 @@ class Allocation:
 @dataclass(frozen=True, slots=True)
 class MemoryTimeline:
     seconds: list[float]
-    """Times of the timeline's points, in seconds since the profiled window began."""
+    """Since the profiled window began."""
     bytes_by_cause: dict[str, list[int]]
-    """For each cause, the allocated bytes from each point's time until the next point's."""
     peak_bytes: int
     peak_seconds: float
     peak_phase: str
-    """The training loop's phase at the moment of peak memory. The phase `compute` is divided into
-    `forward` and `backward`."""
+    """The training loop's phase; `compute` is divided into `forward` and `backward`."""
     at_peak: dict[str, int]
     largest: list[tuple[int, str, str]]
-    """The largest allocations at the moment of peak memory: (bytes, cause, name)."""
+    """(bytes, cause, name) at the moment of peak memory."""
 
 
 def memory_timeline(
@@ -288,14 +267,9 @@ def memory_timeline(
     thread: int,
     device: int | None,
 ) -> MemoryTimeline | None:
-    """Return the allocated memory of one rank in `window`; None if the trace has no memory events
-    of the device.
-
-    `notes`: the memory notes taken during the profile. `phases`: (name, start, stop), in the
-    trace's seconds. `thread`: id of the training thread. `device`: the accelerator's index; None:
-    the CPU. An accelerator's events give the total memory; the cause `rest` is the total minus all
-    other causes.
-    """
+    """Return None if the trace has no memory events of the device. `device`: the accelerator's
+    index; None: the CPU. An accelerator's events give the total memory; the cause `rest` is the
+    total minus all other causes."""
     events = sorted(
         (event for event in trace["traceEvents"] if _is_of(event, device)),
         key=lambda event: float(event["ts"]),
@@ -325,8 +299,7 @@ def _is_of(event: Mapping[str, Any], device: int | None) -> bool:
 def _allocations(
     events: Sequence[Mapping[str, Any]], noted: Sequence[tuple[float, MemoryNote]]
 ) -> list[Allocation]:
-    """Return all allocations, with the cause and name that the notes give to their addresses. An
-    allocation made before the trace began starts at the first note that contains its address."""
+    """An allocation made before the trace began starts at the first note that has its address."""
     moments: list[tuple[float, MemoryNote | Mapping[str, Any]]] = [
         *noted,
         *((float(event["ts"]) / 1e6, event) for event in events),
@@ -372,8 +345,7 @@ def _allocations(
 
 
 def _totals(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
-    """Return (time, total of memory) pairs: each total holds from its time to the next one. The
-    first total also holds for the time before it."""
+    """(time, total memory from then on)."""
     first = events[0]["args"]
     totals = [(float(event["ts"]) / 1e6, event["args"]["Total Allocated"]) for event in events]
     return [(-math.inf, first["Total Allocated"] - first["Bytes"]), *totals]
@@ -386,12 +358,8 @@ def _attribute(
     backward: Sequence[Span],
     thread: int,
 ) -> None:
-    """Set the cause of the allocations that no note names, by the operator that made them, and name
-    them after it.
-
-    Activations are allocations that the training thread makes in a forward, and that are alive at
-    the next backward.
-    """
+    """Set the cause of the allocations that no note names. Activations are allocations that the
+    training thread makes in a forward, and that are alive at the next backward."""
     starts = [start for start, _ in backward]
     unknown = [each for each in found if each.thread is not None and not (each.cause and each.name)]
     paths = _paths(unknown, timed)
@@ -421,7 +389,7 @@ def _attribute(
 
 
 def _backward_spans(timed: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """Return the spans in which autograd's engine ran: sorted, none inside another."""
+    """Sorted spans of autograd's engine, none inside another."""
     spans: list[Span] = []
     for start, stop in sorted(
         span(event) for event in timed if event["name"].startswith(_BACKWARD)
@@ -445,8 +413,8 @@ def _phase_at(
 def _paths(
     allocations: Sequence[Allocation], timed: Iterable[Mapping[str, Any]]
 ) -> dict[int, list[str]]:
-    """Return, by the `id` of each allocation, the names of the operators that were running when it
-    was made, outermost first."""
+    """The operators that were running at each allocation, outermost first, by the allocation's
+    `id`."""
     paths: dict[int, list[str]] = {}
     kinds = ("cpu_op", "user_annotation")
     events = sorted(
@@ -473,8 +441,6 @@ def _paths(
 
 
 def _operator(path: Sequence[str]) -> str:
-    """Return the name of the operator that made an allocation, from the operators around it
-    (`path`); in a backward, with the name of autograd's function."""
     inner = next(
         (name for name in reversed(path) if not name.startswith((_BACKWARD, *_MAKES_MEMORY))),
         "".join(path[-1:]),
@@ -514,9 +480,6 @@ def _timeline(
 def _rows(
     found: Sequence[Allocation], totals: Sequence[tuple[float, int]], window: Span
 ) -> list[_Row]:
-    """Return the allocated bytes by cause at each time at which they change. If `totals` (an
-    accelerator's total memory) is not empty, the cause `rest` is the total minus all other
-    causes."""
     changes = [
         (at, sign * each.size_bytes, each.cause)
         for each in found
@@ -543,8 +506,7 @@ def _rows(
 
 
 def _thinned(rows: Sequence[_Row], window: Span) -> list[_Row]:
-    """Divide the window into `MOST_POINTS` parts, and return from each part the row with the most
-    memory."""
+    """Keep the row with the most memory in each of `MOST_POINTS` parts of the window."""
     most: dict[int, _Row] = {}
     start, stop = window
     for row in rows:
@@ -555,8 +517,7 @@ def _thinned(rows: Sequence[_Row], window: Span) -> list[_Row]:
 
 
 def memory_table(ranks: Sequence[Mapping[str, Any] | None]) -> list[str]:
-    """Return the lines of a table: each rank's peak memory by cause, and the largest allocations of
-    the rank with the highest peak. `ranks`: each rank's `MemoryTimeline` as JSON, or None."""
+    """`ranks`: each rank's `MemoryTimeline` as JSON."""
     known = [(rank, each) for rank, each in enumerate(ranks) if each is not None]
     if not known:
         return ["memory over time: not known, since torch counts no memory of this device"]

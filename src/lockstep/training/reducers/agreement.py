@@ -1,6 +1,6 @@
 """Checks that in a step all ranks have made the same collectives in the same order, and read the
 same counts of tokens. Each rank encodes its actions in numbers, which are summed over ranks
-together with the step's losses: the sums are 0 if the ranks agree."""
+together with the step's losses."""
 
 from __future__ import annotations
 
@@ -22,27 +22,23 @@ if TYPE_CHECKING:
 
 
 class Alike(Protocol):
-    """A record of actions that the ranks of a process group must all do in the same way, such as
-    the order of their collectives."""
+    """A record of actions that the ranks of a process group must all do in the same way."""
 
     @property
-    def count(self) -> int:
-        """Number of values that `numbers` returns."""
+    def count(self) -> int: ...
 
     def numbers(self) -> list[float]:
-        """Return numbers whose sums over all ranks are 0 if and only if the ranks agree. Every rank
-        calls it."""
+        """Return numbers whose sums over all ranks are 0 if and only if the ranks agree."""
 
     def end_step(self) -> None:
         """Keep this rank's actions since the previous step, so that an error can name them."""
 
     def difference(self) -> str | None:
-        """Return, as text, the first action of the last step in which two ranks differ; None if
-        they agree. Every rank of the process group calls it."""
+        """The first action of the last step in which two ranks differ. Every rank of the process
+        group calls it."""
 
     def error(self, difference: str | None) -> RecipeError:
-        """Return the error for ranks that differ. `difference`: the result of `difference`; None if
-        the action is unknown."""
+        """`difference`: None if the action is unknown."""
 
 
 class StepAgreement:
@@ -52,28 +48,22 @@ class StepAgreement:
     def __init__(
         self, summed: World, alike: Sequence[Alike] = (), counts: CountReads | None = None
     ) -> None:
-        """`summed`: the ranks over which the step's numbers are summed, and so are compared.
-        `alike`: records to compare in addition to the orders of collectives. `counts`: the counts
-        of tokens that the model's forward reads on the host. Ranks may differ in them; `unchecked`
-        then returns this rank's counts, so that the caller can check them."""
+        """`summed`: the ranks to compare. `counts`: the counts of tokens that the model's forward
+        reads on the host. Ranks may differ in them."""
         self._summed = summed
         self._alike = list(alike)
         self._counts = counts
         self._orders: dict[int, ExchangeOrder] = {}
         self.doing = Doing()
-        """The part of the step that this rank computes now, such as "in the forward of microbatch
-        3". The reducer sets it; each recorded collective includes it."""
         self._late: tuple[Tensor, torch.Event, StepCounts | None] | None = None
         """For the previous step on an accelerator: two flags (the ranks' actions differed; their
-        counts differed) while they are copied to the host, the event of that copy, and this rank's
-        counts."""
+        counts differed) while they are copied to the host, and this rank's counts."""
         self._unchecked: StepCounts | None = None
-        """This rank's counts of a step in which the ranks' counts differed; otherwise None."""
+        """Set if the ranks' counts differed."""
 
     def over(self, world: World) -> ExchangeOrder | None:
-        """Return the record of this rank's collectives over `world`; None if it needs none: `world`
-        has one rank, or uses shared memory, which compares each exchange itself. Every rank whose
-        numbers are summed calls it."""
+        """None if `world` has one rank, or uses shared memory, which compares each exchange itself.
+        Every rank calls it."""
         if world.size == 1 or world.shared_memory is not None:
             return None
         if id(world) not in self._orders:
@@ -83,17 +73,13 @@ class StepAgreement:
 
     @property
     def count(self) -> int:
-        """Number of values that `numbers` returns."""
         return self._counted + sum(each.count for each in self._alike)
 
     @property
     def _counted(self) -> int:
-        """Number of the values in `numbers` that encode the counts of tokens; these come first."""
         return 0 if self._counts is None else self._counts.count
 
     def numbers(self) -> list[float]:
-        """Return numbers that encode this rank's actions since the previous step. Their sums over
-        all ranks are 0 if and only if the ranks agree."""
         of_counts = [] if self._counts is None else self._counts.numbers()
         return [*of_counts, *(number for each in self._alike for number in each.numbers())]
 
@@ -110,28 +96,26 @@ class StepAgreement:
         return min(filter(None, (each.seconds for each in self._of_orders())), default=0.0)
 
     def told(self) -> list[Exchanges]:
-        """Return this rank's latest recorded collectives, of the previous step and of this one, for
-        each process group. Any thread may call it."""
+        """This rank's latest recorded collectives, of the previous step and of this one. Any thread
+        may call it."""
         return [told for each in self._of_orders() for told in each.told() if told.calls]
 
     def _of_orders(self) -> list[ExchangeOrder]:
         return list(self._orders.values())
 
     def end_trial(self) -> None:
-        """Record the end of a trial: a forward that belongs to no microbatch."""
+        """A trial is a forward that belongs to no microbatch."""
         for each in self._of_orders():
             each.note(END)
 
     def settle(self) -> None:
-        """Record that all ranks have ended the step or the trial, so that `seconds` is 0."""
         for each in self._of_orders():
             each.settle()
 
     def compare(self, sums: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        """Raise `RecipeError` if the ranks' actions differ. On an accelerator, make a gradient of
-        `parameters` NaN instead, so that the step is not applied, and raise in the next step: the
-        host then need not wait for the device. Called after `end_step`. `sums`: the sums of all
-        ranks' `numbers`."""
+        """Raise `RecipeError` if the ranks' actions differ. On an accelerator, make a gradient NaN
+        instead, so that the step is not applied, and raise in the next step: the host then need not
+        wait for the device."""
         self.settle()
         has_streams = accelerator.has_streams(sums.device)
         is_offloaded = to_local(parameters[0]).is_cpu
@@ -150,23 +134,19 @@ class StepAgreement:
             self._late = copied, accelerator.recorded_event(sums.device), latest
 
     def _take(self, differ: bool, unchecked: StepCounts | None) -> None:
-        """Raise `RecipeError` if the ranks' actions differ. Every rank whose numbers are summed
-        calls it. `unchecked`: this rank's counts of tokens if the ranks' counts differ, else
-        None."""
+        """Every rank calls it."""
         if differ:
             self._refuse()
         self._unchecked = unchecked
 
     def unchecked(self) -> StepCounts | None:
-        """Return the counts of tokens that this rank's forwards of the last step have read, if the
-        ranks' counts differed, else None; and forget them. On an accelerator, they belong to the
-        step before the last."""
+        """Return, once, the counts of tokens of the last step (on an accelerator, of the step
+        before it) if the ranks' counts differed."""
         counts, self._unchecked = self._unchecked, None
         return counts
 
     def compare_now(self) -> None:
-        """Raise `RecipeError` if the ranks' actions since the last step or evaluation differ. Every
-        rank whose numbers are summed calls it, outside of steps: at the end of an evaluation."""
+        """Compare outside of steps, at the end of an evaluation. Every rank calls it."""
         if not self.count:
             return
         numbers = self.numbers()
@@ -178,8 +158,7 @@ class StepAgreement:
         self._take(any(sums[self._counted :]), latest if any(sums[: self._counted]) else None)
 
     def refuse_late(self) -> None:
-        """Raise `RecipeError`, on every rank, if the ranks' actions in the last step differed, and
-        `compare` left the check for later. Waits for the device."""
+        """Raise the error that `compare` has left for later. Waits for the device."""
         before, self._late = self._late, None
         if before is not None:
             copied, event, latest = before
@@ -188,8 +167,7 @@ class StepAgreement:
             self._take(differ, latest if counts_differ else None)
 
     def _refuse(self) -> NoReturn:
-        """Raise `RecipeError`, which names the first action in which two ranks differ. Every rank
-        whose numbers are summed calls it, after `end_step`."""
+        """Every rank calls it, after `end_step`."""
         mine = [each.difference() for each in self._alike]
         everyone = self._summed.gather_values(mine)
         for each, texts in zip(self._alike, zip(*everyone, strict=True), strict=True):

@@ -23,7 +23,7 @@ from lockstep.comm.world import World
 from lockstep.recipe.checks import powersgd_rank
 
 MIN_COMPRESSION_RATIO = 2
-"""A gradient matrix is sent as two thin matrices if these have fewer elements by this factor
+"""By this factor two thin matrices must have fewer elements than the gradient that they replace
 (torch's default)."""
 _REVIVING_SEED = 1
 
@@ -41,21 +41,20 @@ class Compression(ABC):
         self._unit = 1.0
 
     def begin(self, unit: float) -> None:
-        """Begin a step whose gradients contain the factor `unit` (of fp16's loss scale and of the
-        loss's divisor), the same on all ranks. The kept compression errors are rescaled to it."""
+        """`unit`: factor in this step's gradients (of fp16's loss scale and of the loss's divisor),
+        the same on all ranks."""
         if unit != self._unit:
             self._rescale(unit / self._unit)
             self._unit = unit
 
     @abstractmethod
     def forget(self) -> None:
-        """Discard the kept compression errors, because the step was not applied."""
+        """The step was not applied, so its compression errors are not kept."""
 
     @abstractmethod
     def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's communication hook: sum the bucket over ranks (no mean). `stats`: a parameter in
-        one of the buckets whose gradient holds the step's losses and flags, which must not be
-        rounded."""
+        """DDP's communication hook (a sum, no mean). `stats`: a parameter whose gradient holds the
+        step's losses and flags, which must not be rounded."""
 
     @abstractmethod
     def _rescale(self, factor: float) -> None: ...
@@ -75,16 +74,14 @@ class Bucket(NamedTuple):
         return cls(buffer, gradients_of(bucket), bucket.parameters(), accelerator.future(buffer))
 
     def stats_part(self, stats: Tensor) -> Tensor:
-        """Return the part of the buffer that holds the gradient of `stats`; an empty tensor if
-        `stats` is in another bucket."""
+        """Empty if `stats` is in another bucket."""
         parts = zip(self.gradients, self.parameters, strict=True)
         return next(
             (gradient for gradient, parameter in parts if parameter is stats), self.buffer[:0]
         )
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return views of `flat`, which is as long as the bucket's buffer, at the offsets and with
-        the shapes and strides of the bucket's gradients."""
+        """Views of `flat` with the offsets, shapes and strides of the bucket's gradients."""
         start = self.buffer.storage_offset() - flat.storage_offset()
         return [
             flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in self.gradients
@@ -92,9 +89,6 @@ class Bucket(NamedTuple):
 
 
 class Rounded(Compression):
-    """Compression that rounds each gradient element to a shorter type, and sends each bucket during
-    the backward. (See `CompressedAllReduce`.)"""
-
     def __init__(
         self, world: World, rounding: Rounding, parameters: Sequence[nn.Parameter]
     ) -> None:
@@ -172,8 +166,8 @@ class Rounded(Compression):
             bucket.done.set_result(bucket.buffer)
 
     def _with_residuals(self, bucket: Bucket, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the parts of `flat`, a tensor in the layout of the bucket's buffer, that belong to
-        the model's parameters; and the kept compression error of each of these parameters."""
+        """The parts of `flat` that belong to the model's parameters, and the kept compression error
+        of each."""
         known = [
             (part, self._residuals[id(p)])
             for part, p in zip(bucket.views(flat), bucket.parameters, strict=True)
@@ -183,8 +177,8 @@ class Rounded(Compression):
 
 
 class LowRank(Compression):
-    """Compression that sends the gradient of each large weight matrix as the product of two thin
-    matrices, after the backward (PowerSGD; Vogels et al., 2019)."""
+    """Sends the gradient of each large weight matrix as the product of two thin matrices (PowerSGD;
+    Vogels et al., 2019)."""
 
     def __init__(self, world: World, rank: int, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(world)
@@ -251,7 +245,7 @@ class LowRank(Compression):
         return current.done
 
     def _sum(self, gradients: dict[int, Tensor]) -> None:
-        """Replace the gradients (by the id of the parameter) by their sums over ranks."""
+        """`gradients`: id of the parameter -> its gradient."""
         thin = [gradients.pop(each.parameter) for each in self._matrices]
         for tensors, add in (
             (list(gradients.values()), partial(dist.all_reduce, group=self._senders.group)),
@@ -280,8 +274,8 @@ class LowRank(Compression):
         flat.mul_(self._senders.size)  # the hook computes the mean
 
     def _revive(self) -> None:
-        """Replace zero columns of the thin matrices that torch keeps for the next step by random
-        ones: after a zero gradient, they would stay zero in all later steps."""
+        """After a zero gradient, columns of torch's thin matrices would stay zero in all later
+        steps."""
         if (kept := self._state.q_memory_dict.get(0)) is None or kept.all():
             return
         ranks = [min(each.rows, each.columns, self._rank) for each in self._matrices]
@@ -304,8 +298,7 @@ class _Matrix(NamedTuple):
 
 
 class _Matrices:
-    """Has the methods of a DDP bucket that torch's PowerSGD hook calls, for the large gradient
-    matrices of all buckets in one flat tensor."""
+    """The methods of a DDP bucket that torch's PowerSGD hook calls."""
 
     def __init__(self, flat: Tensor, matrices: Sequence[_Matrix]) -> None:
         self._flat = flat
@@ -334,8 +327,6 @@ def compression_for(
     parameters: Sequence[nn.Parameter],
     names: Sequence[str],
 ) -> Compression | None:
-    """Build the compression for `Recipe.gradient_compression`; None if it is "none", or there is
-    only one rank. Raises `RecipeError`."""
     if gradient_compression == "none":
         return None
     for name, parameter in zip(names, parameters, strict=True):
@@ -357,8 +348,8 @@ def compression_for(
 
 
 def gradients_of(bucket: GradBucket) -> list[Tensor]:
-    """Return views of the bucket with the strides of their parameters; `bucket.gradients()` would
-    return contiguous views."""
+    """Views of the bucket with the strides of their parameters; `bucket.gradients()` would return
+    contiguous views."""
     return [
         (
             gradient.as_strided(parameter.shape, parameter.stride())

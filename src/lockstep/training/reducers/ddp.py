@@ -6,9 +6,8 @@ graph reaches every parameter. So the user's model keeps its class and may be ca
 times; DDP's hook also fires for a parameter that the loss does not reach, without a
 `find_unused_parameters` pass; and a rank without a microbatch participates with a loss of zero.
 
-DDP gets one more parameter, `stats`. Its gradient, which contains the step's numbers
-(`step_stats.py`), is set after the backward. So `stats` is ready last and completes the last
-bucket.
+DDP gets one more parameter, `stats`, whose gradient contains the step's losses and flags. Its
+gradient is set after the backward, so it completes the last bucket.
 
 DDP's own all-reduce computes a mean. Multiplying the loss by the number of ranks would make it a
 sum, but hooks on activations would see that factor. So every bucket has a communication hook that
@@ -65,8 +64,7 @@ class _Touch(torch.autograd.Function):
 
 
 class _LossModule(nn.Module):
-    """The module that DDP wraps: the parameters and `stats`, without buffers, which DDP would
-    synchronize."""
+    """Has the model's parameters without its buffers, which DDP would synchronize."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], length: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -80,7 +78,6 @@ class _LossModule(nn.Module):
 
 
 def _sum_bucket(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's communication hook: start the all-reduce (sum) of a bucket."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None, "this rank is in the default group"
     future: torch.futures.Future[Tensor] = work.get_future().then(_first)
@@ -92,9 +89,6 @@ def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
 
 
 class DdpReducer:
-    """A `GradientReducer` for a model of which every rank holds all parameters. It sums gradients
-    by torch's DistributedDataParallel, during the backward."""
-
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
@@ -105,8 +99,6 @@ class DdpReducer:
         compression: Compression | None = None,
         agreement: StepAgreement | None = None,
     ) -> None:
-        """Build the reducer. `bitwise`: True to sum gradients in the canonical order; `compression`
-        is then None."""
         world = mesh.summed()
         self._waits_in_torch = world.hierarchy is None and compression is None
         self._parameters = list(parameters)
@@ -171,8 +163,8 @@ class DdpReducer:
     def backward(
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
     ) -> None:
-        """See `GradientReducer.backward`. If the ranks compute microbatches in rounds, because the
-        backward itself has collectives, `reduce` starts DDP's all-reduces."""
+        """If the ranks compute microbatches in rounds, because the backward itself has collectives,
+        `reduce` starts DDP's all-reduces."""
         if is_dummy:
             dummy_backward(
                 total, grad_output, self._parameters, own_parameters_only=own_parameters_only
@@ -249,8 +241,7 @@ class DdpReducer:
             raise RecipeError(READY_TWICE) from error
 
     def _rounded(self, value: Number) -> float:
-        """Return the value rounded to the dtype in which several ranks would exchange it, so that a
-        single rank records the same bits."""
+        """A single rank must record the same bits as several, which exchange the value."""
         number = float(value)
         # faster than NumPy's scalars
         return c_float(number).value if self._vector.dtype is torch.float32 else number
@@ -277,9 +268,8 @@ class DdpReducer:
         return leaf
 
     def _ordered_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's communication hook under numerics=bitwise: start the bucket's sum in the canonical
-        order. In the last bucket's call, finish the sums of all buckets in the order of buckets,
-        which is the same on all ranks."""
+        """DDP's communication hook. The last bucket's call finishes the sums of all buckets in an
+        order that is the same on all ranks."""
         members = [self._places.get(id(parameter)) for parameter in bucket.parameters()]
         buffer, last_leaf = bucket.buffer(), gradients_of(bucket)
         counter: Counter[list[Tensor]] = Counter(
@@ -312,8 +302,7 @@ class DdpReducer:
 
 
 def _flatten(value: Sequence[Tensor], like: GradBucket) -> Tensor:
-    """Return a flat buffer with a copy of the tensors, one for each gradient of the DDP bucket
-    `like`, at the offsets and with the strides of these gradients."""
+    """One tensor for each gradient of the DDP bucket `like`, with its offset and strides."""
     buffer = like.buffer()
     flat = torch.zeros_like(buffer)
     start = buffer.storage_offset()

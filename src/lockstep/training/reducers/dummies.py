@@ -1,10 +1,7 @@
-"""The backward of a dummy microbatch, which a rank computes when it has no microbatch left.
-
-A backward may have collectives (experts, SyncBatchNorm), and a rank with a dummy must take part in
-them. Autograd runs them only if a leaf of the graph before them requires a gradient. Such a leaf
-need not be a parameter: with frozen embeddings, PEFT makes the embeddings' output require a
-gradient.
-"""
+"""The backward of a dummy microbatch, which a rank computes when it has no microbatch left: other
+ranks wait in its collectives. Autograd runs them only if a leaf of the graph before them requires a
+gradient. Such a leaf need not be a parameter: with frozen embeddings, PEFT makes the embeddings'
+output require a gradient."""
 
 from __future__ import annotations
 
@@ -18,16 +15,14 @@ from torch import Tensor
 def dummy_backward(
     total: Tensor, grad_output: Tensor, parameters: Sequence[Tensor], *, own_parameters_only: bool
 ) -> Sequence[Tensor | None]:
-    """Compute the backward of `grad_output * total` without changing any `.grad`. Return the
-    gradients of the parameters and, unless `own_parameters_only`, then those of the graph's other
-    leaves; None for a tensor that `total` does not depend on."""
+    """Change no `.grad`. Return the gradients of the parameters and, unless `own_parameters_only`,
+    of the graph's other leaves."""
     leaves = parameters if own_parameters_only else _leaves_of(total, parameters)
     return torch.autograd.grad(total, leaves, grad_output, allow_unused=True)
 
 
 def _leaves_of(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parameters, and then the other leaves of the autograd graph of `total` that
-    require a gradient."""
+    """The parameters come first."""
     known = set(map(id, parameters))
     leaves = list(parameters)
     waiting: list[Any] = [] if total.grad_fn is None else [total.grad_fn]

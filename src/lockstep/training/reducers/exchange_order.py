@@ -1,12 +1,7 @@
-"""The order in which a rank calls FSDP2's collectives (here: exchanges) in one process group. It
-must be the same on all ranks of the group.
-
-If the ranks use shared memory, that compares the label of each exchange. Gloo and NCCL compare
-nothing: if ranks exchange different blocks of the same size, the sums are wrong; if the sizes
-differ, the ranks hang or crash. So each rank records its exchanges and a digest of their order. The
-digests are compared at the end of each step. If a rank waits for long, the watchdogs, which detect
-hangs, compare the records.
-"""
+"""The order in which a rank calls FSDP2's collectives (here: exchanges) in one process group. Gloo
+and NCCL do not compare it: if ranks exchange different blocks of the same size, the sums are wrong;
+if the sizes differ, the ranks hang or crash. So the ranks compare digests of the order at the end
+of each step. If a rank waits for long, the watchdogs, which detect hangs, compare the records."""
 
 from __future__ import annotations
 
@@ -25,37 +20,34 @@ from lockstep.comm.world import World
 from lockstep.model.shard import error_of_order
 
 END = 0
-"""The number of the label that is recorded at the end of a step, an evaluation or a trial (a
-forward that belongs to no microbatch)."""
+"""The label that is recorded at the end of a step, an evaluation or a trial (a forward that belongs
+to no microbatch)."""
 MOST_TOLD = 50
-"""Largest number of exchanges that a waiting rank reports to the other ranks: its latest ones."""
 
 
 class Doing:
     """The part of a step that this rank computes now, for errors and hang reports."""
 
     text = ""
-    """For example "in the forward of microbatch 3"; empty if unknown."""
+    """For example "in the forward of microbatch 3"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """The exchanges of a rank in one process group, in one step. Ranks send it to each other as
-    JSON."""
+    """The exchanges of a rank in one process group, in one step."""
 
     rank: int
-    """The rank in the whole job."""
     order: int
-    """The number of the `ExchangeOrder`, the same on all ranks of the group."""
+    """The number of the `ExchangeOrder`."""
     group: int
     """The first rank of the group."""
     step: int
-    """Number of steps, evaluations and trials that ended before these exchanges."""
+    """Steps, evaluations and trials that ended before."""
     first: int
-    """Number of earlier exchanges of the same step, which `calls` leaves out."""
+    """Number of earlier exchanges of the same step."""
     calls: tuple[tuple[str, str], ...]
-    """For each exchange: its label, and the part of the step in which it was called. For example
-    ("gathers block 'a'", "in the forward of microbatch 3")."""
+    """Each exchange's label and the part of the step, such as ("gathers block 'a'", "in the forward
+    of microbatch 3")."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Exchanges:
@@ -66,8 +58,6 @@ class Exchanges:
         return f"{self._text(-1)}, exchange {self.first + len(self.calls)} of the step"
 
     def at(self, place: int) -> str:
-        """Return text about the exchange with number `place` in the step: the rank, the exchange's
-        label and the part of the step."""
         return f"rank {self.rank} {self._text(place - self.first)}"
 
     def _text(self, place: int) -> str:
@@ -75,9 +65,7 @@ class Exchanges:
 
 
 def first_different_exchange(everyone: Sequence[Exchanges]) -> str | None:
-    """Return text about the first exchange of a step, made by two ranks, in which their labels
-    differ; None if there is none. Only exchanges of the same process group and the same step are
-    compared; the ranks may be in different steps."""
+    """The ranks may be in different steps."""
     alike: dict[tuple[int, int, int], list[Exchanges]] = {}
     for each in everyone:
         alike.setdefault((each.order, each.group, each.step), []).append(each)
@@ -92,29 +80,24 @@ def first_different_exchange(everyone: Sequence[Exchanges]) -> str | None:
 
 
 Calls = list[tuple[int, str]]
-"""For each exchange of a step: the number of its label, and the part of the step."""
+"""(number of the label, part of the step)"""
 
 
 class _Steps(NamedTuple):
-    """The exchanges of the previous step and of this one. Because other threads read them, they are
+    """The exchanges of the previous step and of this one. Other threads read them, so they are
     replaced together, in one assignment, when a step ends."""
 
     number: int
-    """Number of steps that have ended."""
+    """Steps that have ended."""
     before: Calls
-    """The exchanges of the previous step."""
     calls: Calls
-    """The exchanges of this step."""
 
 
 class ExchangeOrder:
-    """Records the order of this rank's exchanges over one process group, and compares it with the
-    other ranks of the group."""
+    """Records the order of this rank's exchanges over one process group."""
 
     def __init__(self, world: World, summed: World, doing: Doing) -> None:
-        """`world`: the process group. `summed`: the ranks over which the step's numbers are summed.
-        They include `world`, and all of them make an `ExchangeOrder` at the same time, for their
-        own groups. `doing`: the part of the step, which is recorded with each exchange."""
+        """All ranks in `summed` make an `ExchangeOrder` at the same time, for their own groups."""
         self._ranks = dist.get_process_group_ranks(world.group)
         # after a failed run, ranks may have made different numbers of orders
         firsts, numbers = zip(
@@ -130,29 +113,24 @@ class ExchangeOrder:
         self._digest = 0
         self._steps = _Steps(0, [], [])
         self._latest: float | None = None
-        """The time at which the latest exchange began; None once all ranks have ended the step."""
+        """When the latest exchange began; None between steps."""
 
     def label(self, text: str) -> int:
-        """Return the number of the label `text`; equal texts have one number. Every rank calls it
-        with the same texts in the same order, so that the numbers agree."""
+        """Every rank calls it with the same texts in the same order, so that the numbers agree."""
         if text not in self._labels:
             self._labels.append(text)
         return self._labels.index(text)
 
     def note(self, label: int) -> None:
-        """Record that this rank begins an exchange. `label`: a number that `label` has returned."""
         self._steps.calls.append((label, self._doing.text))
         self._digest = zlib.crc32(label.to_bytes(4, "little"), self._digest)
         self._latest = time.monotonic()
 
     @property
     def count(self) -> int:
-        """Number of values that `numbers` returns."""
         return BITS * self._groups
 
     def numbers(self) -> list[float]:
-        """Return numbers that encode the digest of this rank's exchanges. Their sums over all ranks
-        are 0 if and only if the digests agree in each process group."""
         return numbers_of(
             self._digest,
             rank=self._world.rank,
@@ -162,24 +140,22 @@ class ExchangeOrder:
         )
 
     def end_step(self) -> None:
-        """Begin to record the next step. The exchanges of the step that has ended are kept, so that
-        an error can name the one in which ranks differ."""
+        """The exchanges of the step that has ended are kept for an error's text."""
         self.note(END)
         self._steps = _Steps(self._steps.number + 1, self._steps.calls, [])
 
     def settle(self) -> None:
-        """Record that all ranks have ended the step, so that `seconds` is 0."""
         self._latest = None
 
     @property
     def seconds(self) -> float:
-        """Seconds since the latest exchange began; 0 if all ranks have ended the step."""
+        """Seconds since the latest exchange began; 0 between steps."""
         latest = self._latest
         return 0.0 if latest is None else time.monotonic() - latest
 
     def told(self, most: int = MOST_TOLD) -> list[Exchanges]:
-        """Return this rank's exchanges of the previous step, and those of this step; of each, only
-        the latest `most`. Any thread may call it."""
+        """The latest `most` exchanges of the previous step and of this step. Any thread may call
+        it."""
         number, before, calls = self._steps
         return [
             self._exchanges(number - 1, before, most),
@@ -193,8 +169,7 @@ class ExchangeOrder:
         return Exchanges(mine, self._number, min(self._ranks), step, first, texts)
 
     def difference(self) -> str | None:
-        """Return text about the first exchange of the last step in which two ranks of the process
-        group differ; None if there is none. Every rank of the group calls it."""
+        """Every rank of the group calls it."""
         number, before, _ = self._steps
         mine = self._exchanges(number - 1, before, len(before))
         everyone = self._world.gather_values([mine.rank, mine.step, mine.calls])
@@ -213,9 +188,8 @@ _numbers = count()
 
 
 def numbers_of(digest: int, *, rank: int, size: int, group: int, groups: int) -> list[float]:
-    """Return numbers that encode this rank's `digest`. Their sums over all ranks of all process
-    groups are 0 if and only if the ranks' digests agree in each group. `group`, `groups`: index and
-    number of the groups. `rank`, `size`: this rank's rank in its group, and the group's size."""
+    """The sums over all ranks are 0 if and only if the ranks' digests agree in each group. `group`,
+    `groups`: index and number of the groups."""
     row = [0.0] * (BITS * groups)
     row[group * BITS : (group + 1) * BITS] = compared_bits(digest, rank=rank, size=size)
     return row

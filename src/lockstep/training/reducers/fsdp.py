@@ -1,13 +1,9 @@
-"""Gradient reduction for a model sharded by FSDP2, also with hybrid sharding (FSDP2 within groups
-of ranks that are replicas of each other).
+"""Gradient reduction for a model sharded by FSDP2, also with hybrid sharding.
 
 Every rank takes part in each all-gather of a block's parameters and in each reduce-scatter of its
 gradients, so the ranks compute in rounds of one microbatch each. A rank that has no microbatch left
-computes a dummy microbatch, whose gradient is set to zero before the reduce-scatter. (Experts that
-are divided over ranks keep their gradient, which comes from the tokens of other ranks.) This module
-replaces FSDP2's reduce-scatters by plain ones, or by sums in the canonical order. Over replicas of
-the shards (hybrid sharding), gradients are summed once per step instead of once per round: on an
-accelerator during the backward of the last round, otherwise after it.
+computes a dummy microbatch, whose gradient is set to zero before the reduce-scatter. With hybrid
+sharding, the replicas of a shard sum their gradients once per step instead of once per round.
 """
 
 from __future__ import annotations
@@ -62,8 +58,6 @@ REPLICATE = "use replicate, under which parameters are plain tensors"
 
 
 class FsdpReducer:
-    """A `GradientReducer` for a model that `lockstep.model.shard` has sharded by FSDP2."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -77,10 +71,9 @@ class FsdpReducer:
         stages: Sequence[nn.Module] = (),
         agreement: StepAgreement | None = None,
     ) -> None:
-        """`bitwise`: True to sum gradients in the canonical order. `leaves`: the tensors that keep
-        the gradients of experts apart for the rows of each rank. `part_leaves`: for each parameter
-        that several sequential parts of the model share, the separate tensors that collect each
-        part's gradient. `stages`: this rank's stages of a pipeline; empty without one."""
+        """`leaves`: the tensors that keep the gradients of experts apart for the rows of each rank.
+        `part_leaves`: the tensors that keep the gradients of a shared parameter apart for each
+        sequential part of the model."""
         reshard(model)  # a forward without a backward may have left parameters gathered
         self._model = model
         self._mesh = mesh
@@ -163,14 +156,11 @@ class FsdpReducer:
             ]
 
     def gradient_versions(self) -> list[int]:
-        """Return, in a list, the number of gradients that backwards have accumulated so far. (The
-        gradients' version counters would not do: FSDP2 also writes zeros to gradients that a
-        backward does not compute.)"""
+        """The gradients' version counters would not do: FSDP2 also writes zeros to gradients that a
+        backward does not compute."""
         return [self._used.accumulations]
 
     def close(self) -> None:
-        """Remove the hooks, and restore torch's all-gathers, so that the model can still be called
-        while torch's process group exists."""
         self._used.close()
         for handle in self._handles:
             handle.remove()
@@ -178,16 +168,14 @@ class FsdpReducer:
             group.set_custom_all_gather(DefaultAllGather())
 
     def _check_stage(self, group: nn.Module, inputs: Any, output: Any) -> None:
-        """A forward hook of an FSDP2 group in a pipeline: `_check_uses` for the first forward of
-        each FSDP2 root."""
         if is_fsdp_root(group) and torch.is_grad_enabled():
             self._check_uses(
                 group, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             )
 
     def _check_uses(self, root: nn.Module, outputs: Sequence[Tensor]) -> None:
-        """Check in the autograd graphs of `outputs`, once for each FSDP2 root, that weights that
-        are gathered in autocast's precision are used only in matrix products and convolutions."""
+        """Weights that are gathered in autocast's precision may be used only in matrix products and
+        convolutions."""
         if root not in self._checked:
             for output in outputs:
                 check_uses(self._groups, output)
@@ -211,8 +199,7 @@ class FsdpReducer:
         self._tell("forward", 0)
 
     def _tell(self, what: str, place: int) -> None:
-        """Set the text by which errors and hang reports say what this rank computes now. `what`:
-        "forward" or "backward". `place`: the index of the microbatch among this rank's."""
+        """Set the text by which errors and hang reports say what this rank computes now."""
         if self._mesh.stages.size > 1:  # the schedule computes several microbatches in turn
             return
         of = f"microbatch {self._mine[place]}" if place < len(self._mine) else "a dummy microbatch"
@@ -233,8 +220,7 @@ class FsdpReducer:
         self._tell("forward", whole.round)
 
     def after_backward(self, stage: int, microbatch: int) -> None:
-        """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: indices
-        among this rank's stages and microbatches."""
+        """Take the gradient that a pipeline's schedule has computed."""
         of_stage = self._stages[stage]
         if self._discards:
             return
@@ -304,8 +290,7 @@ class FsdpReducer:
 
 
 class _Stage:
-    """Counts the rounds of microbatches in a step for one stage of a pipeline, or for the whole
-    model, and announces each round to the stage's reduce-scatters."""
+    """The rounds of microbatches of one stage of a pipeline, or of the whole model."""
 
     def __init__(
         self,
@@ -314,7 +299,6 @@ class _Stage:
         scatters: Sequence[Scatter],
         recording: Recording,
     ) -> None:
-        """`groups`: all FSDP2 groups of the model. `scatters`: the reduce-scatter of each."""
         inside = set(module.modules())
         pairs = zip(groups, scatters, strict=True)
         self.scatters = [scatter for group, scatter in pairs if group in inside]
@@ -329,7 +313,6 @@ class _Stage:
         return self._recording.at(self.round)
 
     def clear(self) -> None:
-        """Set the gradients of the stage's parameters to None."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -339,12 +322,11 @@ class _Stage:
 
 
 class _PartSum:
-    """The sum, in the canonical order over microbatches, of the gradients that one sequential part
-    of the model computes for a parameter that several parts share."""
+    """The sum over microbatches of the gradients that one sequential part of the model computes for
+    a parameter that several parts share."""
 
     def __init__(self, leaf: PartLeaf, mesh: Mesh, place: int) -> None:
-        """`leaf`: the tensor that the part uses in place of the shared parameter. `place`: its
-        index; leaves are numbered after the reducer's parameters."""
+        """`place`: the leaf's index, after the reducer's parameters."""
         self._leaf = leaf
         self._place = place
         self._device = mesh.world.device
@@ -352,8 +334,7 @@ class _PartSum:
         self._tensor = mesh.axis("tensor")
         self._dim = shard_dim_over(leaf.parameter, "tensor")
         self._shape = list(leaf.parameter.shape)
-        """The shape of the leaf's gradient on this rank: of the whole leaf or, under tensor
-        parallelism, of this rank's part."""
+        """On this rank, which tensor parallelism divides."""
         if self._dim is not None:
             self._shape[self._dim] //= self._tensor.size
 
@@ -363,8 +344,7 @@ class _PartSum:
         self.take()  # another model's loss may have left a gradient
 
     def push(self, gradient: Tensor | None) -> None:
-        """Add the gradient of this rank's microbatch in this round to the sum; None if it did not
-        use the leaf. Every rank calls it."""
+        """Every rank calls it."""
         parameter = self._leaf.parameter
         numbers = math.prod(self._shape)
         flat = torch.zeros(numbers + 1, dtype=parameter.dtype, device=self._device)
@@ -375,24 +355,19 @@ class _PartSum:
         self._sum.end_round()
 
     def finish(self) -> None:
-        """Write the sum to `.grad` of the leaf's parameter; leave it None if no microbatch of any
-        rank has used the leaf."""
+        """Leaves `.grad` None if no microbatch of any rank has used the leaf."""
         parameter, flat = self._leaf.parameter, self._sum.finish()
         if flat[-1] > 0:
             mine = shard_as(parameter, self._over_tensor(flat[:-1].view(self._shape)))
             parameter.grad = like_parameter(parameter, mine.to(to_local(parameter).device))
 
     def _over_tensor(self, part: Tensor) -> Tensor:
-        """Return the full tensor, gathered from the parts that the ranks of the tensor axis
-        hold."""
         if self._dim is None:
             return part
         rows = part.movedim(self._dim, 0).contiguous()
         return self._tensor.gather_rows(rows, [len(rows)] * self._tensor.size).movedim(0, self._dim)
 
     def take(self, checksums: MicrobatchChecksums | None = None) -> Tensor | None:
-        """Return the leaf's gradient (None if there is none), and set it to None. `checksums`: gets
-        the gradient's checksum; None if none is needed."""
         (gradient,) = self._leaf.take()
         if checksums is not None and gradient is not None:
             checksums.add(self._place, to_local(gradient))
@@ -400,31 +375,27 @@ class _PartSum:
 
 
 class _GroupBackwards:
-    """Watches the backwards through one FSDP2 group, and refuses a backward inside another one and
-    a backward with create_graph=True."""
+    """Refuses a backward through an FSDP2 group inside another one, and a backward with
+    create_graph=True."""
 
     def __init__(self) -> None:
         self._in_step = False
         self._number: int | None = None
 
     def begin(self) -> None:
-        """Note that the backward of a microbatch's loss begins; until `end`, a second backward
-        through the group is refused."""
         self._in_step, self._number = True, None
 
     def end(self) -> None:
         self._in_step = False
 
     def watch(self, group: nn.Module, inputs: Any, output: Any) -> None:
-        """A forward hook of the group: watch the gradients of its outputs."""
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._check)  # type: ignore[no-untyped-call]
 
     def _check(self, gradient: Tensor) -> None:
-        """Raise `PlanError` for a backward with create_graph=True, because FSDP2 frees the
-        parameters that the second backward needs. Raise `RecipeError` for a backward inside another
-        one, because FSDP2 would end the reduction after the inner one."""
+        """With create_graph=True, FSDP2 frees the parameters that the second backward needs. After
+        a backward inside another one, FSDP2 would end the reduction too early."""
         if torch.is_grad_enabled():
             raise PlanError(
                 "the shard axis with a gradient that is itself differentiated (autograd.grad with"
@@ -440,12 +411,11 @@ class _GroupBackwards:
 
 
 class _Own(NamedTuple):
-    """A parameter of a module in an FSDP2 group, and where to find it."""
+    """A parameter of a module in an FSDP2 group."""
 
     parameters: dict[str, nn.Parameter | None]
-    """The module's own parameters by name. FSDP2 replaces the entries by all-gathered ones."""
+    """FSDP2 replaces the entries by all-gathered parameters."""
     name: str
-    """The parameter's name in the module."""
     place: int
     """The parameter's index in the reducer."""
     full_name: str
@@ -453,8 +423,8 @@ class _Own(NamedTuple):
 
 
 class _UsedParameters:
-    """Records the parameters that this rank's microbatches have used, by hooks on the all-gathered
-    parameters in the graph. FSDP2 gives unused parameters zero gradients."""
+    """Records the parameters that this rank's microbatches have used. FSDP2 gives unused parameters
+    zero gradients."""
 
     def __init__(
         self,
@@ -497,21 +467,19 @@ class _UsedParameters:
             handle.remove()
 
     def refuse_hooks(self) -> None:
-        """Raise `RecipeError` if a forward has registered a hook on an all-gathered parameter."""
         if max(gradient_hook_counts(list(self._gathered.values())), default=0) > 1:
             refuse_gradient_hooks(self._gathered.items())
             refuse_post_accumulate_hooks(self._gathered.items())
 
     def refuse_changes(self) -> None:
-        """Raise `RecipeError` if a forward of the step has changed an all-gathered parameter: the
-        change would be lost."""
+        """A forward's change of an all-gathered parameter would be lost."""
         for name, then in self._versions.items():
             if version(self._gathered[name]) != then:
                 raise error_of_change(name)
 
     def _refuse_others(self, own: Sequence[_Own]) -> Any:
-        """Return a forward pre-hook that raises `PlanError` if another tensor is in the place of a
-        parameter (as in `torch.func.functional_call`), because FSDP2 would not use it."""
+        """FSDP2 would not use another tensor in the place of a parameter (as in
+        `torch.func.functional_call`)."""
 
         def before(_: nn.Module, __: Any) -> None:
             for parameters, name, place, full_name in own:
@@ -528,8 +496,7 @@ class _UsedParameters:
         return before
 
     def _watch(self, own: Sequence[_Own]) -> Any:
-        """Return a forward pre-hook that registers hooks on a group's all-gathered parameters in
-        the first forward. (FSDP2 creates these tensors only once.)"""
+        """FSDP2 creates the all-gathered parameters only once, in the first forward."""
 
         def before(_: nn.Module, __: Any) -> None:
             for parameters, name, place, full_name in own:
@@ -560,10 +527,9 @@ class _UsedParameters:
 
 
 class ForwardEnds:
-    """Synchronizes ranks at the end of each forward under `torch.no_grad` that has all-gathered
-    parameters. Otherwise a rank that makes one more all-gather than the others would wait for ranks
-    that already wait in another process group. (After a forward with gradients, the exchanges of
-    the backward show such a difference, because shared memory compares their labels.)"""
+    """Synchronizes ranks at the end of each forward under `torch.no_grad`. Otherwise a rank that
+    makes one more all-gather than the others would wait for ranks that already wait in another
+    process group."""
 
     def __init__(self, memory: SharedMemoryGroup) -> None:
         self.has_gathered = False
@@ -572,7 +538,6 @@ class ForwardEnds:
         self._parts = torch.zeros(memory.size + 1)
 
     def watch(self, group: nn.Module) -> list[Any]:
-        """Register hooks on one of FSDP2's groups. Returns the hooks' handles."""
         return [
             group.register_forward_pre_hook(self._begin, prepend=True),
             group.register_forward_hook(self._end),
@@ -588,8 +553,6 @@ class ForwardEnds:
 
 
 class SharedMemoryAllGather(AllGather):
-    """An FSDP2 all-gather of a block's parameters through memory that the ranks share."""
-
     def __init__(self, memory: SharedMemoryGroup, label: str, ends: ForwardEnds | None) -> None:
         self._memory = memory
         self._ends = ends
@@ -614,8 +577,7 @@ class SharedMemoryAllGather(AllGather):
 
 
 class NotedAllGather(DefaultAllGather):
-    """Torch's all-gather of a block's parameters, which is also recorded in an `ExchangeOrder`, so
-    that the ranks' orders of collectives can be compared."""
+    """The ranks' orders of collectives can be compared."""
 
     def __init__(self, order: ExchangeOrder, label: str) -> None:
         self._order = order
@@ -628,12 +590,9 @@ class NotedAllGather(DefaultAllGather):
 
 
 class Scatter(ReduceScatter):
-    """The reduce-scatter over `Mesh.shards` for one FSDP2 parameter group. Every rank makes the
-    same calls.
-
-    FSDP2 calls it several times in a round if the forward calls the model several times. Outside of
-    a step (when another model's loss is differentiated through this model) it exchanges nothing.
-    """
+    """The reduce-scatter for one FSDP2 parameter group. FSDP2 calls it several times in a round if
+    the forward calls the model several times. Outside of a step (when another model's loss is
+    differentiated through this model) it exchanges nothing."""
 
     def __init__(
         self,
@@ -645,11 +604,9 @@ class Scatter(ReduceScatter):
         label: str,
         agreement: StepAgreement,
     ) -> None:
-        """`world`: the ranks of the reduce-scatter. `replicas`: the ranks that hold the same shard
-        as this rank. `parameters`: FSDP2's parameter group, which defines the order and padding of
-        the gradients; None if it has no parameters. `of_experts`: True if the group has experts
-        that are divided over ranks. Their gradient in a dummy microbatch's backward is kept,
-        because it comes from other ranks' tokens. `label`: the group's name in errors."""
+        """`replicas`: the ranks that hold the same shard as this rank. `of_experts`: the gradient
+        of divided experts in a dummy microbatch's backward is kept, because it comes from other
+        ranks' tokens."""
         self._of_experts = of_experts
         self._memory = world.shared_memory
         self._memory_label = 0 if self._memory is None else self._memory.label(f"reduces {label}")
@@ -661,30 +618,25 @@ class Scatter(ReduceScatter):
         self._parameters = parameters
         self._in_step = False
         self.checksums: Callable[[], MicrobatchChecksums | None] = lambda: None
-        """Returns the collector of checksums for the gradients that this rank sends now; None if
-        they are not recorded."""
+        """For the gradients that this rank sends now."""
         self.sends = True
-        """False while gradients are computed only for their checksums, and are not reduced."""
+        """False while gradients are computed only for their checksums."""
         self.summed: list[nn.Parameter] = []
-        """The parameters whose gradients were also summed over replicas in this step."""
+        """Parameters whose gradients were also summed over replicas in this step."""
 
     def begin(self, count: int) -> None:
-        """Begin a step of `count` microbatches. Until `end`, gradients are exchanged."""
         self._in_step = True
         self.summed = []
 
     def next_round(self, *, is_dummy: bool, last: bool) -> None:
-        """Begin the next round, in which each rank computes the backward of one microbatch.
-        `is_dummy`: this rank's microbatch is a dummy. `last`: it is the step's last round."""
         self._is_discarded = is_dummy and not self._of_experts
         self._is_last = last
 
     def end_round(self, *, last: bool) -> None:
-        """End the round. After the last round, `.grad` of each parameter is this rank's shard of
-        the step's sum."""
+        """After the last round, `.grad` of each parameter is this rank's shard of the step's
+        sum."""
 
     def end(self) -> None:
-        """End the step: gradients of later backwards are not exchanged."""
         self._in_step = False
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -728,10 +680,8 @@ class Scatter(ReduceScatter):
         return work
 
     def _sum_over_replicas(self, output: Tensor) -> None:
-        """Sum a step's gradients over replicas in the last round, on the stream of the
-        reduce-scatters, while the backward computes. `output`: the reduce-scattered gradients of
-        the last round, to which this method adds the gradients of earlier rounds (FSDP2 would add
-        them only later)."""
+        """Runs on the stream of the reduce-scatters, while the backward computes. FSDP2 would add
+        the gradients of earlier rounds only later."""
         trainable = [
             each for each in self._parameters.fsdp_params if each.sharded_param.requires_grad
         ]
@@ -760,13 +710,9 @@ def _label_in(order: ExchangeOrder | None, text: str) -> int:
 
 
 class OrderedScatter(Scatter):
-    """A `Scatter` that sums the gradients of all microbatches of a step in the canonical order of
-    `lockstep.tree`, over shards and replicas at once (`RoundSum`). Experts that are divided over
-    ranks have one gradient for each microbatch whose rows they compute.
-
-    FSDP2's reduce-scatter returns zeros to FSDP2. After the last round, the sum replaces them in
-    `.grad` (on the CPU if parameters are offloaded).
-    """
+    """Sums the gradients of all microbatches for numerics=bitwise, over shards and replicas at
+    once. Experts that are divided over ranks have one gradient for each microbatch whose rows they
+    compute. FSDP2 gets zeros, which the sum replaces after the last round."""
 
     def __init__(
         self,
@@ -781,9 +727,7 @@ class OrderedScatter(Scatter):
         agreement: StepAgreement,
     ) -> None:
         """`world`: the ranks over which the gradients are summed. `replicas`: those among them that
-        hold the same shard. `shards`: number of shards. `leaves`: the tensors that keep the
-        gradients of experts apart for the rows of each rank. `places`: a parameter's id -> its
-        index in the reducer."""
+        hold the same shard. `places`: a parameter's id -> its index in the reducer."""
         super().__init__(world, replicas, parameters, label=label, agreement=agreement)
         self._shards = shards
         self._places = places
@@ -824,14 +768,12 @@ class OrderedScatter(Scatter):
             self._write_gradients(self._sum_of_rounds.finish())
 
     def _take_leaves(self) -> list[list[Tensor | None]]:
-        """Return, for each parameter of experts, its gradient for the rows of each rank, and clear
-        these gradients. Returns [] if the group has no such experts: FSDP2 then passes the
-        gradients to the reduce-scatter."""
+        """Take each gradient of experts for the rows of each rank."""
         return [each.take() for each in self._leaves if each.are_apart]
 
     def _in_shards(self, gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
-        """Return the gradients of all parameters in FSDP2's layout: shape (shards, elements of a
-        padded shard). A gradient of None becomes zeros."""
+        """Shape (shards, elements of a padded shard), as FSDP2's. A gradient of None becomes
+        zeros."""
         rows = []
         for gradient, each in zip(gradients, self._trainable, strict=True):
             row = like.new_zeros(self._shards, each.padded_sharded_param_size.numel())
@@ -848,13 +790,10 @@ class OrderedScatter(Scatter):
             checksums.add(self._places[id(each.sharded_param)], part)
 
     def _padded(self) -> list[int]:
-        """Return, for each trainable parameter of the group, the number of elements of a shard with
-        FSDP2's padding."""
         return [each.padded_sharded_param_size.numel() for each in self._trainable]
 
     def _write_gradients(self, flat: Tensor) -> None:
-        """Copy the step's sum into `.grad` of the group's parameters. `flat`: the sum, as this
-        rank's padded shards of all parameters, concatenated."""
+        """`flat`: this rank's padded shards of all parameters."""
         gradients = [each.sharded_param.grad for each in self._trainable]
         if any(gradient is None for gradient in gradients):
             return  # no rank has called the modules yet

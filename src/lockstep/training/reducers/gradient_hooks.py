@@ -1,11 +1,9 @@
 """The user's hooks on the gradients of parameters (`Tensor.register_hook`): each is called once per
-step.
+step, with the whole gradient.
 
-Autograd would call them in each microbatch's backward, with the gradient of that microbatch alone,
-so a hook that is not linear would depend on the split into microbatches; and under FSDP2 it would
-call no hook, because the graph contains all-gathered copies of the parameters. So hooks do nothing
-in these backwards. After the last backward, each is called with the whole gradient: the sum over
-all microbatches and ranks, divided by the sum of the loss weights and by fp16's loss scale.
+Autograd would call them in each microbatch's backward, so a hook that is not linear would depend on
+the split into microbatches. Under FSDP2 autograd would call no hook, because the graph contains
+all-gathered copies of the parameters.
 """
 
 from __future__ import annotations
@@ -41,9 +39,6 @@ BEFORE = (
 
 @dataclass(eq=False, slots=True)
 class _OncePerStep:
-    """Replaces a user's hook on a gradient: it does nothing in a microbatch's backward, and calls
-    the user's hook in any other backward."""
-
     function: Callable[[Tensor], Any]
     owner: GradientHooks
 
@@ -53,10 +48,9 @@ class _OncePerStep:
 
 @contextmanager
 def carried_over(model: nn.Module, plan: object) -> Iterator[None]:
-    """A context inside which the model is parallelized by `plan`, which replaces parameters. At its
-    end, the user's gradient hooks of each replaced parameter are moved to the new one. Raises
-    `RecipeError` for post-accumulate-grad hooks, and if something, perhaps a hook, still refers to
-    a parameter that was replaced."""
+    """In the context, `plan` parallelizes the model and replaces its parameters. At its end, the
+    user's gradient hooks are moved to the new parameters. Raises `RecipeError` if something,
+    perhaps a hook, still refers to a parameter that was replaced."""
     refuse_post_accumulate_hooks(model.named_parameters())
     hooked = {
         name: hooks
@@ -88,8 +82,6 @@ def carried_over(model: nn.Module, plan: object) -> Iterator[None]:
 
 
 def refuse_post_accumulate_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise `RecipeError` if one of the parameters, given as (name, parameter), has a
-    post-accumulate-grad hook that lockstep did not register."""
     for name, parameter in named:
         if _of_user(post_accumulate_hooks(parameter)):
             raise RecipeError(
@@ -102,9 +94,6 @@ def refuse_post_accumulate_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def refuse_gradient_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise `RecipeError` if one of the parameters, given as (name, parameter), has a user's
-    gradient hook that `GradientHooks` has not taken over: it was registered after the first
-    step."""
     for name, parameter in named:
         if any(not isinstance(hook, _OncePerStep) for hook in _of_user(gradient_hooks(parameter))):
             raise _changed(name)
@@ -112,13 +101,11 @@ def refuse_gradient_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
 
 class GradientHooks:
     """The user's hooks on the gradients of a model's parameters. As a context, it surrounds the
-    backwards of a step, in which autograd must not call these hooks."""
+    backwards of a step."""
 
     def __init__(self, model: nn.Module, *, in_pipeline: bool) -> None:
-        """`in_pipeline`: True if a pipeline's schedule calls the backwards."""
         self.is_accumulating = in_pipeline
-        """True in the backwards of a step, in which the user's hooks do nothing. In other
-        backwards, which the user's code calls, hooks work as in torch."""
+        """True in the backwards of a step, in which the user's hooks do nothing."""
         self._in_pipeline = in_pipeline
         self._named = dict(model.named_parameters())
         self._parameters = list(self._named.values())
@@ -130,8 +117,7 @@ class GradientHooks:
 
     def begin_loop(self, world: World) -> None:
         """Take over the user's gradient hooks from autograd, before the first step of a loop. Every
-        rank calls it. Raises `RecipeError` for hooks that cannot be called once per step, and, on
-        all ranks, if two ranks have different hooks on a parameter."""
+        rank calls it."""
         refuse_post_accumulate_hooks(self._named.items())
         for name, parameter in self._named.items():
             hooks = gradient_hooks(parameter)
@@ -156,9 +142,8 @@ class GradientHooks:
         self.is_accumulating = self._in_pipeline
 
     def check(self) -> None:
-        """Raise `RecipeError` if a gradient hook was added or removed since the loop of steps
-        began. Torch may have called a new hook in a microbatch's backward, and only some ranks may
-        have it."""
+        """Torch may have called a new hook in a microbatch's backward, and only some ranks may have
+        it."""
         counts = gradient_hook_counts(self._parameters)
         if counts == self._counts and not self._hooks:
             return
@@ -170,10 +155,8 @@ class GradientHooks:
 
     @torch.no_grad()
     def call(self, loss_scale: Tensor | float) -> None:
-        """Call each user's hook with its parameter's whole gradient, and replace the gradient by
-        the one that the hook returns. Every rank calls it, after the gradients are summed over
-        ranks. `loss_scale`: fp16's factor in the gradients, which is removed before hooks are
-        called."""
+        """Every rank calls it, after the gradients are summed over ranks. `loss_scale`: fp16's
+        factor in the gradients."""
         for name, hooks in self._hooks.items():
             kept = self._named[name].grad
             if kept is None:
@@ -187,7 +170,7 @@ class GradientHooks:
             to_local(kept).copy_(shard_as(kept, gradient))
 
     def close(self) -> None:
-        """Register the user's hooks with torch again, as they were before `begin_loop`."""
+        """Register the user's hooks with torch again."""
         for parameter in self._parameters:
             hooks = gradient_hooks(parameter)
             hooks.update(
@@ -205,8 +188,7 @@ class GradientHooks:
         return {name: hooks for name, hooks in by_name.items() if hooks}
 
     def _compare(self, world: World) -> None:
-        """Raise `RecipeError` if ranks that have the same parameter have different hooks on it.
-        Every rank calls it."""
+        """Every rank calls it."""
         everyone = world.gather_values(
             {name: [_name(hook.function) for hook in hooks] for name, hooks in self._hooks.items()}
         )
@@ -234,8 +216,6 @@ def _changed(name: str) -> RecipeError:
 
 
 def _changed_by(hook: Callable[[Tensor], Any], name: str, gradient: Tensor) -> Tensor:
-    """Return the gradient of parameter `name` after a hook has changed it. Raises `RecipeError` if
-    the hook returns neither None nor a tensor of the gradient's shape and dtype."""
     try:
         changed = hook(gradient)
     except RuntimeError as error:

@@ -1,5 +1,5 @@
 """Gradient reduction for numerics=bitwise, after the last backward of the step, for models that DDP
-cannot wrap: stages of a pipeline, and layers whose parameters are DTensors (tensor parallelism)."""
+cannot wrap: stages of a pipeline, and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -27,13 +27,10 @@ from lockstep.training.reducers.step_stats import (
 from lockstep.tree import Counter
 
 BUCKET_BYTES = 32 << 20
-"""Largest size in bytes of a bucket: gradients that are summed over ranks together."""
 
 
 class OrderedReducer:
-    """A `GradientReducer` for numerics=bitwise if all data-parallel ranks hold the same part of the
-    model. Gradients are summed in a fixed binary tree, whose leaves are the gradients of single
-    microbatches."""
+    """For numerics=bitwise if all data-parallel ranks hold the same part of the model."""
 
     def __init__(
         self,
@@ -44,7 +41,7 @@ class OrderedReducer:
         stages: Sequence[Sequence[nn.Parameter]] | None = None,
         agreement: StepAgreement | None = None,
     ) -> None:
-        """`stages`: the parameters of each of this rank's stages; None without a pipeline."""
+        """`stages`: the parameters of each of this rank's stages of a pipeline."""
         self._parameters = list(parameters)
         self._world = mesh.summed()
         self._rank = mesh.data.rank
@@ -81,8 +78,7 @@ class OrderedReducer:
         self._stages[0].push(self._stages[0].take_leaf(self.recording.at()))
 
     def after_backward(self, stage: int, microbatch: int) -> None:
-        """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: indices
-        among this rank's stages and microbatches."""
+        """Take the gradient that a pipeline's schedule has computed."""
         of_stage = self._stages[stage]
         leaf = of_stage.take_leaf(self.recording.at(microbatch))
         if self._discards:
@@ -122,38 +118,31 @@ class OrderedReducer:
     def gradient_versions(self) -> list[tuple[int, int] | None]:
         return gradient_versions(self._parameters)
 
-    def close(self) -> None:
-        """Do nothing: the model has no hooks."""
+    def close(self) -> None: ...
 
 
 class _StageSum:
-    """The sum, in the canonical order over microbatches, of the gradients of one pipeline stage's
-    parameters, or of the whole model's."""
+    """The sum over microbatches of the gradients of one pipeline stage, or of the whole model."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], world: World, places: Sequence[int]
     ) -> None:
-        """`world`: the ranks over which the gradients are summed. `places`: the parameters' indices
-        in the reducer."""
+        """`places`: the parameters' indices in the reducer."""
         self._parameters = list(parameters)
         self._places = places
         self._buckets = list(_buckets(self._parameters))
         self._world = world
 
     def begin(self, mine: range, nodes: TreeNodes) -> None:
-        """Begin a step. `mine`: indices of this rank's microbatches in the step. `nodes`: the nodes
-        of the summation tree that each rank sends."""
+        """`mine`: this rank's microbatches."""
         self.taken = 0
-        """Number of microbatches whose gradient has been taken."""
         self._count = len(mine)
         self._nodes = nodes
         self._used: set[int] = set()
         self._counter: Counter[list[Tensor]] = Counter(_add, start=mine.start, count=nodes.count)
 
     def take_leaf(self, checksums: MicrobatchChecksums | None) -> list[Tensor | None]:
-        """Return the gradients of a microbatch from `.grad` (of a DTensor, this rank's local part;
-        None for an unused parameter), and set `.grad` to None. `checksums`: gets their checksums;
-        None if none are needed."""
+        """Take this rank's local part of a microbatch's gradients."""
         leaf = [_taken(parameter) for parameter in self._parameters]
         if checksums is not None:
             for place, gradient in zip(self._places, leaf, strict=True):
@@ -162,7 +151,6 @@ class _StageSum:
         return leaf
 
     def push(self, leaf: Sequence[Tensor | None]) -> None:
-        """Add the gradients of this rank's next microbatch to the sum."""
         self._used |= {place for place, gradient in enumerate(leaf) if gradient is not None}
         pairs = zip(self._parameters, leaf, strict=True)
         self._counter.push(
@@ -174,8 +162,7 @@ class _StageSum:
         self.taken += 1
 
     def finish(self) -> list[nn.Parameter]:
-        """Sum over all ranks, write the sums to `.grad`, and return the parameters that this rank's
-        microbatches have used. Every rank calls it."""
+        """Return the parameters that this rank's microbatches have used. Every rank calls it."""
         if self.taken != self._count:
             raise AssertionError(f"{self.taken} of {self._count} microbatches had a backward")
         for parameter, total in zip(self._parameters, self._total(), strict=True):
@@ -203,8 +190,6 @@ class _StageSum:
 
 
 def _taken(parameter: nn.Parameter) -> Tensor | None:
-    """Return this rank's local part of a parameter's gradient, and set `.grad` to None. Returns
-    None if there is no gradient."""
     gradient, parameter.grad = parameter.grad, None
     if gradient is None:
         return None
@@ -214,8 +199,7 @@ def _taken(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
-    """Yield, for each bucket, the indices of its parameters. A bucket has one dtype, and up to
-    `BUCKET_BYTES` bytes or one parameter."""
+    """Yield the indices of each bucket's parameters, which have one dtype."""
     kinds: dict[torch.dtype, list[int]] = {}
     for place, parameter in enumerate(parameters):
         kinds.setdefault(parameter.dtype, []).append(place)

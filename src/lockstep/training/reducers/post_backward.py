@@ -1,9 +1,6 @@
-"""Gradient reduction in one exchange after the last backward of the step.
-
-For data-parallel ranks on one host that exchange through shared memory, it is the fastest reducer:
-the CPUs do the exchange, so it cannot overlap with the backward, and DDP's copy of every gradient
-into buckets takes longer than the exchange. It also supports DTensors, which DDP does not.
-"""
+"""Gradient reduction in one exchange after the last backward of the step. Over shared memory it is
+faster than DDP: the CPUs do the exchange, so it cannot overlap with the backward, and DDP also
+copies every gradient into buckets. It supports DTensors, which DDP does not."""
 
 from __future__ import annotations
 
@@ -27,9 +24,6 @@ from lockstep.training.reducers.step_stats import (
 
 
 class PostBackwardReducer:
-    """A `GradientReducer` for a model of which every data-parallel rank holds the same part (except
-    experts that are divided over ranks)."""
-
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
@@ -39,14 +33,12 @@ class PostBackwardReducer:
         complete: Callable[[Sequence[nn.Parameter]], None] | None = None,
         agreement: StepAgreement | None = None,
     ) -> None:
-        """`complete`: called with the parameters after the last backward, before the reduction, to
-        sum gradients of which each rank of a model replica has computed only a part. None if there
-        are none."""
+        """`complete`: called before the reduction, to sum gradients of which each rank of a model
+        replica has only a part."""
         self._parameters = list(parameters)
         self._rank = mesh.data.rank
         self._numbers = mesh.summed()
-        """The ranks over which the step's losses, weights and flags are summed, in the same
-        exchange as the gradients."""
+        """The step's losses, weights and flags are summed over these ranks."""
         self._groups: dict[World, list[nn.Parameter]] = {self._numbers: []}
         for parameter in self._parameters:
             self._groups.setdefault(mesh.summed(parameter), []).append(parameter)
@@ -103,5 +95,4 @@ class PostBackwardReducer:
     def gradient_versions(self) -> list[tuple[int, int] | None]:
         return gradient_versions(self._parameters)
 
-    def close(self) -> None:
-        """Do nothing: the model has no hooks."""
+    def close(self) -> None: ...

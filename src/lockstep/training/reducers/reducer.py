@@ -1,5 +1,5 @@
 """The protocol of gradient reducers, which accumulate gradients and sum them over ranks, and the
-functions that choose and build one for a device mesh."""
+choice of one for a device mesh."""
 
 from __future__ import annotations
 
@@ -32,57 +32,45 @@ class GradientReducer(Protocol):
     `begin_step`, then `backward` for each of its microbatches, then `reduce`."""
 
     def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
-        """Clear the gradients, and begin a step of `count` microbatches over all ranks.
-        `assignment`: tells which rank computes which microbatch."""
+        """Clear the gradients. `count`: number of microbatches over all ranks."""
 
     def backward(
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
     ) -> None:
-        """Accumulate the gradient of `grad_output * total`, where `total` is the loss of this
-        rank's next microbatch. For a dummy microbatch, take part in the backward's collectives and
-        accumulate nothing.
-
-        `own_parameters_only`: True if only this model's parameters get a gradient, and not those of
-        other models in the graph.
-        """
+        """Accumulate the gradient of the loss `total` of this rank's next microbatch. For a dummy
+        microbatch, take part in the backward's collectives and accumulate nothing.
+        `own_parameters_only`: other models in the graph get no gradient."""
 
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
         """Sum the gradients over all ranks: each `.grad` becomes this rank's shard of the sum, or
-        None if no microbatch used the parameter. Return the losses, weights and flags of all ranks.
-
-        `values`, `weights`: the loss and the weight of each microbatch of this rank; `weights` is
-        None on all ranks or on none. `flag`: this rank's flag, to be combined with the others'.
-        """
+        None if no microbatch used the parameter. `values`, `weights`: the loss and the weight of
+        each microbatch of this rank; `weights` is None on all ranks or on none."""
 
     def gradient_versions(self) -> list[Any]:
-        """Return values that change with each backward that accumulates a gradient on this rank, so
-        that the caller can detect such a backward."""
+        """Return values that change with each backward that accumulates a gradient on this rank."""
 
-    def close(self) -> None:
-        """Remove the reducer's hooks from the model."""
+    def close(self) -> None: ...
 
 
 class RecomputingReducer(GradientReducer, Protocol):
-    """A `GradientReducer` that can also compute the gradient of another rank's microbatch, so that
-    the two ranks' results can be compared (to find hardware that computes wrong results)."""
+    """Can also compute the gradient of another rank's microbatch, to find hardware that computes
+    wrong results."""
 
     recording: Recording
-    """The microbatch of which the checksums are recorded, for the comparison."""
 
     def discarding(self) -> AbstractContextManager[None]:
-        """A context in which the gradient of another rank's microbatch is computed, by `recompute`
-        or by a pipeline's schedule, and discarded. Enter it before the first `backward` of the
-        step, or after `reduce`; it clears the step's summed gradients then."""
+        """A context in which the gradient of another rank's microbatch is computed and discarded.
+        Enter it before the first `backward` of the step, or after `reduce`; it clears the step's
+        summed gradients then."""
 
     def recompute(self, total: Tensor, grad_output: Tensor) -> None:
-        """Compute the gradient of `grad_output * total`, the loss of another rank's microbatch.
-        Called in the context `discarding`."""
+        """Called in the context `discarding`."""
 
 
 class ReducerChoice(NamedTuple):
-    """The class of reducer for a model, and the reason for it as text for the user."""
+    """`reason`: text for the user."""
 
     reducer: type[DdpReducer | FsdpReducer | OrderedReducer | PostBackwardReducer | RoundsReducer]
     reason: str
@@ -91,9 +79,7 @@ class ReducerChoice(NamedTuple):
 def choose_reducer(
     mesh: Mesh, *, bitwise: bool, compressed: bool, in_chunks: bool = False
 ) -> ReducerChoice:
-    """Choose the reducer for a model parallelized on `mesh`. `compressed`: True with gradient
-    compression. `in_chunks`: True if the model computes a sequence chunk by chunk, for
-    numerics=bitwise."""
+    """`in_chunks`: True if the model computes a sequence chunk by chunk, for numerics=bitwise."""
     if mesh.axis("shard").size > 1 and in_chunks:
         return ReducerChoice(
             RoundsReducer, "numerics=bitwise: chunks of a sequence are computed in turn"
@@ -141,10 +127,7 @@ def build_reducer(
     pipeline: Pipeline | None,
     agreement: StepAgreement,
 ) -> GradientReducer:
-    """Build the reducer of a model. Every rank calls it. `complete`: sums gradients of which each
-    rank has only a part; see `PostBackwardReducer`. `leaves`: the tensors that keep the gradients
-    of experts apart for each rank's rows. `part_leaves`: the tensors that keep the gradients of a
-    shared parameter apart for each sequential part of the model."""
+    """Every rank calls it. `complete`: sums gradients of which each rank has only a part."""
     if choice.reducer is FsdpReducer:
         reducer = FsdpReducer(
             model,

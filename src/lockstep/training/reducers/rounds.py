@@ -1,11 +1,6 @@
 """Gradient reduction for numerics=bitwise for models whose backward computes gradients of whole
 parameters: models with experts on several ranks, and sharded models that compute a sequence chunk
-by chunk.
-
-The ranks compute in rounds of one microbatch each. After each round's backward, its gradients are
-exchanged (`round_sum.py`). A rank has one gradient of its experts for each microbatch whose rows it
-has computed, and exchanges these only with ranks that hold the same experts.
-"""
+by chunk."""
 
 from __future__ import annotations
 
@@ -35,8 +30,7 @@ from lockstep.training.reducers.step_stats import (
 
 
 class RoundsReducer:
-    """A `GradientReducer` for numerics=bitwise that exchanges the gradients after each round of
-    microbatches (one microbatch on each rank)."""
+    """Exchanges the gradients after each round of microbatches (one microbatch on each rank)."""
 
     def __init__(
         self,
@@ -52,9 +46,7 @@ class RoundsReducer:
     ) -> None:
         """`model`: under a pipeline, this rank's stages. `leaves`: the tensors that keep the
         gradients of experts apart for each rank's rows. `part_leaves`: the tensors that keep the
-        gradients of a shared parameter apart for each sequential part of the model; `parameters`
-        includes them. `stages`: the parameters of each of this rank's stages; None without a
-        pipeline."""
+        gradients of a shared parameter apart for each sequential part of the model."""
         self._parameters = list(parameters)
         self._mesh = mesh
         self._model = model
@@ -74,7 +66,7 @@ class RoundsReducer:
             for stage in ([self._parameters] if stages is None else stages)
         ]
         self._rounds = [0] * len(self._stages)
-        """Number of rounds of each stage that have ended in this step."""
+        """Rounds of each stage that have ended in this step."""
         self.recording = Recording()
         self._discards = False
         self._unused = UnusedParameters(self._parameters, mesh.summed())
@@ -100,8 +92,7 @@ class RoundsReducer:
         self._end_round(0, self._take(0, None), is_dummy=is_dummy)
 
     def after_backward(self, stage: int, microbatch: int) -> None:
-        """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: indices
-        among this rank's stages and microbatches."""
+        """Take the gradient that a pipeline's schedule has computed."""
         taken = self._take(stage, microbatch)
         if self._discards:
             return
@@ -123,10 +114,8 @@ class RoundsReducer:
         self._take(0, None)
 
     def _take(self, stage: int, microbatch: int | None) -> dict[int, list[Tensor | None]]:
-        """Return the gradients of a stage's parameters, by the parameter's index in the reducer,
-        and clear them. A parameter has one gradient, or, for experts, one for the rows of each
-        rank. `microbatch`: index among this rank's, whose checksums are recorded if they are asked
-        for; None for the only one that is computed."""
+        """Take the gradients of a stage's parameters, by the parameter's index. A parameter has one
+        gradient, or, for experts, one for the rows of each rank."""
         checksums = self.recording.at(microbatch)
         taken: dict[int, list[Tensor | None]] = {}
         for place in (place for _, places in self._stages[stage] for place in places):
@@ -142,8 +131,6 @@ class RoundsReducer:
     def _end_round(
         self, stage: int, taken: dict[int, list[Tensor | None]], *, is_dummy: bool
     ) -> None:
-        """Add the gradients of this round's microbatch to the sums over ranks. `taken`: the result
-        of `_take`."""
         self._rounds[stage] += 1
         for place, gradients in taken.items():
             counts = not is_dummy or self._mesh.is_expert(self._parameters[place])
@@ -177,12 +164,10 @@ class RoundsReducer:
     def gradient_versions(self) -> list[tuple[int, int] | None]:
         return gradient_versions(self._parameters)
 
-    def close(self) -> None:
-        """Do nothing: the model has no hooks."""
+    def close(self) -> None: ...
 
     def _sums_of(self, places: Sequence[int]) -> list[tuple[RoundSum, list[int]]]:
-        """Return, for the parameters at the indices `places`, pairs of a `RoundSum` and the indices
-        of its parameters: for each dtype one pair for experts, and one for other parameters."""
+        """A sum has parameters of one dtype, and either experts or other parameters."""
         kinds: dict[tuple[bool, torch.dtype], list[int]] = {}
         for place in places:
             parameter = self._parameters[place]
@@ -201,8 +186,7 @@ class RoundsReducer:
             each.take()
 
     def _shards(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """Return the number of shards of the parameter, and the number of elements of each shard
-        with FSDP2's padding."""
+        """Number of shards, and of elements of each padded shard."""
         shards = self._mesh.shards(parameter).size
         if shards == 1:
             return 1, to_local(parameter).numel()
@@ -212,8 +196,7 @@ class RoundsReducer:
         return shards, -(-rows // shards) * math.prod(others)
 
     def _in_shards(self, gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
-        """Return a gradient as padded shards, one for each rank that holds one: shape (shards,
-        elements of a padded shard). A gradient of None becomes zeros."""
+        """Shape (shards, elements of a padded shard). A gradient of None becomes zeros."""
         shards, numbers = self._shards(parameter)
         dtype, device = parameter.dtype, self._mesh.world.device
         padded = torch.zeros(shards, numbers, dtype=dtype, device=device)

@@ -1,11 +1,7 @@
 """The numbers of a step that ranks exchange together with the gradients: which parameters were
 used, each microbatch's loss and weight, numbers that show if the ranks have made the same calls,
-and one flag.
-
-They are packed into one vector that is summed over the ranks, so a step needs no collective besides
-the gradients'. A microbatch's loss and weight are zero on all ranks but one, so their sum is exact.
-(If several ranks divide the microbatch's tokens, each has a part of its loss and weight.)
-"""
+and one flag. They are packed into one vector that is summed over the ranks, so a step needs no
+collective besides the gradients'."""
 
 from __future__ import annotations
 
@@ -22,25 +18,23 @@ from lockstep.comm.world import World
 from lockstep.training.reducers.agreement import StepAgreement
 
 _MAX_LIST_LENGTH = 256
-"""Up to this many losses of microbatches on the CPU are returned as a list, which is faster to read
-than a tensor."""
+"""Up to this many losses on the CPU are returned as a list, which is faster to read than a
+tensor."""
 READY_TWICE = (
     "a parameter's gradient was ready twice in one backward, as with reentrant activation"
     " checkpointing; ranks sum each gradient once; pass use_reentrant=False to"
     " torch.utils.checkpoint.checkpoint"
 )
-"""Text of the error that every reducer raises for a backward inside another backward."""
 Number = Tensor | float  # a scalar tensor, or a number if the host has it already
 
 
 def gradient_versions(parameters: Sequence[Tensor]) -> list[tuple[int, int] | None]:
-    """Return, for each parameter, the id of its gradient and the number of in-place writes to it;
-    None for a parameter without a gradient."""
+    """Each gradient's id and its number of in-place writes."""
     return [None if p.grad is None else (id(p.grad), version(p.grad)) for p in parameters]
 
 
 class StepStats(NamedTuple):
-    """The numbers of a step (used parameters, losses, weights, flags), combined over all ranks."""
+    """The numbers of a step, combined over all ranks."""
 
     used: Tensor | list[float]  # (parameters,): 0 if no microbatch used the parameter
     values: Tensor | list[float]  # shape (microbatches,): each microbatch's loss
@@ -51,8 +45,7 @@ class StepStats(NamedTuple):
 
 
 class StepStatsVector:
-    """Packs a step's numbers into the vector that is summed over ranks, and unpacks the sum. The
-    vector has one flag per parameter, a loss and a weight per microbatch, the numbers of
+    """A vector with one flag per parameter, a loss and a weight per microbatch, the numbers of
     `StepAgreement`, and one flag of this rank."""
 
     def __init__(
@@ -81,9 +74,8 @@ class StepStatsVector:
         weights: Sequence[Number] | None,
         flag: bool,
     ) -> Tensor:
-        """Return this rank's vector, and end the step in `StepAgreement`. `used`: 1 for each
-        parameter that this rank's microbatches used, else 0. `share`: indices of this rank's
-        microbatches in the step. `values`, `weights`: the loss and the weight of each of them."""
+        """Also ends the step in `StepAgreement`. `used`: 1 for each parameter that this rank's
+        microbatches used. `share`: indices of this rank's microbatches in the step."""
         row = np.zeros(self.length, dtype=np.float64 if self.dtype is torch.float64 else np.float32)
         row[: self._parameters] = used
         if self._agreement is not None:
@@ -106,8 +98,7 @@ class StepStatsVector:
         return packed
 
     def own_numbers(self) -> Tensor | None:
-        """Return the numbers of `StepAgreement` for a run on a single rank, where no vector is
-        summed, and end the step there; None if nothing is compared."""
+        """For a run on a single rank, where no vector is summed."""
         if self._agreement is None or not self._agreement.count:
             return None
         numbers = torch.tensor(self._agreement.numbers())
@@ -115,8 +106,6 @@ class StepStatsVector:
         return numbers
 
     def unpack(self, summed: Tensor, count: int, *, weighted: bool) -> StepStats:
-        """Unpack the sum of all ranks' vectors in a step of `count` microbatches. `weighted`: True
-        if the ranks have packed weights."""
         first, second = self._parameters, self._parameters + self._max_microbatches
         weights = summed[second : second + count].clone() if weighted else None
         has_numbers = self._compared.stop > self._compared.start
@@ -139,7 +128,6 @@ class StepStatsVector:
         )
 
     def column(self, numbers: Sequence[Number]) -> Tensor:
-        """Return the microbatches' losses or weights as one tensor: shape (len(numbers),)."""
         if isinstance(numbers[0], float):
             return torch.tensor(numbers, dtype=self.dtype)
         return torch.stack([number for number in numbers if isinstance(number, Tensor)]).to(
@@ -149,25 +137,19 @@ class StepStatsVector:
 
 class UnusedParameters:
     """Sets a parameter's `.grad` to None if no microbatch of any rank used it, because weight decay
-    or momentum would otherwise change the parameter.
-
-    A rank that did not use some parameters must know whether another rank used them. Reading this
-    from the summed vector on an accelerator would make the host wait for the device. So if any rank
-    left parameters unused in the previous step, the hosts exchange their flags directly.
-    """
+    or momentum would otherwise change the parameter. On an accelerator, reading the flags of all
+    ranks would make the host wait for the device. So the hosts exchange their flags directly, if
+    any rank left parameters unused in the previous step."""
 
     def __init__(self, parameters: Sequence[Tensor], world: World) -> None:
-        """`world`: the ranks over which gradients are summed."""
         self._parameters = parameters
         self._world = world
         self._before: tuple[Tensor, torch.Event] | None = None
         """The flag "some rank left parameters unused in the previous step", while it is copied to
-        the host, and the event of that copy; None before the first step."""
+        the host."""
 
     def clear(self, used: Sequence[float], stats: StepStats) -> None:
-        """Set the gradients of parameters that no rank used to None. Every rank calls it. `used`: 1
-        for each parameter that this rank's microbatches used, else 0. `stats`: the step's numbers
-        of all ranks."""
+        """Every rank calls it. `used`: 1 for each parameter that this rank's microbatches used."""
         summed: Sequence[float] | Tensor = stats.used
         if (
             isinstance(summed, Tensor)
@@ -186,9 +168,7 @@ class UnusedParameters:
                 parameter.grad = None
 
     def _note(self, summed: Tensor) -> bool:
-        """Start to copy to the host, for the next step, if some rank left parameters unused in this
-        step. `summed`: for each parameter, the number of ranks that used it. Returns True, on all
-        ranks, if some rank left parameters unused in the previous step."""
+        """Return True, on all ranks, if some rank left parameters unused in the previous step."""
         before = self._before
         copied = (summed < self._world.size).any().to("cpu", non_blocking=True)
         self._before = copied, accelerator.recorded_event(summed.device)

@@ -16,9 +16,8 @@ from lockstep.model.separate_parts import PartLeaf
 
 
 class TiedGradients:
-    """The trainable parameters that several stages of a pipeline share; with numerics=bitwise, also
-    those that several sequential parts of the model on one rank share. In the gradient norm, only
-    the first of the ranks that hold a tied parameter counts it."""
+    """The trainable parameters that several stages of a pipeline share, and with numerics=bitwise
+    those that several sequential parts of the model on one rank share."""
 
     def __init__(
         self,
@@ -27,10 +26,8 @@ class TiedGradients:
         pipeline: World,
         leaves: Mapping[str, Sequence[PartLeaf]] | None = None,
     ) -> None:
-        """`parameters`: the trainable parameters of this rank's stages, by name, in the reducer's
-        order. `tied`: all parameters that several stages share, with the ranks of these stages.
-        `pipeline`: the ranks of the pipeline. `leaves`: name of a shared parameter -> the tensors
-        that collect the gradient in each further part on this rank (see `SeparateParts`)."""
+        """`leaves`: name of a shared parameter -> the tensors that collect the gradient in each
+        further part on this rank."""
         self._pipeline = pipeline
         mine = [each for each in tied if pipeline.rank in each.ranks and each.name in parameters]
         held = {each.name: (leaves or {}).get(each.name, ()) for each in mine}
@@ -39,22 +36,19 @@ class TiedGradients:
             for each in mine
         ]
         self.leaves = [leaf for several in held.values() for leaf in several]
-        """The tensors that collect the gradients of shared parameters in this rank's parts. A
-        reducer treats them as parameters."""
+        """A reducer treats these tensors as parameters."""
         self.names_of_leaves = [name for name, several in held.items() for _ in several]
         self._elsewhere = {
             id(several[0]) for several, ranks in self._mine if ranks[0] != pipeline.rank
         }
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """True if this rank adds the parameter's gradient to the gradient norm: it is the first of
-        the ranks that hold the parameter."""
+        """In the gradient norm, only the first of the ranks that hold a parameter counts it."""
         return id(parameter) not in self._elsewhere
 
     def sum(self) -> None:
-        """Set the `.grad` of each tied parameter to the sum of the gradients of the parts that
-        share it, in the order of parts; leave it None if no part used it. Every rank of the
-        pipeline calls it, once per step, after the reducer has summed over microbatches."""
+        """Every rank of the pipeline calls it, once per step, after the reducer has summed over
+        microbatches. The order of parts is the order of the sum."""
         for holders, ranks in self._mine:
             parameter = holders[0]
             local = to_local(parameter.detach())
@@ -74,9 +68,7 @@ class TiedGradients:
             to_local(parameter.grad).copy_(total[:-1].view_as(local))
 
     def _sum(self, mine: Tensor, ranks: Sequence[int]) -> Tensor:
-        """Return the sum of a parameter's gradients over all parts: the first of `ranks` adds the
-        rows in order and sends the sum to the other ranks. `mine`: one row for each part on this
-        rank. `ranks`: the rank of each part, in the order of parts."""
+        """`mine`: one row for each part on this rank. `ranks`: the rank of each part."""
         group = self._pipeline.group or dist.group.WORLD
         first, *others = dict.fromkeys(ranks)
         if self._pipeline.rank != first:
