@@ -319,7 +319,7 @@ class Watchdog:
         return self._closed.wait(seconds) or self.is_shutting_down() or self._leave_failed_peer()
 
     def _who(self, rank: int) -> dict[str, Any] | None:
-        """What a rank's process has written about itself."""
+        """The host, process id and stack descriptor that a rank's process has written."""
         if rank not in self._known:
             if (text := self._take(f"who/{rank}")) is None:
                 return None

@@ -23,8 +23,8 @@ from lockstep.comm.world import World
 from lockstep.recipe.checks import powersgd_rank
 
 MIN_COMPRESSION_RATIO = 2
-"""By this factor two thin matrices must have fewer elements than the gradient that they replace
-(torch's default)."""
+"""Two thin matrices replace a gradient matrix if they have fewer elements by this factor (torch's
+default)."""
 _REVIVING_SEED = 1
 
 
