@@ -135,7 +135,7 @@ def bitwise(plan: str, run_dir: str) -> tuple[str, str, list[dict[str, int]]]:
 def fast(plan: str, run_dir: str) -> dict[str, list[dict[str, int]]]:
     """Return the host's waits in each precision."""
     return {
-        precision: train(plan, f"{run_dir}-{precision}", precision=precision)[2]
+        precision: train(plan, f"{run_dir}-{precision}", precision=precision, global_batch=20)[2]
         for precision in ("fp32", "bf16", "fp16")
     }
 
