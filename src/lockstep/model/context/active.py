@@ -1,5 +1,5 @@
-"""The state of the forward that runs in this thread, if ranks divide the tokens of its sequences,
-or if it is computed in chunks."""
+"""The state of the forward that runs in this thread, if `SequenceMode` changes its calls of
+torch."""
 
 from __future__ import annotations
 
@@ -24,35 +24,28 @@ class ActiveSequence:
     exchange: Literal["auto", "keys", "heads"]
     documents: Documents | None
     is_handled: bool = False
-    """True inside code of lockstep that exchanges tensors between ranks itself, such as an
-    attention: calls of torch are then left unchanged."""
+    """True in code that exchanges tensors between ranks itself. `SequenceMode` then leaves calls of
+    torch unchanged."""
     checkpointed_blocks: int = 0
-    """Number of running blocks with activation checkpointing, whose recomputation in the backward
-    will continue this forward."""
     counts: dict[Any, int] = field(default_factory=dict)
-    """Site (kind, file and line of a call of torch) -> number of its calls since the start of the
+    """(kind, file and line of a call of torch) -> number of such calls since the start of the
     forward."""
     chosen: Chosen = field(default_factory=Chosen)
-    """The attention kernels that were used so far."""
     block_masks: dict[Any, Any] = field(default_factory=dict)
-    """`BlockMask`s of FlexAttention that the layers of this forward share."""
 
     def places(self) -> Tensor:
-        """Return the positions of this rank's tokens: their indices in the sequence, (tokens,); if
-        rows hold several documents, their indices in the documents, (samples, tokens)."""
+        """Return the positions of this rank's tokens: (tokens,) in the sequence, or (samples,
+        tokens) in their documents if rows hold several."""
         own = self.layout.places
         return own if self.documents is None else self.documents.places(own)
 
 
 class Forward(Protocol):
-    """A forward of this rank's tokens: a context (`SequenceMode`) that is entered while the model
-    computes."""
+    """A context (`SequenceMode`) that is entered while a model computes this rank's tokens."""
 
     sequence: ActiveSequence
 
-    def resumed(self, counts: dict[Any, int]) -> AbstractContextManager[Any]:
-        """Return a context in which the recomputation of a checkpointed block continues this
-        forward. `counts`: site -> number of its calls before the block."""
+    def resumed(self, counts: dict[Any, int]) -> AbstractContextManager[Any]: ...
 
 
 class _Stack(threading.local):
@@ -64,8 +57,7 @@ _stack = _Stack()
 
 
 def active() -> ActiveSequence | None:
-    """Return the state of the forward that runs in this thread; None unless the forward computes a
-    rank's tokens of sequences, or draws random numbers for each chunk (`SequenceMode`)."""
+    """Return the state of this thread's forward; None outside of `SequenceMode`."""
     return _stack.forwards[-1].sequence if _stack.forwards else None
 
 
@@ -79,8 +71,8 @@ def deactivate() -> None:
 
 @contextmanager
 def in_checkpointed_block() -> Iterator[AbstractContextManager[Any]]:
-    """A context in which the forward of a block with activation checkpointing runs. Yields the
-    context for the block's recomputation, which can be entered several times."""
+    """Run the forward of a block with activation checkpointing. Yields a context for the block's
+    recomputation, which can be entered several times."""
     if not _stack.forwards:
         yield nullcontext()
         return
@@ -93,9 +85,6 @@ def in_checkpointed_block() -> Iterator[AbstractContextManager[Any]]:
 
 
 class _Resumed:
-    """A context in which a recomputation continues a forward in the state that the forward had when
-    this object was made."""
-
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
         self._counts = dict(forward.sequence.counts)
@@ -112,8 +101,6 @@ class _Resumed:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """A context in which `SequenceMode` leaves calls of torch unchanged, because the code inside
-    already exchanges tensors between ranks."""
     sequence = active()
     if sequence is None:
         yield

@@ -44,9 +44,8 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return the attention of this rank's tokens to all tokens of their documents. Every rank of
-    the axis `context` calls it. The other arguments are those of torch's function, with the
-    queries, keys and values of this rank's tokens. Raises `RecipeError` and `PlanError`."""
+    """The arguments are those of `F.scaled_dot_product_attention`, with this rank's tokens. Every
+    rank of the axis `context` calls it."""
     layout, documents = sequence.layout, sequence.documents
     ranks = layout.world.size
     attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
@@ -96,8 +95,8 @@ def _exchange(
 
 
 class ChunkedAttention:
-    """Computes the attention of this rank's queries (or of all queries) to the keys of all tokens.
-    `attend`: `F.scaled_dot_product_attention` with its scale."""
+    """Computes the attention of this rank's queries to the keys of all tokens. `attend` is
+    `F.scaled_dot_product_attention` with its scale."""
 
     def __init__(
         self,
@@ -115,7 +114,6 @@ class ChunkedAttention:
         self._dropout = dropout
         self._is_causal = is_causal
         self.remade = Remade()
-        """Keys, values and masks, which autograd does not save: the backward makes them again."""
 
     def of_all_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self._documents is None:
@@ -145,8 +143,6 @@ class ChunkedAttention:
         return self.of_own_chunks(query, key, value)
 
     def of_own_chunks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the attention of this rank's queries, computed for one chunk of tokens after
-        another, with a mask where a chunk needs one."""
         layout = self._layout
         parts = torch.split(query, layout.widths, 2)
         places: Iterable[int] = range(len(parts))
@@ -158,8 +154,8 @@ class ChunkedAttention:
         )
 
     def _joined_parts(self, parts: Sequence[Tensor]) -> Tensor:
-        """Concatenate attention outputs of consecutive tokens. Autograd saves the result, in the
-        memory order that models use, instead of the parts."""
+        """Concatenate attention outputs in the memory order that models use. Autograd saves the
+        result instead of the parts."""
         whole = torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
         copies = torch.split(whole.detach(), [part.shape[2] for part in parts], 2)
         for part, copy in zip(parts, copies, strict=True):
@@ -167,8 +163,6 @@ class ChunkedAttention:
         return whole
 
     def _kernel(self, query: Tensor, value: Tensor, *, whole_rows: bool) -> Kernel:
-        """Return the fastest kernel that can compute this attention within documents. `whole_rows`:
-        True if there is a query for each key."""
         return self._sequence.chosen.add(
             facts(
                 query,
@@ -182,9 +176,6 @@ class ChunkedAttention:
     def _by(
         self, kernel: Kernel, spans: Sequence[range], query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """Return the attention of the tokens in these spans of indices, in the order of `spans`,
-        computed by `varlen_attn` (which gets the documents' bounds) or FlexAttention (which gets a
-        block mask)."""
         documents, causal = self._documents, self._is_causal
         assert documents is not None, "a kernel is chosen for documents"
         options: Any = {name: self._attend.keywords[name] for name in ("scale", "enable_gqa")}
@@ -202,9 +193,8 @@ class ChunkedAttention:
         return self._attend(query, key, value, is_causal=self._is_causal)
 
     def _chunk(self, span: range, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the attention of one chunk of queries. If the attention is causal, only keys
-        before the chunk's end are read; with documents, only keys from the beginning of the chunk's
-        first document on."""
+        """Only keys that the chunk can see are read: none after a causal chunk's end, none of
+        earlier documents."""
         if not len(span):
             return query
         first = 0
@@ -224,8 +214,6 @@ class ChunkedAttention:
         return self._masked(span, 0, query, key, value)
 
     def _masked(self, span: range, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the attention of the queries in `span` to the keys from token `first` on, computed
-        with a dense mask."""
         rows = torch.arange(span.start, span.stop, device=query.device)
         keys = torch.arange(first, first + key.shape[2], device=query.device)
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
@@ -251,8 +239,6 @@ class ChunkedAttention:
 
 
 def _of(mask: Tensor, rows: range, keys: range) -> Tensor:
-    """Return a part of a mask of shape (..., queries, keys), either of whose last two dims may have
-    size 1: the queries in `rows` and the keys in `keys`."""
     if mask.shape[-2] > 1:
         mask = mask[..., rows.start : rows.stop, :]
     return mask[..., keys.start : keys.stop] if mask.shape[-1] > 1 else mask

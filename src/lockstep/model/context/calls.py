@@ -1,7 +1,6 @@
 """Finds the calls of torch in a model's forward that must change if a rank has only some of the
-tokens (attention, positions, random numbers), and the dim of tokens in each. Two forwards of
-sequences of different lengths show the dim, so a size that equals the length by chance is not
-mistaken for it."""
+tokens, and the dim of tokens in each. Forwards of two lengths show the dim, so a size that equals
+one length by chance is not mistaken for it."""
 
 from __future__ import annotations
 
@@ -22,19 +21,17 @@ from lockstep.model.pipeline.boundary import Around
 
 Kind = Literal["attention", "arange", "slice", "draw"]
 NOT_TOKENS: Final = -1
-"""In place of a dim: the call has the same sizes for sequences of any length."""
+"""Stands for a dim if a call has the same sizes for sequences of any length."""
 NOT_THE_MODEL = ("torch.distributed.", "lockstep.")
-"""Prefixes of the names of Python modules whose own slices of tensors are not part of the model."""
+"""Prefixes of the names of Python modules that slice tensors for themselves, not for the model."""
 SHARDED = "lockstep.model.tensor."
-"""Prefix of the names of Python modules that make calls for the model if its tensors are sharded
-(the axis `tensor`)."""
 OTHERWISE: Final = -2
-"""In place of a dim: the call's sizes change with the length of the sequence, but none of them, or
-more than one, equals this length."""
+"""Stands for a dim if a call's sizes depend on the length of the sequence, but not exactly one size
+equals it."""
 
 
 Site = tuple[Kind, str, int]
-"""Kind of a call of torch, and the file and line that make it."""
+"""Kind of a call of torch, and the file and line that make the call."""
 
 
 class Call(NamedTuple):
@@ -42,23 +39,21 @@ class Call(NamedTuple):
 
     site: Site
     sizes: tuple[int, ...]
-    """The sizes that are compared. For a slice: the number of indices that it takes of each dim, or
-    0 for a dim without a stop."""
+    """For a slice, the number of indices that it takes of each dim, or 0 for a dim without a
+    stop."""
     table: tuple[int, ...] = ()
-    """The shape of the tensor that is sliced; empty for other calls."""
 
 
 Dims = Mapping[Site, Sequence[int]]
-"""Site -> for each of its calls in a forward, in order, the dim of tokens, or `NOT_TOKENS`, or
-`OTHERWISE`."""
+"""Site -> the dim of tokens (or `NOT_TOKENS` or `OTHERWISE`) in each of its calls in a forward, in
+order."""
 
 
 def call_of(
     function: Any, args: Sequence[Any], keywords: Mapping[str, Any], caller: FrameType
 ) -> Call | None:
-    """Return the description of a call that may have to change if a rank has only some of the
-    tokens; None for other functions. If it is None for one length of the sequence, it is None for
-    every length. `caller`: the frame that makes the call."""
+    """Return None for a call that stays the same if a rank has only some of the tokens. `caller`:
+    the frame that makes the call."""
     if function is torch.Tensor.__getitem__:
         # FSDP2 slices gathered tensors, in some forwards more often than in others
         if not is_call_of_model(caller) or (index := as_slices(*args)) is None:
@@ -79,7 +74,6 @@ def call_of(
 
 
 def is_call_of_model(caller: FrameType) -> bool:
-    """True if the model's own code makes the call, or torch's code called by the model."""
     name = outside_modes(caller).f_globals.get("__name__", "")
     return not name.startswith(NOT_THE_MODEL)
 
@@ -94,8 +88,6 @@ def _site(kind: Kind, caller: FrameType) -> Site:
 
 
 def outside_modes(frame: FrameType) -> FrameType:
-    """Return the innermost frame, from `frame` outwards, that is not in the `__torch_function__` of
-    a mode: the frame of the code that calls torch."""
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame
@@ -106,8 +98,8 @@ def _argument(args: Sequence[Any], keywords: Mapping[str, Any], place: int, name
 
 
 def arange_span(args: Sequence[Any], keywords: Mapping[str, Any]) -> range | None:
-    """Return the numbers that a call of `torch.arange` makes as a range; None unless they are
-    integers with steps of 1."""
+    """Return the integers that a call of `torch.arange` makes; None unless they are integers with
+    step 1."""
     if not args:
         args = [keywords["start"]] if "start" in keywords else [0]
         args = [*args, keywords["end"]]
@@ -120,8 +112,8 @@ def arange_span(args: Sequence[Any], keywords: Mapping[str, Any]) -> range | Non
 
 
 def as_slices(table: Tensor, index: Any) -> tuple[int | slice, ...] | None:
-    """Return the index in `table[index]` as an integer or slice for each of the first dims; None if
-    it has another form, such as a tensor."""
+    """Return the index in `table[index]` as an integer or slice for each of the first dims; None
+    if it has another form, such as a tensor."""
     given = index if isinstance(index, tuple) else (index,)
     places = [place for place, each in enumerate(given) if each is Ellipsis]
     if len(places) == 1:
@@ -133,7 +125,6 @@ def as_slices(table: Tensor, index: Any) -> tuple[int | slice, ...] | None:
 
 
 def _extent(index: int | slice) -> int:
-    """Return the length of a slice that has a stop; 0 for any other index."""
     if isinstance(index, int) or not isinstance(index.stop, int) or index.step not in (None, 1):
         return 0
     start = index.start or 0
@@ -158,9 +149,8 @@ class _Recorder(TorchFunctionMode):
 def find_dims(
     forward: Callable[[int, Around], object], lengths: tuple[int, int]
 ) -> dict[int, Dims]:
-    """Call `forward` with each of two lengths of the sequence. Return, for each pipeline stage on
-    this rank, the dim of tokens in each call of torch. `forward`: calls the model with (number of
-    tokens, function from a stage to a context that is entered around the stage's forward)."""
+    """Call `forward(length, around)` for each of two lengths. `around(stage)` is a context for a
+    pipeline stage's forward. Returns the dims of each stage on this rank."""
     recorded = []
     for length in lengths:
         recorders: dict[int, _Recorder] = defaultdict(_Recorder)

@@ -1,6 +1,5 @@
 """Lets the chunks of a sequence take the place of the ranks of the axis `context`, for bitwise
-numerics. Each process has several chunks, and computes each in a thread of its own
-(`chunk_threads.py`)."""
+numerics."""
 
 from __future__ import annotations
 
@@ -20,13 +19,11 @@ from lockstep.tree import Counter, cover, fold
 @dataclass(frozen=True)
 class ChunkAxis:
     """An axis whose "ranks" are the chunks of a sequence, in paired order (first, last, second,
-    last but one, ...). It has those methods of `World` that computing a sequence needs. The threads
-    of all chunks call them."""
+    last but one, ...). A process has several chunks, and computes each in its own thread."""
 
     rank: int
-    """The index, in paired order, of the chunk that this object's thread computes."""
+    """The index, in paired order, of the chunk that the calling thread computes."""
     size: int
-    """Number of chunks."""
     processes: World
     """The processes of the axis `context`. Each has some of the chunks, consecutive in paired
     order."""
@@ -47,9 +44,8 @@ class ChunkAxis:
         return self.shares[self.processes.rank]
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int], order: Tensor) -> Tensor:
-        """Return the rows of all chunks in the given order. Every chunk's thread calls it, with its
-        own `rows`. `counts`: number of rows of each chunk. `order`: for each row of the result, its
-        index in the chunks' concatenated rows."""
+        """Every chunk's thread calls it, with its own `rows`. `counts`: number of rows of each
+        chunk. `order`: for each row of the result, its index in the chunks' concatenated rows."""
 
         def answer(parts: list[Tensor]) -> list[Tensor]:
             each = [sum(counts[share.start : share.stop]) for share in self.shares]
@@ -60,11 +56,9 @@ class ChunkAxis:
         return gathered
 
     def sum_rows(self, rows: Tensor, counts: Sequence[int], order: Tensor) -> Tensor:
-        """Return this chunk's rows of the sum of `rows` over all chunks. Each chunk's thread passes
-        `rows` for all chunks. They are added in a fixed binary tree over the chunks in paired
-        order, so that the bits do not depend on the number of processes. `counts`: number of rows
-        of each chunk. `order`: the indices in `rows` of the first chunk's rows, then of the second
-        chunk's, and so on."""
+        """Each chunk's thread passes `rows` for all chunks, and gets its own rows of their sum. The
+        sum is a fixed binary tree over the chunks, so the bits do not depend on the number of
+        processes."""
         own = self.own_share
 
         def answer(total: _RowSum) -> Sequence[Tensor]:
@@ -79,9 +73,6 @@ class ChunkAxis:
 
 
 class _RowSum:
-    """Adds the rows that the threads of a process's chunks pass to `sum_rows`, as they arrive, in
-    the fixed tree."""
-
     def __init__(self, start: int, count: int) -> None:
         self.counter: Counter[Tensor] = Counter(torch.add, start=start, count=count)
 
@@ -92,9 +83,8 @@ class _RowSum:
 def _over_processes(
     nodes: Sequence[Tensor], shares: Sequence[range], counts: Sequence[int], processes: World
 ) -> Tensor:
-    """Return this process's rows of the sum over all chunks. Every process calls it. `nodes`: the
-    sums over this process's chunks for each node of the fixed tree that they fill. `shares`: the
-    indices of each process's chunks. `counts`: number of rows of each process in the sum."""
+    """Every process calls it, with the sums over its own chunks as `nodes`, and gets its rows of
+    the sum over all."""
     if processes.size == 1:
         return nodes[0]
     covers = [cover(share.start, share.stop, shares[-1].stop) for share in shares]

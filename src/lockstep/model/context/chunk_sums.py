@@ -1,9 +1,6 @@
-"""Sums the losses of a sequence's chunks, and the chunks' gradients of parameters, in an order that
-does not depend on the number of processes.
-
-The chunks' values are the leaves of a fixed binary tree (`lockstep.tree`) over the chunks in paired
-order (first, last, second, ...), and each node is the sum of its two children. A process first
-computes the nodes for which it has all leaves; then the nodes of all processes are added."""
+"""Sums the losses of a sequence's chunks, and the chunks' gradients of parameters, in a binary tree
+that does not depend on the number of processes. Its leaves are the chunks in paired order (first,
+last, second, ...). A process adds its own chunks first."""
 
 from __future__ import annotations
 
@@ -35,23 +32,20 @@ class ChunkInputs:
 
     axis: ChunkAxis
     parameters: Sequence[Tensor]
-    """Parameters, or the tensors that take their place in autograd's graph. The chunks share them.
-    Their gradients are summed over the chunks of all processes."""
+    """Parameters, or the tensors that take their place in autograd's graph. All chunks share
+    them."""
     received: Sequence[Tensor] = ()
     """The tensors that this rank's pipeline stage has received from the previous stage, for all of
     the process's chunks."""
     leaves: Sequence[Sequence[Tensor]] = ()
-    """For each chunk, the tensors that take the place of its tensors in `received` in autograd's
-    graph."""
     in_two: bool = False
-    """True if the pipeline's schedule (zero-bubble) runs one backward for the gradients of
-    `received`, and a later one for those of `parameters`. The first then computes both."""
+    """True if a zero-bubble schedule runs one backward for the gradients of `received` and a later
+    one for those of `parameters`. The first then computes both."""
 
 
 def sum_losses(values: Sequence[Any], inputs: ChunkInputs) -> Any:
-    """Return the loss of all chunks of all processes, in the same form as each of `values`, the
-    losses of this process's chunks. Every process calls it, and runs the backward of the result. If
-    `values` are no numbers, return the first of them."""
+    """Every process calls it, and runs the backward of the result. `values`: the losses of this
+    process's chunks. If they are no numbers, the first of them is returned."""
     rows = [list(_scalars_of(value)) for value in values]
     if not all(_is_number(each) for row in rows for each in row):
         return values[0]
@@ -77,8 +71,7 @@ def sum_losses(values: Sequence[Any], inputs: ChunkInputs) -> Any:
 
 
 def join_outputs(outputs: Sequence[Any], inputs: ChunkInputs) -> list[Any]:
-    """Return the outputs of this process's chunks as tensors that share one backward, which
-    computes the gradients of all chunks. Every process calls it, and runs the backward."""
+    """Every process calls it, and runs the one backward that the returned tensors share."""
     rows = [tensors_in(output) for output in outputs]
     flat = [each for row in rows for each in row]
     learns = list(map(_learns, flat))
@@ -95,19 +88,16 @@ def join_outputs(outputs: Sequence[Any], inputs: ChunkInputs) -> list[Any]:
 
 
 Backward = Callable[[Sequence[Tensor]], list[Tensor | None]]
-"""(gradients with respect to the chunks' outputs) -> gradients with respect to the tensors received
-from the previous pipeline stage, then those with respect to the parameters."""
+"""(gradients of the chunks' outputs) -> gradients of the tensors received from the previous
+pipeline stage, then of the parameters."""
 
 
 def _with_backward(
     values: Sequence[Tensor], learns: Sequence[bool], backward: Backward, inputs: ChunkInputs
 ) -> tuple[Tensor, ...]:
-    """Return tensors with the same values as `values`, which share the given backward. `learns`:
-    for each tensor, True if it requires a gradient.
-
-    The backward has two nodes in autograd's graph. The node that gives parameters their gradients
-    has one output, because torch's zero-bubble schedules add up the gradients of all its outputs.
-    """
+    """Return tensors with the values of `values`, which share `backward`. A node of its own
+    returns the parameters' gradients, because torch's zero-bubble schedules add up the gradients of
+    all outputs of a node."""
     given = (*inputs.received, *inputs.parameters)
     held = _Held(backward, given, in_two=inputs.in_two)
     start = _Inputs.apply(held, inputs.axis.device, *given)  # type: ignore[no-untyped-call]
@@ -122,7 +112,6 @@ class _Held:
         self._inputs = inputs
         self._in_two = in_two
         self.gradients: Sequence[Tensor] = ()
-        """The gradients with respect to the chunks' outputs, which the first node has received."""
         self._later: list[Tensor | None] | None = None
 
     def compute(self) -> list[Tensor | None]:
@@ -137,9 +126,6 @@ class _Held:
 
 
 class _Inputs(torch.autograd.Function):
-    """The node of autograd's graph whose backward returns the gradients with respect to the
-    received tensors and the parameters."""
-
     @staticmethod
     def forward(ctx: Any, held: _Held, device: torch.device, *inputs: Tensor) -> Tensor:
         ctx.held = held
@@ -151,9 +137,6 @@ class _Inputs(torch.autograd.Function):
 
 
 class _Outputs(torch.autograd.Function):
-    """The node of autograd's graph whose backward receives the gradients with respect to the
-    outputs."""
-
     @staticmethod
     def forward(
         ctx: Any, held: _Held, learns: Sequence[bool], start: Tensor, *values: Tensor
@@ -171,8 +154,6 @@ class _Outputs(torch.autograd.Function):
 
 
 def _starts(tensors: Sequence[Scalar], gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return the outputs in `tensors` that require a gradient, each with the gradient with respect
-    to it, in its own dtype and shape."""
     return [
         (each, start.to(each.dtype).reshape(each.shape))
         for each, start in zip(tensors, gradients, strict=True)
@@ -183,9 +164,8 @@ def _starts(tensors: Sequence[Scalar], gradients: Sequence[Tensor]) -> list[tupl
 def _gradients(
     pairs: Sequence[Sequence[tuple[Tensor, Tensor]]], inputs: ChunkInputs
 ) -> list[Tensor | None]:
-    """Return the gradients with respect to the received tensors, then those with respect to the
-    parameters; only the latter are summed over all chunks. `pairs`: for each of this process's
-    chunks, pairs of an output and the gradient with respect to it."""
+    """Return the gradients of the received tensors, then those of the parameters; only the latter
+    are summed over chunks."""
     axis, parameters = inputs.axis, inputs.parameters
     sums = [LeavesInAnyOrder(torch.add, count=axis.size) for _ in parameters]
     own, threads, keeps = axis.own_share, axis.threads, keeps_graph() and not inputs.in_two
@@ -228,8 +208,8 @@ def _gradients(
 def _over_processes(
     axis: ChunkAxis, parameters: Sequence[Tensor], sums: Sequence[LeavesInAnyOrder[Tensor]]
 ) -> list[Tensor | None]:
-    """Return the sum of each parameter's gradient over the chunks of all processes; None if no
-    chunk uses the parameter. `sums`: for each parameter, the gradients of this process's chunks."""
+    """Return each parameter's gradient summed over the chunks of all processes; None if no chunk
+    uses it. `sums`: for each parameter, the gradients of this process's chunks."""
     own, processes = axis.own_share, axis.processes
     used = torch.tensor([float(bool(each.values)) for each in sums], device=axis.device)
     processes.all_reduce(used)
@@ -262,7 +242,6 @@ def _over_processes(
 
 
 def _buckets(places: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices in `places`, divided into buckets of parameters with the same dtype."""
     bucket: list[int] = []
     numbers = 0
     for place in places:
@@ -278,8 +257,6 @@ def _buckets(places: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[li
 
 
 def _scalars_of(value: Any) -> Iterator[Any]:
-    """Yield the numbers in the result of a loss function: the total of each term, and after it the
-    term's weight if the term is an `ls.Loss`."""
     if isinstance(value, dict):
         for term in value.values():
             yield from _scalars_of(term)
@@ -290,7 +267,6 @@ def _scalars_of(value: Any) -> Iterator[Any]:
 
 
 def _with_scalars(value: Any, scalars: Iterator[Any]) -> Any:
-    """Return `value`, the result of a loss, with its numbers replaced by the next of `scalars`."""
     if isinstance(value, dict):
         return {name: _with_scalars(term, scalars) for name, term in value.items()}
     if isinstance(value, Loss):

@@ -1,10 +1,6 @@
 """Threads that compute the chunks of a sequence, one chunk each, for bitwise numerics. One thread
-runs at a time.
-
-A thread runs until its chunk needs values of the other chunks (`meet`): the keys of an attention in
-the forward, or their gradients in the backward. It then passes the turn to the next thread. The
-last thread to arrive computes the answers for all. So the model's own code computes each chunk,
-with the shapes of one chunk, on any number of processes."""
+runs at a time, until its chunk needs values of the other chunks. So the model's own code computes
+each chunk, with the shapes of one chunk, on any number of processes."""
 
 from __future__ import annotations
 
@@ -27,8 +23,8 @@ SIGNALS_SECONDS = 0.5
 
 
 class ChunkEnded(BaseException):
-    """Ends the thread of a chunk because the thread of another chunk has failed. Not an
-    `Exception`: models must not catch it."""
+    """Ends a chunk's thread because another chunk's thread has failed. Not an `Exception`: models
+    must not catch it."""
 
 
 class ChunkThreads:
@@ -37,15 +33,12 @@ class ChunkThreads:
 
     def __init__(self, device: torch.device) -> None:
         self.around_others: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Returns a context that a thread enters while it waits and other threads run."""
         self._device = device
         self._turns: _Turns | None = None
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Return the results of the functions. Each runs in a thread with the settings of the
-        calling thread (autocast, grad mode), and starts with the random generators in their present
-        state. At the end the generators are in this state again. Raises the first error of a
-        function, after all threads have ended."""
+        """Run each function in a thread with the calling thread's settings (autocast, grad mode)
+        and random generators. The first error is raised after all threads have ended."""
         assert self._turns is None, "the threads of a forward have ended before its backward"
         self._turns = _Turns(functions, self._device, self.around_others)
         try:
@@ -56,7 +49,6 @@ class ChunkThreads:
 
     @property
     def turn(self) -> int:
-        """The index of the running function among the functions given to `run`."""
         assert self._turns is not None, "inside of run"
         return self._turns.turn
 
@@ -67,11 +59,9 @@ class ChunkThreads:
         answer: Callable[[Any], Sequence[Any]],
         collect: Callable[[], Any] = list,
     ) -> Any:
-        """Wait until every function given to `run` has called this method with its value. Then
-        `answer` is called once with all values, and each call returns its function's item of the
-        result. `what`: the purpose of the exchange, the same for all functions. `collect`: makes
-        the container to which the values are appended as they arrive, in the order of functions.
-        Raises `RecipeError` if the functions meet for different purposes."""
+        """Wait until every function given to `run` has called it. Then `answer` is called once
+        with all values, and each function gets its item of the result. `what`: the purpose, the
+        same for all functions."""
         assert self._turns is not None, "inside of run"
         return self._turns.meet(what, value, answer, collect)
 
@@ -128,9 +118,9 @@ class _Turns:
         return self._results
 
     def _wait_for_all(self) -> None:
-        """Wait until all functions have ended. Python runs the handlers of signals between two
-        waits: a signal that another thread receives, or that arrives just before a wait, does not
-        interrupt it. An interrupted `Thread.join` would take the thread for ended (bpo-45274)."""
+        """Python runs signal handlers between two waits: a signal that another thread receives, or
+        that arrives just before a wait, does not interrupt it. An interrupted `Thread.join` would
+        take the thread for ended (bpo-45274)."""
         while not self._all_ended.wait(SIGNALS_SECONDS):
             pass
 
@@ -207,7 +197,6 @@ class _Generators:
         self.save_others()
 
     def save_others(self) -> None:
-        """Save the states of all generators but numpy's."""
         self._python = random.getstate()
         self._states = [each.get_state() for each in self._torch]
 
@@ -227,9 +216,9 @@ class _Generators:
 
 
 def _thread_settings(device: torch.device) -> Callable[[], Any]:
-    """Return a context that gives another thread the calling thread's settings (autocast, grad
-    mode, ...). Inside it, a backward runs in the thread that starts it and not in autograd's own
-    threads, so that one backward can wait for another."""
+    """Return a context that gives another thread this thread's settings (autocast, grad mode,
+    ...). Inside it, a backward runs in the thread that starts it and not in autograd's own threads,
+    so that one backward can wait for another."""
     threads, has_gradients = torch.get_num_threads(), torch.is_grad_enabled()
     kinds = [kind for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)]
     dtypes = [torch.get_autocast_dtype(kind) for kind in kinds]

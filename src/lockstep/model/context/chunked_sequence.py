@@ -1,5 +1,5 @@
-"""Computes each chunk of a sequence by itself, for numerics=bitwise: the result has the same bits
-on any number of processes of the axis `context`, also on one."""
+"""Computes each chunk of a sequence by itself, for bitwise numerics: the bits are the same on any
+number of processes of the axis `context`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ T = TypeVar("T")
 
 
 class ChunkedSequenceCut(SequenceCut):
-    """A `SequenceCut` whose forward and loss are called once for each of this process's chunks,
-    each in a thread. The chunks take the place of ranks of the axis `context`, so each is computed
-    as if it were in a process of its own."""
+    """A `SequenceCut` whose forward and loss run once for each of this process's chunks, each in a
+    thread of its own. The chunks take the place of ranks of the axis `context`."""
 
     def __init__(
         self,
@@ -52,11 +51,9 @@ class ChunkedSequenceCut(SequenceCut):
         *,
         in_two: bool,
     ) -> None:
-        """`processes`: the ranks of the axis `context`. `leaves`: the leaves of each module of
-        experts that is divided over ranks (see `ParameterLeaves`). `separate`: the leaves of
-        parameters that several parts of the model share; None if there are none. `forwards`,
-        `beside`: as in `SequenceCut`. `in_two`: True if a pipeline's schedule computes the
-        gradients of weights in another backward than the gradients of inputs."""
+        """`processes`: the ranks of the axis `context`. `separate`: the leaves of parameters that
+        several parts of the model share. `in_two`: True if a pipeline's schedule computes the
+        gradients of weights in another backward than those of inputs."""
         super().__init__(model, processes, sequence, "keys", forwards, beside)
         self._in_two = in_two
         self._leaves = {
@@ -69,8 +66,6 @@ class ChunkedSequenceCut(SequenceCut):
         self._chunk_layouts: dict[int, list[TokenLayout]] = {}
 
     def output_and_loss(self, arguments: Any, loss: LossFunction, batch: Any) -> tuple[Any, Any]:
-        """Return the outputs of this process's chunks (to pass to `whole`), and the loss, summed
-        over all chunks of all processes."""
         reshard(self._model)  # a forward without a backward may have left parameters gathered
         cut = self.current = self.cut_of(arguments, batch)
         self.counts.begin_microbatch(arguments)
@@ -92,10 +87,6 @@ class ChunkedSequenceCut(SequenceCut):
         batch: Any,
         around_loss: Callable[[], AbstractContextManager[Any]],
     ) -> Run:
-        """Return the function that computes a microbatch in a pipeline's stage, each chunk in a
-        thread of its own. In the last stage it also computes the loss, and returns what
-        `output_and_loss` returns."""
-
         number = self.reads.begin()
 
         def loss_of(output: Any, of_chunk: MicrobatchCut) -> Any:
@@ -145,9 +136,6 @@ class ChunkedSequenceCut(SequenceCut):
         return outputs, sum_losses([value for _, value in pairs], inputs)
 
     def _in_chunks(self, cut: MicrobatchCut, compute: Callable[[int, MicrobatchCut], T]) -> list[T]:
-        """Call `compute` for each of this process's chunks, in the chunk's thread, with the index
-        of the chunk among this process's chunks and a `MicrobatchCut` whose layout is the chunk's.
-        Return the results."""
         layouts = self._layouts_of_chunks(cut.layout.tokens)
         return self._threads.run(
             [
@@ -157,8 +145,6 @@ class ChunkedSequenceCut(SequenceCut):
         )
 
     def _trained(self, stage: int) -> list[Tensor]:
-        """Return the tensors whose gradients a pipeline stage's backward computes: its parameters,
-        or the tensors that take their place in autograd's graph."""
         trained = (each for shared, each in self._leaves[stage] if shared.requires_grad)
         return [tensor for each in trained for tensor in each.tensors()]
 
@@ -173,8 +159,8 @@ class ChunkedSequenceCut(SequenceCut):
         return map_tensors(output[0], whole)
 
     def _whole_tensor(self, layout: TokenLayout, parts: Sequences[Tensor]) -> Tensor:
-        """Return the tensor of all tokens in the sequence's order, gathered from the chunks of all
-        processes. Every process calls it. `parts`: the tensors of this process's chunks."""
+        """Return the tensor of all tokens in the sequence's order. Every process calls it.
+        `parts`: the tensors of this process's chunks."""
         first, axis = parts[0].detach(), layout.world
         assert isinstance(axis, ChunkAxis)
         if not has_tokens(first, self.dim, layout.local):
@@ -217,13 +203,9 @@ class ChunkedSequenceCut(SequenceCut):
         return Trial(layouts, compute, counts)
 
     def _layout_of(self, tokens: int) -> TokenLayout:
-        """Return the division of a sequence of `tokens` tokens into chunks, with this process's
-        first chunk as the current rank."""
         return self._layouts_of_chunks(tokens)[0]
 
     def _layouts_of_chunks(self, tokens: int) -> list[TokenLayout]:
-        """Return, for each of this process's chunks, the division of a sequence of `tokens` tokens
-        into chunks with that chunk as the current rank."""
         if tokens not in self._chunk_layouts:
             if len(self._chunk_layouts) >= MOST_LAYOUTS:
                 del self._chunk_layouts[next(iter(self._chunk_layouts))]
@@ -247,16 +229,13 @@ class ChunkedSequenceCut(SequenceCut):
 
 
 class _HasLeaves(Protocol):
-    def tensors(self) -> list[Tensor]:
-        """Return the leaves of autograd's graph that get the gradients of one parameter."""
+    def tensors(self) -> list[Tensor]: ...
 
 
 def _leaves_of_stage(
     stage: nn.Module, leaves: Sequences[Leaves], separate: SeparateParts | None
 ) -> list[tuple[nn.Parameter, _HasLeaves]]:
-    """Return pairs of a parameter in a pipeline stage and the leaves that take its place in
-    autograd's graph. A parameter that several parts of the stage share occurs once for each part.
-    `leaves`: see `ParameterLeaves`."""
+    """A parameter that several parts of the stage share occurs once for each part."""
     found: list[tuple[nn.Parameter, _HasLeaves]] = [*leaves_of(stage, leaves).items()]
     if separate is not None:
         modules = set(stage.modules())
@@ -266,9 +245,8 @@ def _leaves_of_stage(
 
 
 def _with_leaves(arguments: Arguments) -> tuple[Arguments, list[Tensor]]:
-    """Replace the tensors in a stage's arguments, which come from the previous stage, by new leaves
-    of autograd's graph, so that the gradients of each chunk can be computed by themselves. Return
-    the new arguments and the leaves."""
+    """Replace the tensors in a stage's arguments by new autograd leaves, so that each chunk's
+    gradients can be computed by themselves."""
     tensors = tensors_in(arguments)
     leaves = [each.detach().requires_grad_(each.requires_grad) for each in tensors]
     arrived = iter(received_inputs(tuple(leaves)))

@@ -1,5 +1,5 @@
-"""Checks that counts of tokens that a forward reads into Python (`count_reads.py`), and that differ
-between ranks, do not change the model's output."""
+"""Checks that counts of tokens that a forward reads into Python, and that differ between ranks, do
+not change the model's output."""
 
 from __future__ import annotations
 
@@ -32,22 +32,18 @@ class TriedGroup(NamedTuple):
 
     differences: Sequence[tuple[float, float]]
     """For each of this rank's chunks (one, unless chunks are computed by themselves): the relative
-    difference between its output and the same tokens' output when all tokens are computed together,
-    and the relative difference that rounding explains."""
+    difference between the two outputs, and the relative difference that rounding explains."""
     noted: Noted
-    """The counts of tokens that the forward of each of these chunks has read."""
 
 
 @dataclass(frozen=True, slots=True)
 class TriedTokens:
-    """The tokens of a microbatch in groups. Each group is computed twice: all of its tokens on one
-    rank, and divided among ranks (or chunks)."""
+    """The tokens of a microbatch in groups, each of which can be computed twice."""
 
     layout: TokenLayout
-    """The layout that divides the tokens of a group among ranks."""
     groups: int
     compute: Callable[[int], TriedGroup]
-    """Computes the group with this index twice. It has collectives, so every rank calls it."""
+    """Computes the group with this index twice. Every rank calls it."""
 
 
 def check_counts(
@@ -56,11 +52,9 @@ def check_counts(
     tokens_of: Callable[[Any], TriedTokens],
     worlds: Sequence[World],
 ) -> None:
-    """Compute again the first microbatch of a step in which forwards on different ranks have read
-    different counts of tokens. If the output does not depend on them, add these counts to `known`.
-    Every rank of `worlds` calls it, with its own `step`. `tokens_of`: (the model's arguments for a
-    microbatch) -> its tokens. Raises `RecipeError`, the same on all ranks, if the output depends on
-    the counts."""
+    """Compute again the first microbatch of a step in which ranks have read different counts of
+    tokens. Every rank of `worlds` calls it, and all raise the same error. `tokens_of`: (the model's
+    arguments for a microbatch) -> its tokens."""
     mine = [[microbatch, noted_to_json(noted)] for microbatch, noted in step.noted.items()]
     everyone = gather_over(mine, worlds)
     difference = first_different_counts(
@@ -106,10 +100,8 @@ def _error(
     kind: str,
     otherwise: str,
 ) -> RecipeError:
-    """`difference`: the counts that differed in the step. `shown`: the lines of code at which the
-    ranks have read different counts in the check too. `wrong`: the `TriedGroup.differences` that
-    rounding does not explain. `cut_by`, `kind`, `otherwise`: texts for the plan's part that divides
-    sequences, for what divides them (ranks or chunks), and for the remedy."""
+    """`shown`: the lines at which ranks have read different counts in the check too. `wrong`:
+    differences that rounding does not explain."""
     lines = [each for each in shown if each in difference.lines] or [*difference.lines]
     counts = difference.lines[lines[0]]
     first, *others = counts
@@ -130,10 +122,9 @@ def _error(
 
 
 def short_rows(tokens: int, chunks: int, width: int) -> list[list[int]]:
-    """Return rows of token indices that together have all tokens of a sequence. A row has `width`
-    tokens of each of the sequence's chunks, in order. So if the row is divided into as many chunks,
-    each chunk's tokens come from the sequence's chunk of the same number. A short sequence is one
-    row."""
+    """Divide a sequence's token indices into rows with `width` tokens of each chunk. If a row is
+    divided into as many chunks, each gets tokens of the chunk with the same number. A short
+    sequence is one row."""
     if tokens <= chunks * width:
         return [[*range(tokens)]]
     spans = [contiguous_range(tokens, chunk, chunks) for chunk in range(chunks)]

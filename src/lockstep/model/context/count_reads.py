@@ -1,13 +1,7 @@
-"""The counts of tokens that a model's forward reads into Python (`chosen.any()`, `len(rows)`), and
-their comparison between ranks.
-
-If each rank computes some of the tokens, such counts differ between ranks: the number of tokens of
-an expert, or whether any token is masked. A model may use counts to skip code that would compute
-nothing. If it uses them in another way (`x * count`, or `if rare.any(): x = 2 * x`), each rank
-computes a different model. Only the results show which it is: when ranks first read different
-counts at a line, some of their tokens are computed both all on one rank and divided among ranks,
-and the outputs are compared.
-"""
+"""The counts of tokens that a model's forward reads into Python (`chosen.any()`, `len(rows)`),
+compared between ranks. If ranks divide the tokens, such counts differ, which is right for code that
+skips an expert without tokens, but not for `if rare.any(): x = 2 * x`. Only results show which it
+is, so some tokens are computed both on one rank and divided, and the outputs compared."""
 
 from __future__ import annotations
 
@@ -29,8 +23,8 @@ from lockstep.model.context.part_digests import PartDigests
 MOST_CHECKS = 8
 """Largest number of checks of the counts that one line of code reads."""
 MOST_KEPT_BYTES = 2**26
-"""Largest total size in bytes of a step's microbatches whose arguments are kept for a check. The
-first microbatch is always kept."""
+"""Largest total size of a step's microbatches whose arguments are kept for a check. The first
+microbatch is always kept."""
 
 
 class Counts(NamedTuple):
@@ -40,7 +34,6 @@ class Counts(NamedTuple):
     low: float
     high: float
     digest: str
-    """The digest of all counts that the line has read in this forward, in order."""
 
     @property
     def text(self) -> str:
@@ -48,8 +41,6 @@ class Counts(NamedTuple):
 
 
 class KnownCounts:
-    """For each line of code, the counts that a check has found not to change the model's output."""
-
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, float]] = {}
         """Line of code -> the range of counts for which no further check is needed."""
@@ -60,9 +51,8 @@ class KnownCounts:
         return known is not None and known[0] <= low and high <= known[1]
 
     def add(self, line: str, counts: Iterable[Counts], *, is_shown: bool) -> None:
-        """Add the counts of a line of code after a check. `counts`: the counts of each rank (or
-        chunk). `is_shown`: False if the ranks read equal counts at the line during the check, so
-        that it did not try the line."""
+        """Add the counts that a check has tried, of all ranks (or chunks). `is_shown`: False if the
+        ranks read equal counts at the line during the check, so that it did not try the line."""
         checks = self._checks[line] = self._checks.get(line, 0) + 1
         if checks >= MOST_CHECKS:
             self._known[line] = -math.inf, math.inf
@@ -82,7 +72,6 @@ class PartCounts:
         self._digests: dict[str, Any] = {}
 
     def note(self, line: str, value: Any) -> None:
-        """Add a count that `line` has read, or the counts in a list, a tuple or an array."""
         low, high = _range_of(value)
         if self._known.has(line, low, high):
             return
@@ -102,8 +91,6 @@ class PartCounts:
 
 
 def _range_of(value: Any) -> tuple[float, float]:
-    """Return the smallest and the largest number in a nested list or an array; (0, 0) if there is
-    none."""
     if isinstance(value, np.ndarray):
         numbers = [value.min().item(), value.max().item()] if value.size else [0]
     else:
@@ -116,7 +103,6 @@ def _range_of(value: Any) -> tuple[float, float]:
 
 
 def numbers_in(value: Any) -> Iterator[Any]:
-    """Yield the numbers in nested lists and tuples."""
     if isinstance(value, list | tuple):
         for each in value:
             yield from numbers_in(each)
@@ -146,10 +132,8 @@ class StepCounts:
     """The counts that forwards on this rank have read in a step, or in an evaluation."""
 
     arguments: list[Any] = field(default_factory=list)
-    """The model's arguments for the first microbatches, which a check computes again."""
     microbatches: int = 0
     noted: dict[int, Noted] = field(default_factory=dict)
-    """Index of a microbatch -> the counts that its forward has read."""
     kept_bytes: int = 0
 
 
@@ -159,27 +143,21 @@ class DifferentCounts(NamedTuple):
 
     microbatch: int
     lines: dict[str, dict[Place, Counts]]
-    """Line of code -> the counts that differ, by rank (or chunk) and forward."""
 
 
 class CountReads:
-    """Collects the counts of tokens that forwards on this rank read in a step, and compares them
-    over the ranks of `world`, which divide each microbatch's tokens among them."""
+    """Collects the counts of tokens that a step's forwards read into Python, and compares them over
+    the ranks that divide the tokens."""
 
     def __init__(self, world: World, *, is_summed: bool) -> None:
-        """`is_summed`: True if training sums a step's numbers, such as losses, over the ranks of
-        `world` anyway."""
         self.known = KnownCounts()
         self._digests = PartDigests(world, is_summed=is_summed)
         self.count = self._digests.count
-        """Number of values that `numbers` returns."""
         self._step = StepCounts()
         self.latest = self._step
-        """The counts of the last step, which `end_step` has ended."""
 
     def begin_microbatch(self, arguments: Any) -> None:
-        """Begin the forward of a microbatch. Every rank of the axis calls it. `arguments`: the
-        model's arguments for all tokens."""
+        """Every rank of the axis calls it. `arguments`: the model's arguments for all tokens."""
         step = self._step
         step.microbatches += 1
         size = sum(each.nbytes for each in tensors_in(arguments))
@@ -189,9 +167,6 @@ class CountReads:
             step.arguments.append(arguments)
 
     def end_part(self, forward: int, layout: TokenLayout, part: PartCounts) -> None:
-        """Add the counts that the forward of this rank (or of one chunk) has read. `forward`: the
-        number of the forward in the step. `layout`: the division of the tokens, with that rank or
-        chunk as the current rank."""
         step, counts = self._step, part.by_line()
         if layout.world.size == 1 or not counts or step.microbatches > len(step.arguments):
             return
@@ -200,19 +175,16 @@ class CountReads:
         step.noted.setdefault(step.microbatches - 1, {})[self.place(forward, layout)] = counts
 
     def place(self, forward: int, layout: TokenLayout) -> Place:
-        """Return the `Place` for the forward of this rank (or of one chunk). `layout`: the division
-        of the tokens, with that rank or chunk as the current rank."""
         world = layout.world
         part = world.rank if isinstance(world, ChunkAxis) else self._digests.ranks[world.rank]
         return Place(self._digests.axis, forward, part, world.size)
 
     def numbers(self) -> list[float]:
-        """Return numbers whose sums over all ranks are 0 if and only if, in each forward, all ranks
-        (or chunks) have read equal counts. Every rank of the axis calls it."""
+        """Return numbers whose sums over all ranks are 0 if and only if all ranks (or chunks) have
+        read equal counts in each forward. Every rank calls it."""
         return self._digests.numbers()
 
     def end_step(self) -> None:
-        """Keep the counts since the previous step as `latest`."""
         self.latest, self._step = self._step, StepCounts()
         self._digests.clear()
 
@@ -222,8 +194,6 @@ def noted_to_json(noted: Noted) -> list[Any]:
 
 
 def noted_from_json(rows: Iterable[Any]) -> Noted:
-    """Return the counts that `noted_to_json` has converted. `rows`: its results, of one or several
-    ranks, concatenated."""
     return {
         Place(*place): {line: Counts(*each) for line, each in counts.items()}
         for *place, counts in rows
@@ -231,8 +201,6 @@ def noted_from_json(rows: Iterable[Any]) -> Noted:
 
 
 def differing_lines(noted: Noted) -> dict[str, dict[Place, Counts]]:
-    """Return the lines of code at which ranks (or chunks) have read different counts in the same
-    forward, and these counts."""
     forwards: dict[tuple[int, int], list[Place]] = {}
     for place in sorted(noted):
         forwards.setdefault((place.axis, place.forward), []).append(place)
@@ -246,9 +214,6 @@ def differing_lines(noted: Noted) -> dict[str, dict[Place, Counts]]:
 
 
 def first_different_counts(everyone: Sequence[Mapping[int, Noted]]) -> DifferentCounts | None:
-    """Return the first microbatch in which ranks (or chunks) have read different counts in the same
-    forward; None if there is none. `everyone`: for each rank, index of a microbatch -> the
-    counts."""
     for microbatch in sorted({each for theirs in everyone for each in theirs}):
         noted: Noted = {}
         for theirs in everyone:
@@ -259,6 +224,5 @@ def first_different_counts(everyone: Sequence[Mapping[int, Noted]]) -> Different
 
 
 def shapes_of(result: Any) -> list[tuple[int, ...]]:
-    """Return the shapes of the tensors in a result."""
     several = result if isinstance(result, tuple | list) else (result,)
     return [tuple(each.shape) for each in several if isinstance(each, Tensor)]

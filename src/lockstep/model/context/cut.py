@@ -1,6 +1,5 @@
-"""Calls a model and its loss with only this rank's tokens of each sequence. Training uses it if the
-plan divides sequences (the axis `context`), or if the recipe divides them into chunks or packs
-several documents into a row (`Recipe.sequence`)."""
+"""Calls a model and its loss with only this rank's tokens of each sequence: for the axis `context`,
+and for `Recipe.sequence` (chunks, packed documents)."""
 
 from __future__ import annotations
 
@@ -49,28 +48,24 @@ from lockstep.recipe.sequence import Sequence
 
 T = TypeVar("T")
 LENGTHS = (17, 19)
-"""Numbers of tokens in two forwards of the model whose comparison shows which torch calls have
-arguments that grow with the sequence."""
+"""Numbers of tokens in two forwards whose comparison shows which torch calls depend on the
+sequence's length."""
 COMPARED_TOKENS_PER_CHUNK = 8
 COMPARED_SAMPLES = 4
-"""Number of samples for which the check compares the model's output computed from all tokens with
-its output computed by ranks that each have some of the tokens. With only one sample, a model that
-keeps the best half of the tokens is often not detected: the best halves of the ranks may together
-be the best half of all tokens."""
+"""One sample is not enough: a model that keeps the best half of the tokens is often not detected,
+because the best halves of the ranks may together be the best half of all tokens."""
 WINDOWS = 8
-"""Number of windows (short runs of tokens) of a long sequence on which the loss is tried first,
-before all windows, to find out if it compares the output of a token with the label of the next
-one."""
+"""Number of windows (runs of tokens) of a long sequence on which the loss is tried before all
+windows."""
 MOST_LOSSES = 16
-"""Largest number of loss functions for which the results of checks are remembered. It is limited
-because a training loop may make a new function for each step."""
+"""Largest number of loss functions whose checks are remembered: a training loop may make a new
+function for each step."""
 MOST_LAYOUTS = 64
-"""Largest number of sequence lengths whose layouts (which rank has which tokens) are cached."""
 
 
 class _OfLosses(Generic[T]):
-    """A dictionary from loss functions to values, which keeps the latest `MOST_LOSSES` entries. The
-    keys are compared by identity, because a loss function need not be hashable."""
+    """A dictionary with loss functions as keys, which keeps the latest `MOST_LOSSES`. Keys are
+    compared by identity, because a loss function need not be hashable."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[LossFunction, T]] = {}
@@ -86,8 +81,7 @@ class _OfLosses(Generic[T]):
 
 
 class MicrobatchCut(NamedTuple):
-    """The division of the tokens of one microbatch among the ranks of the axis `context`.
-    `documents`: None if the recipe has no documents."""
+    """The division of one microbatch's tokens among the ranks of the axis `context`."""
 
     samples: int
     layout: TokenLayout
@@ -96,9 +90,9 @@ class MicrobatchCut(NamedTuple):
 
 class SequenceCut:
     """Calls a model and its loss with this rank's tokens of each sequence. Every rank of the axis
-    `context` (and of a pipeline) makes one, and calls its methods in the same order. If the axis
-    has one rank, that rank has all tokens, but random numbers are still drawn for one chunk after
-    another, and attention stays within documents."""
+    `context` (and of a pipeline) makes one, and calls its methods in the same order. A single rank
+    has all tokens, but draws random numbers for each chunk, and keeps attention within
+    documents."""
 
     def __init__(
         self,
@@ -109,13 +103,10 @@ class SequenceCut:
         forwards: Forwards | None = None,
         beside: Sequences[World] = (),
     ) -> None:
-        """`world`: the ranks of the axis `context`. `sequence`: `Recipe.sequence`; with None,
-        several ranks raise an error if the forward draws random numbers. `exchange`: the tensors
-        that attention exchanges between ranks (see `exchange.py`). `forwards`: calls the forwards
-        of a pipeline's stages; None without a pipeline. `beside`: the other axes, except a
-        pipeline's, along which ranks communicate in the forward."""
+        """`sequence`: with None, several ranks raise an error if the forward draws random numbers.
+        `beside`: the other axes, except a pipeline's, along which ranks communicate in the
+        forward."""
         self.dim = (Sequence() if sequence is None else sequence).dim
-        """The dim of the model's inputs along which tokens are."""
         self._model = model
         self._world = world
         self._forwards = forwards or WholeModel(model, world)
@@ -126,54 +117,43 @@ class SequenceCut:
         self._exchange = exchange
         self._only_draws = open_transformers(model)
         self._compared = _OfLosses[bool]()
-        """True for a loss function that was found not to compare the last token of a document with
-        the first token of the next document."""
+        """True for a loss that does not compare the last token of a document with the first token
+        of the next one."""
         self._layouts: dict[int, TokenLayout] = {}
         self._dims: dict[bool, Mapping[int, Dims]] = {}
-        """True for training mode, False for evaluation mode -> stage on this rank -> the dim of
-        tokens in each of the stage's calls of torch (see `find_dims`)."""
+        """True for training mode -> pipeline stage -> the dim of tokens in each of the stage's
+        calls of torch."""
         self._checked: set[bool] = set()
         self._shifts = _OfLosses[int]()
         self._sequences: dict[int, list[bool]] = {}
-        """Number of tensors in the model's arguments -> for each tensor, True if it has a dim of
-        tokens, so that the model gets only this rank's tokens of it."""
         self._labels: dict[tuple[bool, int], list[bool]] = {}
-        """(True for training mode, number of tensors in the batch) -> for each tensor, True if it
-        has a dim of tokens, so that the loss gets only this rank's tokens of it."""
+        """(training mode, number of tensors in the batch) -> for each tensor, True if it has a dim
+        of tokens."""
         self.current: MicrobatchCut
-        """The division of the microbatch that `run` has computed last. `loss` and `whole` get its
-        output."""
         self.reads = HostReads(world, is_summed=self._is_summed)
-        """The numbers that forwards and losses read from tensors into Python, as `tensor.item()`
-        does. They must be the same on all ranks."""
+        """The numbers that forwards and losses read from tensors into Python (`tensor.item()`).
+        They must be the same on all ranks."""
         self.counts = CountReads(world, is_summed=self._is_summed)
         """The counts of tokens that forwards read from tensors into Python. They may differ between
         ranks."""
         self.kernels = Chosen()
-        """The attention kernels that were chosen for the microbatches so far."""
 
     def output_and_loss(self, arguments: Any, loss: LossFunction, batch: Any) -> tuple[Any, Any]:
-        """Return the results of `run` and of `loss`."""
         output = self.run(arguments, batch)
         return output, self.loss(loss, output, batch)
 
     def run(self, arguments: Any, batch: Any) -> Any:
         """Return the model's output for this rank's tokens. `arguments`: the result of
-        `Recipe.inputs` for `batch`, with all tokens. Raises `RecipeError`, `DataError` and
-        `PlanError`."""
+        `Recipe.inputs`, with all tokens."""
         self.current = self.cut_of(arguments, batch)
         self.counts.begin_microbatch(arguments)
         return self._output(arguments, self.current, self.kernels)
 
     def _output(self, arguments: Any, cut: MicrobatchCut, chosen: Chosen) -> Any:
-        """Return the output of the whole model for this rank's tokens of a microbatch. The
-        attention kernels that are used are added to `chosen`."""
         with self._noting_mode(cut, 0, chosen=chosen):
             return self.arguments_of(arguments, cut).call(self._model)
 
     def cut_of(self, arguments: Any, batch: Any) -> MicrobatchCut:
-        """Return the division of a microbatch's tokens among ranks. Arguments and errors: as in
-        `run`."""
         samples, tokens = size = self._size_of(arguments)
         self._know_sequences(arguments, tokens)
         self._know_dims(arguments)
@@ -181,13 +161,11 @@ class SequenceCut:
         return MicrobatchCut(samples, self._layout_of(tokens), documents)
 
     def arguments_of(self, arguments: Any, cut: MicrobatchCut) -> Arguments:
-        """Return the model's arguments for this rank's tokens."""
         dim, layout = self.dim, cut.layout
         own = self._map_sequences(arguments, layout.tokens, lambda tensor: layout.take(tensor, dim))
         return self.call_of(own, self._active(cut, Chosen()).places())
 
     def inputs_of(self, arguments: Any, cut: MicrobatchCut) -> Arguments | Chunks:
-        """Return the arguments with which a pipeline calls the first stage for a microbatch."""
         return self.arguments_of(arguments, cut)
 
     def run_of(
@@ -197,19 +175,15 @@ class SequenceCut:
         batch: Any,
         around_loss: Callable[[], AbstractContextManager[Any]],
     ) -> Run:
-        """Return the function that computes a microbatch in a pipeline's stage. `around_loss`:
-        returns the context in which each call of the loss runs."""
         return within(partial(self._noting_mode, cut, chosen=self.kernels))
 
     def scored(self, score: Callable[[Any, LossFunction], T], loss: LossFunction, result: Any) -> T:
-        """Return `score(output, loss)` for a microbatch, with the loss of this rank's tokens in
-        place of `loss`. `result`: the result of the last stage."""
+        """Return `score(output, loss)`, with the loss of this rank's tokens in place of `loss`.
+        `result`: of the last stage."""
         return score(result, partial(self.loss, loss))
 
     @contextmanager
     def _noting_mode(self, cut: MicrobatchCut, stage: int, *, chosen: Chosen) -> Iterator[None]:
-        """The context of `_mode`. The numbers that the forward reads into Python in it are added to
-        `self.reads` and `self.counts`."""
         with (
             self._noted_forward(cut.layout, self.reads.begin()) as part,
             self._mode(cut, stage, chosen=chosen, part=part),
@@ -218,9 +192,6 @@ class SequenceCut:
 
     @contextmanager
     def _noted_forward(self, layout: TokenLayout, forward: int) -> Iterator[PartReads]:
-        """Yield a recorder of the numbers that a forward of this rank's tokens reads into Python.
-        On exit, add what it has recorded to `self.reads` and `self.counts`. `forward`: the number
-        that `reads.begin` returned."""
         # in a pipeline, the ranks of one stage cannot start a check by themselves
         counts = PartCounts(self.counts.known) if self._forwards.last_stage == 0 else None
         with self._recording(layout, forward, counts) as part:
@@ -232,9 +203,6 @@ class SequenceCut:
     def _recording(
         self, layout: TokenLayout, forward: int, counts: PartCounts | None = None
     ) -> Iterator[PartReads]:
-        """Yield a recorder of the numbers that a forward (or a loss) of this rank's tokens reads
-        into Python. On exit, add what it has recorded to `self.reads`. Counts of tokens are added
-        to `counts`."""
         part = PartReads(counts)
         yield part
         self.reads.end_part(forward, layout, part)
@@ -242,9 +210,6 @@ class SequenceCut:
     def _mode(
         self, cut: MicrobatchCut, stage: int, *, chosen: Chosen, part: PartReads | None = None
     ) -> SequenceMode:
-        """Return the context of a microbatch's forward in a stage on this rank (a whole model is
-        stage 0). The attention kernels that are used are added to `chosen`, the numbers that the
-        forward reads into Python to `part`."""
         return SequenceMode(
             self._active(cut, chosen),
             self._dims[self._model.training][stage],
@@ -264,32 +229,26 @@ class SequenceCut:
 
     @property
     def _is_cut(self) -> bool:
-        """True if the model is called with a part of each sequence."""
         return self._world.size > 1
 
     @property
     def _is_summed(self) -> bool:
-        """True if training sums a step's losses and weights over the ranks of the axis."""
         return True
 
     @property
     def _axis_of_trials(self) -> World | ChunkAxis:
-        """The ranks among which a sequence is divided when the loss is tried on parts of it: two or
-        more."""
+        """The two or more ranks (or chunks) that divide a sequence when the loss is tried on parts
+        of it."""
         return self._world
 
     @property
     def is_checked(self) -> bool:
-        """True if `check` has been called in the mode in which the model is now, training or
-        evaluation."""
         return self._model.training in self._checked
 
     def check(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
-        """Check that the model and the loss give the same results if each rank has only some of the
-        tokens. Every rank that communicates in the forward calls it, once in training mode and once
-        in evaluation mode, with the arguments of `run`. Generators and buffers are unchanged
-        afterwards. Raises `RecipeError`, `LossError`, `DataError` or `PlanError`, the same on all
-        ranks."""
+        """Check that the model and the loss give the same results if each rank has only some of
+        the tokens. Every rank that communicates in the forward calls it, once in training mode and
+        once in evaluation mode. All ranks raise the same error."""
         self._know_sequences(arguments, self._size_of(arguments)[1])
         self._know_dims(arguments)
         if self._is_cut:
@@ -298,18 +257,14 @@ class SequenceCut:
         self._checked.add(self._model.training)
 
     def check_counts(self, step: StepCounts, summed: World) -> None:
-        """Check that the counts of tokens that forwards of a step have read into Python, and that
-        differed between ranks, do not change the model's output. Every rank of the axis and of
-        `summed` (the ranks whose gradients are summed) calls it, with its own `step`, in the mode
-        (training or evaluation) of that step. Generators and buffers are unchanged afterwards.
-        Raises `RecipeError`, the same on all ranks."""
+        """Every rank of the axis and of `summed` (the ranks whose gradients are summed) calls it,
+        with its own `step`, in the mode of that step. All ranks raise the same error."""
         with unchanged(self._model, self._world.device), all_in_use(self._model):
             check_counts(step, self.counts.known, self._tokens_tried, (self._world, summed))
 
     def _tokens_tried(self, arguments: Any) -> TriedTokens:
-        """Return all tokens of a microbatch, rearranged into groups of short sequences, whose
-        forwards are tried one group at a time. A group of several short sequences has no more
-        tokens of a sample than a rank has in a step."""
+        """Return all tokens of a microbatch in groups of short sequences. A group of several has
+        no more tokens of a sample than a rank has in a step."""
         samples, tokens = self._size_of(arguments)
         known, layout = self._know_sequences(arguments, tokens), self._layout_of(tokens)
         rows = short_rows(tokens, layout.chunks, COMPARED_TOKENS_PER_CHUNK)
@@ -332,9 +287,8 @@ class SequenceCut:
         return TriedTokens(self._layout_of(compared), len(groups), compute)
 
     def _rows(self, arguments: Any, known: list[bool], samples: int, places: Tensor) -> Any:
-        """Return `arguments` for a batch of short sequences: for each row of `places`, and for each
-        of the `samples` samples, the tokens of the sample at the indices in that row. `known`: for
-        each tensor of `arguments`, True if it has a dim of tokens."""
+        """Return a batch of short sequences: for each row of `places` and each sample, the
+        sample's tokens at these indices."""
 
         def taken(tensor: Tensor) -> Tensor:
             if len(tensor) != samples:  # the same for all samples
@@ -349,17 +303,13 @@ class SequenceCut:
         return map_tensors(arguments, lambda each: (taken if next(sequences) else repeated)(each))
 
     def loss(self, loss: LossFunction, output: Any, batch: Any) -> Any:
-        """Return the loss of this rank's tokens, in the form that `loss` returns. Its sum over the
-        ranks of the axis is the loss of all tokens. `output`: the result of `run` for this batch.
-        Raises `LossError`."""
+        """Return the loss of this rank's tokens; its sum over the ranks is the loss of all tokens.
+        `output`: of `run` for this batch."""
         return self._loss_of(loss, output, batch, self.current, self.reads.begin())
 
     def _loss_of(
         self, loss: LossFunction, output: Any, batch: Any, cut: MicrobatchCut, forward: int
     ) -> Any:
-        """Return the loss of this rank's tokens of a microbatch. `output`: the model's output for
-        these tokens. `cut`: the division of the microbatch. `forward`: the number that
-        `reads.begin` returned for this call."""
         layout = cut.layout
         self._check_labels(loss, output, layout.local, batch, cut)
         if layout.world.size == 1:
@@ -372,8 +322,8 @@ class SequenceCut:
             return loss_of_part(watched_loss, output, batch, parts, layout.world.rank, shift)
 
     def whole(self, output: Any) -> Any:
-        """Return the model's output for all tokens, in the sequence's order, without a gradient.
-        Every rank of the axis calls it. `output`: the latest result of `run`."""
+        """Return the output for all tokens, in the sequence's order, without a gradient. Every
+        rank calls it. `output`: the latest result of `run`."""
         if self._world.size == 1:
             return output
         layout, dim = self.current.layout, self.dim
@@ -390,9 +340,8 @@ class SequenceCut:
         observer: Around = lambda _: nullcontext(),
         part: PartReads | None = None,
     ) -> Any:
-        """Return the model's output for this rank's tokens; in a pipeline, on the last rank only.
-        `observer`: (stage) -> a context that is entered inside the stage's forward. `part`: records
-        the numbers that the forward reads into Python."""
+        """Return the output for this rank's tokens; in a pipeline, on the last rank only.
+        `observer`: (stage) -> a context inside the stage's forward."""
 
         @contextmanager
         def around(stage: int) -> Iterator[None]:
@@ -402,8 +351,6 @@ class SequenceCut:
         return self._forwards.try_forward(self.arguments_of(arguments, cut), within(around))
 
     def call_of(self, arguments: Any, places: Tensor | None = None) -> Arguments:
-        """Return the arguments with which the model is called. `places`: the indices of the tokens;
-        None: all tokens."""
         given, name = Arguments.of(arguments), self._sequence.positions
         if name is not None and name not in given.keywords:
             samples, tokens = self._size_of(arguments)
@@ -437,8 +384,6 @@ class SequenceCut:
         return replace(self._world, rank=0, size=1, group=None, owns_group=False)
 
     def _proved(self, sample: Any, whole: TokenLayout) -> Any:
-        """Return the model's output for this rank's tokens, after comparing it with the output for
-        all tokens. Raises `RecipeError` if they differ."""
         cut = self._cut_trial(sample, whole.tokens)
         return prove(cut, self._trial(sample, whole), self.dim, self._provers)
 
@@ -446,8 +391,6 @@ class SequenceCut:
         return self._trial(sample, self._layout_of(tokens))
 
     def _trial(self, sample: Any, layout: TokenLayout) -> Trial:
-        """Return a forward of the tokens that this rank has in `layout`, for a comparison with
-        another forward."""
         counts = PartCounts(KnownCounts())
 
         def compute(observers: Sequences[Around]) -> list[Any]:
@@ -458,8 +401,6 @@ class SequenceCut:
         return Trial([layout], compute, [counts])
 
     def _size_of(self, arguments: Any) -> tuple[int, int]:
-        """Return the number of samples in a batch, and the number of tokens in each. Raises
-        `RecipeError`."""
         dim = self.dim
         for leaf in tensors_in(arguments):
             if leaf.dim() > dim:
@@ -488,8 +429,7 @@ class SequenceCut:
 
     def _know_sequences(self, arguments: Any, tokens: int) -> list[bool]:
         """Return, for each tensor of the model's arguments, True if it has a dim of tokens. The
-        first batch decides; in later batches, a tensor may be as long as the sequence by chance.
-        Raises `RecipeError`."""
+        first batch decides: in a later batch, a tensor may be as long as the sequence by chance."""
         leaves = tensors_in(arguments)
         are_sequences = [has_tokens(leaf, self.dim, tokens) for leaf in leaves]
         known = self._sequences.setdefault(len(leaves), are_sequences)
@@ -505,8 +445,8 @@ class SequenceCut:
         return known
 
     def _know_labels(self, batch: Any, tokens: int) -> list[bool]:
-        """Return, for each tensor of a batch, True if it has a dim of tokens: in every batch so
-        far, it was as long as the sequence."""
+        """Return, for each tensor of a batch, True if it was as long as the sequence in every
+        batch so far."""
         leaves = tensors_in(batch)
         kind = self._model.training, len(leaves)
         known = self._labels.get(kind, [True] * len(leaves))
@@ -519,12 +459,9 @@ class SequenceCut:
     def _map_sequences(
         self, arguments: Any, tokens: int, function: Callable[[Tensor], Tensor]
     ) -> Any:
-        """Return the arguments, with `function` applied to each tensor that has a dim of tokens."""
         return map_known(arguments, self._know_sequences(arguments, tokens), function)
 
     def _first_tokens(self, arguments: Any, tokens: int, *, rows: int = 1) -> Any:
-        """Return the model's arguments with the first `tokens` tokens of the first `rows`
-        samples."""
         samples, length = self._size_of(arguments)
         known = self._know_sequences(arguments, length)
         return self._sample(arguments, known, samples, 0, 0, tokens, rows=rows)
@@ -540,8 +477,6 @@ class SequenceCut:
         *,
         rows: int = 1,
     ) -> Any:
-        """Return a batch of `rows` samples, with `tokens` tokens from token `start` of sample `row`
-        on. `known`: for each tensor, True if it has a dim of tokens."""
         cut = map_known(value, known, lambda tensor: tensor.narrow(self.dim, start, tokens))
 
         def of_row(tensor: Tensor) -> Tensor:
@@ -550,8 +485,6 @@ class SequenceCut:
         return map_tensors(cut, of_row)
 
     def _documents_of(self, batch: Any, size: tuple[int, int]) -> Documents | None:
-        """Return the batch's documents, if the recipe has any. Raises `DataError` and
-        `RecipeError`."""
         if self._sequence.documents is None:
             return None
         try:
@@ -572,9 +505,8 @@ class SequenceCut:
         return documents
 
     def _check_documents(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
-        """If the recipe has documents, try the model with two documents in a row of the batch, and
-        the loss with the batch's documents: a document's tokens must not change the output or the
-        loss of another document. Every rank calls it. Raises `RecipeError` and `LossError`."""
+        """Try the model with two documents in a row, and the loss with the batch's documents: a
+        document must not change the output or the loss of another. Every rank calls it."""
         cut = self.cut_of(arguments, batch)
         if (documents := cut.documents) is None:
             return
@@ -599,9 +531,7 @@ class SequenceCut:
     def _check_labels(
         self, loss: LossFunction, output: Any, has: int, batch: Any, cut: MicrobatchCut
     ) -> None:
-        """Check, in the first batch with two documents in a row, that the loss does not compare the
-        last token of a document with the first token of the next one. Raises `LossError`. `has`:
-        the number of tokens of `output`, which may belong to another batch."""
+        """`has`: the number of tokens of `output`, which may belong to another batch."""
         if cut.documents is None or self._compared.get(loss):
             return
         tokens = cut.layout.tokens
@@ -633,8 +563,6 @@ class SequenceCut:
     def _call_first(
         self, arguments: Any, tokens: int, around: Around = lambda _: nullcontext()
     ) -> None:
-        """Call the model with the first `tokens` tokens of the first sample, without dividing them
-        among ranks."""
         size = self._size_of(arguments)
 
         @contextmanager
@@ -657,10 +585,8 @@ class SequenceCut:
     def _find_shift(
         self, loss: LossFunction, output: Any, layout: TokenLayout, batch: Any, cut: MicrobatchCut
     ) -> int:
-        """Return by how many tokens a loss shifts its labels, and remember it: 1 if it compares the
-        output of a token with the label of the next one, else 0. If the batch does not show it,
-        both are right for this batch. `output`: the model's output for this rank's tokens of
-        `layout`. `cut`: the division of the batch."""
+        """Return 1 if the loss compares the output of a token with the label of the next one, else
+        0. If the batch does not show it, both are right for this batch."""
         samples, tokens = cut.samples, cut.layout.tokens
         known, most = self._know_labels(batch, tokens), self._most_of(tokens)
         most -= most > 2 and most % 2 == 0  # odd, so that a rank has no two consecutive tokens
@@ -677,12 +603,10 @@ class SequenceCut:
         return 0
 
     def _most_of(self, tokens: int) -> int:
-        """Return the number of tokens of a sequence on which a loss is tried at a time."""
         return min(tokens, COMPARED_TOKENS_PER_CHUNK * self._sequence.chunks)
 
     def _zeros(self, output: Any, has: int, tokens: int) -> Any:
-        """Return zeros in the form of the model's output, for `tokens` tokens of one sample. `has`:
-        the number of tokens of `output`."""
+        """`has`: the number of tokens of `output`."""
         dim = self.dim
 
         def zeros(like: Tensor) -> Tensor:
@@ -692,8 +616,6 @@ class SequenceCut:
 
 
 def _check_positions(model: nn.Module, name: str | None) -> None:
-    """Raise `RecipeError` if the model's forward has no argument of this name. None: nothing is
-    checked."""
     if name is None:
         return
     arguments = inspect.signature(model.forward).parameters
@@ -707,7 +629,6 @@ def _check_positions(model: nn.Module, name: str | None) -> None:
 
 
 def _described(batch: Any) -> str:
-    """Return a description of a batch for an error: its type, with its keys or its length."""
     if isinstance(batch, Mapping):
         return f"a batch with the keys {[*batch]}"
     if isinstance(batch, list | tuple):

@@ -19,21 +19,19 @@ from lockstep.model.context.label_shift import total_of, windows
 from lockstep.model.trial import SINGLE, epsilon, tolerance
 
 MOST_TOKENS = 32
-"""Largest number of tokens in each of the two documents with which the model is tried."""
 Call = Callable[[Any, Documents], Any]
 """(arguments of the model, their documents) -> the model's output; None on a rank of a pipeline
-that does not have it."""
+without it."""
 Part = Callable[[Any, int, int], tuple[Any, Any]]
-"""(batch, row, first token) -> zeros in the form of the model's output for some consecutive tokens
-of this row, and the batch with only these tokens."""
+"""(batch, row, first token) -> zeros like the model's output for some consecutive tokens of the
+row, and the batch with only these tokens."""
 
 
 @torch.no_grad()
 def check_model(call: Call, arguments: Any, documents: Documents) -> Any:
-    """Try the model with a row of two documents, made of the first tokens of a batch: the second
-    document's output must not depend on the first document, and must be the same as alone. This
-    takes three forwards, on every rank. Raises `RecipeError` on ranks with an output. Returns the
-    output of a row, or None. `arguments`: the model's arguments for `documents`."""
+    """Try the model with a row of two documents, made of a batch's first tokens: the second
+    document's output must not depend on the first. Every rank calls it: it takes three forwards.
+    Returns the output of a row."""
     half = tried_tokens(documents) // 2
     if not half:
         return None
@@ -77,14 +75,10 @@ def check_model(call: Call, arguments: Any, documents: Documents) -> Any:
 
 
 def tried_tokens(documents: Documents) -> int:
-    """Return the number of tokens in the row of two documents with which `check_model` tries the
-    model."""
     return 2 * min(documents.tokens // 2, MOST_TOKENS)
 
 
 def _cut(arguments: Any, documents: Documents, tokens: slice) -> Any:
-    """Return the model's arguments for the first sample, with only the tokens in the slice
-    `tokens`."""
     samples = len(documents.ids)
 
     def cut(tensor: Tensor) -> Tensor:
@@ -96,8 +90,6 @@ def _cut(arguments: Any, documents: Documents, tokens: slice) -> Any:
 
 
 def _rows(output: Any, tokens: int) -> Tensor:
-    """Return the first floating-point tensor of the model's output of shape (1, tokens, ...); for
-    chunked logits, their hidden states. Raises `RecipeError` if there is none."""
     for leaf in tree_leaves(output):
         if (
             isinstance(leaf, Tensor)
@@ -121,9 +113,8 @@ def check_labels(
     loss: Callable[[Any, Any], Any], part: Part, most: int, batch: Any, documents: Documents
 ) -> bool:
     """Raise `LossError` if the loss pairs the last token of a document with the first token of the
-    next document, which no token predicts. The loss is called with `most` tokens of a row at a
-    time. `loss`: as in `Recipe`. `part`: gives these tokens. Returns False if no row of the batch
-    has two documents, or if no output changes the loss (a head of zeros, no label)."""
+    next one, which no token predicts. Returns False if no row has two documents, or no output
+    changes the loss. `most`: the number of tokens of a row that the loss gets at a time."""
     lasts = documents.lasts()
     if not lasts.any():
         return False
@@ -161,8 +152,6 @@ def check_labels(
 def _gradient(
     loss: Callable[[Any, Any], Any], output: Any, batch: Any, tokens: int, device: torch.device
 ) -> Tensor:
-    """Return the gradient of the loss with respect to a random output (for chunked logits: to
-    random hidden states) for some tokens of one row: (tokens, ...)."""
     generator = torch.Generator().manual_seed(29)
     leaves: list[Tensor] = []
 
@@ -193,7 +182,6 @@ def _is_labels(leaf: Any, documents: Documents) -> bool:
 
 
 def _with_other_firsts(batch: Any, documents: Documents) -> Any:
-    """Return the batch with a different, valid label at the first token of each document."""
     firsts = documents.lasts().roll(1, 1)
 
     def changed(leaf: Tensor) -> Tensor:
@@ -207,8 +195,8 @@ def _with_other_firsts(batch: Any, documents: Documents) -> Any:
 
 
 def _has_next_tokens(batch: Any, documents: Documents, read: Tensor) -> bool:
-    """True if one tensor of the batch has the next token of another tensor (labels that are shifted
-    already) at all tokens in `read`, whose output the loss reads."""
+    """True if one tensor of the batch has the next token of another (shifted labels) at all tokens
+    in `read`, whose output the loss reads."""
     places = read[:, :-1]
     tensors = [leaf for leaf in tree_leaves(batch) if _is_labels(leaf, documents)]
     return any(

@@ -17,7 +17,7 @@ from lockstep.base.errors import DataError
 from lockstep.base.torch_private import assert_async
 
 PADDING = -1
-"""The id of tokens that belong to no document: padding at the end of a row."""
+"""The id of tokens that belong to no document, at the end of a row."""
 RULE = (
     "each row has its documents one behind the other, with ids that never decrease, such as"
     f" [0, 0, 0, 1, 1]; padding at its end has the id {PADDING}"
@@ -26,20 +26,18 @@ RULE = (
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents in the rows of one microbatch. Indices refer to tokens in the whole row."""
+    """The documents in the rows of one microbatch."""
 
     ids: Tensor
-    """Shape (samples, tokens): the number of each token's document, counted from 0 in each row.
-    Padding counts as the last document."""
+    """(samples, tokens): the number of each token's document, counted from 0 in each row. Padding
+    counts as the last document."""
     positions: Tensor
-    """Shape (samples, tokens): the position of each token in its document, from 0."""
+    """(samples, tokens): the position of each token in its document."""
 
     @classmethod
     def of(cls, ids: Any, device: torch.device) -> Documents:
-        """Return the documents that the result of `Sequence.documents` describes: the id of each
-        token's document, or `PADDING`, of shape (samples, tokens). Raises `DataError` if ids are
-        not in order along a row. On an accelerator, the order is asserted on the device instead, so
-        that the host does not wait."""
+        """`ids`: the result of `Sequence.documents`. On an accelerator, the order of ids along a
+        row is asserted on the device, so that the host does not wait."""
         ids = _checked(ids).to(device).long()
         # padding comes last
         order = torch.where(ids == PADDING, torch.iinfo(torch.long).max, ids)
@@ -61,7 +59,6 @@ class Documents:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in a row."""
         return self.ids.shape[1]
 
     @cached_property
@@ -71,14 +68,12 @@ class Documents:
         return [row.unique_consecutive(return_counts=True)[1].tolist() for row in self.ids.cpu()]
 
     def places(self, indices: Tensor) -> Tensor:
-        """Return the positions in their documents of the tokens at `indices` of each row: shape
-        (tokens,) for a single row, else (samples, tokens)."""
         positions = self.positions[:, indices]
         return positions[0] if len(positions) == 1 else positions
 
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return a mask of shape (samples, 1, queries, keys): True where query and key belong to
-        the same document. `queries`, `keys`: indices of tokens in the row."""
+        """Return a mask (samples, 1, queries, keys), True within a document. `queries`, `keys`:
+        indices of tokens in the row."""
         return self.ids[:, None, queries, None] == self.ids[:, None, None, keys]
 
     def by_document(
@@ -90,10 +85,9 @@ class Documents:
         *,
         dim: int,
     ) -> Tensor:
-        """Return the attention of whole rows. It is computed for one document after another, so
-        that pairs of tokens of different documents, which a mask would hide, are not computed.
-        `compute`: (row, index of the first token, query, key, value) -> the attention of a document
-        of one row, with its tokens along `dim`."""
+        """Return the attention of whole rows, computed for one document after another. `compute`:
+        (row, index of the first token, query, key, value) -> the attention of a document, with its
+        tokens along `dim`."""
         rows = []
         samples = zip(*(torch.split(each, 1) for each in (query, key, value)), strict=True)
         for row, (sample, lengths) in enumerate(zip(samples, self.lengths, strict=True)):
@@ -104,12 +98,10 @@ class Documents:
         return torch.cat(rows)
 
     def earliest_key(self, token: int) -> int:
-        """The smallest index, over all rows, at which the document that contains this token
-        begins."""
         return token - int(self.positions[:, token].max())
 
     def lasts(self) -> Tensor:
-        """Return a mask of shape (samples, tokens): True at the last token of each document that is
+        """Return a mask (samples, tokens): True at the last token of each document that is
         followed by another one in its row."""
         return torch.nn.functional.pad(self.ids.diff(dim=1) != 0, (0, 1))
 

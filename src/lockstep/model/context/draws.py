@@ -1,10 +1,7 @@
 """Draws a model's random numbers (such as dropout's) for each chunk of a sequence by itself, so
-that a token's numbers do not depend on which rank has its chunk.
-
-A call of `F.dropout` or `torch.rand` takes one number from the default generator, whose state is
-the same on all ranks of the axis `context`. The numbers for each chunk come from generators that
-are seeded with this number and the index of the chunk.
-"""
+that they do not depend on which rank has the chunk. A call of `F.dropout` or `torch.rand` takes one
+number from the default generator, whose state is the same on all ranks. This number and the chunk's
+index seed the chunk's generator."""
 
 from __future__ import annotations
 
@@ -49,12 +46,9 @@ OF_A_TENSOR = frozenset(
 )
 """Functions of torch that draw one random number for each element of their first argument."""
 OF_A_SHAPE = frozenset([torch.rand, torch.randn])
-"""Functions of torch that draw random numbers of a shape that they are given."""
 
 
 def draws(function: Any, args: Sequence[Any], keywords: dict[str, Any]) -> bool:
-    """True if this call of a function in `OF_A_TENSOR` or `OF_A_SHAPE` draws from a default
-    generator."""
     if keywords.get("generator") is not None:
         return False
     if function not in DROPOUTS:
@@ -68,7 +62,6 @@ def draws(function: Any, args: Sequence[Any], keywords: dict[str, Any]) -> bool:
 
 
 def shape_of(function: Any, args: Sequence[Any], keywords: dict[str, Any]) -> torch.Size:
-    """Return the shape of the result for a call of a function in `OF_A_TENSOR` or `OF_A_SHAPE`."""
     if function in OF_A_SHAPE:
         return torch.Size(sizes_of(args, keywords))
     given = args[0] if args else keywords["input"]
@@ -76,16 +69,15 @@ def shape_of(function: Any, args: Sequence[Any], keywords: dict[str, Any]) -> to
 
 
 def sizes_of(args: Sequence[Any], keywords: dict[str, Any]) -> list[int]:
-    """Return the sizes in a call of `torch.rand` or a similar function."""
     is_one = bool(args) and isinstance(args[0], list | tuple)
     sizes = keywords["size"] if "size" in keywords else args[0] if is_one else args
     return [int(size) for size in sizes]
 
 
 def seeded_chunks(chunks: Sequence[int], device: torch.device) -> Iterator[int]:
-    """Yield 0, 1, ... for the chunks in `chunks`, each time with the default generators (also of
-    `device`) seeded for this chunk. At the end, the generators are in the state that they have
-    after one number is drawn. The caller must exhaust the iterator."""
+    """Yield 0, 1, ... with the default generators (also of `device`) seeded for each of `chunks`.
+    At the end, they are in the state after one drawn number. The caller must exhaust the
+    iterator."""
     with disable_current_modes():
         number = int(torch.empty((), dtype=torch.int64).random_())
     generators = accelerator.generators_of([device])
@@ -104,10 +96,8 @@ def draw_by_chunk(
     chunks: Sequence[int],
     widths: Sequence[int],
 ) -> Any:
-    """Call a function in `OF_A_TENSOR` or `OF_A_SHAPE` once for each of this rank's chunks, with
-    random numbers that depend on the chunk's index, and return the concatenated results. `dim`: the
-    dim of tokens in the result. `chunks`, `widths`: for each of this rank's chunks, its index in
-    the sequence and its number of tokens."""
+    """`dim`: the dim of tokens in the result. `chunks`, `widths`: the index of each of this rank's
+    chunks, and its number of tokens."""
     if function in OF_A_SHAPE:
         sizes = sizes_of(args, keywords)
         others = {name: value for name, value in keywords.items() if name != "size"}

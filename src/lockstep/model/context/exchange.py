@@ -1,12 +1,8 @@
-"""Attention over a sequence whose tokens are on several ranks: either each rank gathers the keys
-and values of all tokens, or each rank computes all tokens of some heads.
-
-`exchange="keys"` gathers keys and values: each rank computes the attention of its own tokens to all
-tokens. It works with any attention. `exchange="heads"` exchanges tokens for heads (all-to-all;
-Jacobs et al., DeepSpeed Ulysses, 2023): each rank computes the attention of all tokens in some
-heads, so there must be at least as many heads as ranks. In both exchanges, gradients are summed in
-the order of ranks.
-"""
+"""Attention over a sequence whose tokens are on several ranks. `exchange="keys"` gathers keys and
+values: each rank computes the attention of its own tokens to all tokens, with any attention.
+`exchange="heads"` exchanges tokens for heads (all-to-all; Jacobs et al., DeepSpeed Ulysses, 2023):
+each rank computes the attention of all tokens in some heads. In both, gradients are summed in the
+order of ranks."""
 
 from __future__ import annotations
 
@@ -37,21 +33,16 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The division of a sequence's tokens among the ranks of the axis `context`. The sequence has
-    `chunks` chunks of consecutive tokens. They are given to the ranks in paired order (first, last,
-    second, last but one, ...), and a rank has its chunks in this order. A single rank has the
-    sequence unchanged."""
+    """The division of a sequence's tokens among the ranks of the axis `context`. Chunks of
+    consecutive tokens are given to ranks in paired order (first, last, second, last but one, ...).
+    A single rank has the sequence unchanged."""
 
     tokens: int
-    """Number of tokens in the whole sequence."""
     chunks: int
     world: World | ChunkAxis
-    """The ranks of the axis. If each chunk is computed by itself (bitwise numerics), the chunks in
-    the place of ranks."""
+    """The ranks of the axis; with bitwise numerics, the chunks in the place of ranks."""
 
     def spans_of(self, rank: int) -> tuple[range, ...]:
-        """Return the span of token indices of each of a rank's chunks, in the order in which the
-        rank has them."""
         if self.world.size == 1:
             return tuple(
                 contiguous_range(self.tokens, chunk, self.chunks) for chunk in range(self.chunks)
@@ -66,8 +57,6 @@ class TokenLayout:
 
     @property
     def otherwise(self) -> str:
-        """The remedy if a model or a loss cannot be computed on divided sequences, for texts of
-        errors."""
         if not isinstance(self.world, ChunkAxis):
             return (
                 "leave context out: shard=N and checkpointing=full make room for long sequences too"
@@ -85,23 +74,18 @@ class TokenLayout:
 
     @cached_property
     def own_spans(self) -> tuple[range, ...]:
-        """The span of token indices of each of this rank's chunks, in the order in which the rank
-        has them."""
         return self.spans_of(self.world.rank)
 
     @cached_property
     def widths(self) -> list[int]:
-        """Number of tokens in each of this rank's chunks."""
         return list(map(len, self.own_spans))
 
     @cached_property
     def counts(self) -> list[int]:
-        """Number of tokens of each rank."""
         return [sum(map(len, self.spans_of(rank))) for rank in range(self.world.size)]
 
     @property
     def local(self) -> int:
-        """Number of tokens of this rank."""
         return self.counts[self.world.rank]
 
     @cached_property
@@ -116,7 +100,6 @@ class TokenLayout:
 
     @cached_property
     def gathered_places(self) -> Tensor:
-        """The indices in the sequence of all ranks' tokens, in rank order."""
         return torch.cat([self.places_of(rank) for rank in range(self.world.size)])
 
     @cached_property
@@ -126,19 +109,15 @@ class TokenLayout:
         return torch.argsort(self.gathered_places)
 
     def take(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return this rank's tokens of a tensor that has all tokens along `dim`."""
         return tensor if self.world.size == 1 else tensor.index_select(dim, self.places)
 
 
 def chosen_exchange(
     exchange: Literal["auto", "keys", "heads"], *, heads: int, key_heads: int, ranks: int
 ) -> Literal["keys", "heads"]:
-    """Return `exchange` or, for "auto", the exchange that sends fewer bytes.
-
-    With A bytes in one activation, N ranks, and g key heads per query head, a rank sends in forward
-    and backward 4 (1 + g) A (N - 1) / N² bytes for `heads`, and 6 g A (N - 1) / N for `keys`.
-    `heads` is possible only if N divides the number of key heads.
-    """
+    """For "auto", returns the exchange that sends fewer bytes. With A bytes in one activation, N
+    ranks, and g key heads per query head, a rank sends 4 (1 + g) A (N - 1) / N² bytes for `heads`,
+    and 6 g A (N - 1) / N for `keys`."""
     if exchange != "auto":
         return exchange
     share = Fraction(key_heads, heads)
@@ -149,10 +128,8 @@ def chosen_exchange(
 def attend_by_keys(
     layout: TokenLayout, query: Tensor, key: Tensor, value: Tensor, attend: Attend, remade: Remade
 ) -> Tensor:
-    """Return `attend(query, all keys, all values)`: keys and values are gathered from all ranks, in
-    the sequence's order. Every rank calls it. Autograd does not save the gathered tensors; the
-    backward gathers them again (under activation checkpointing, the recomputation of the forward
-    does). `remade`: the context in which `attend` runs."""
+    """Every rank calls it. Autograd does not save the gathered tensors; the backward gathers them
+    again."""
     keys, values = key, value
     if layout.world.size > 1:
         whole = gather_keys(layout, key, value)
@@ -166,7 +143,7 @@ def attend_by_keys(
 
 
 def _is_sent(layout: TokenLayout) -> bool:
-    """True if processes exchange keys; False if all chunks are on one process, and share them."""
+    """False if all chunks are on one process, so that they share keys without an exchange."""
     world = layout.world
     return not isinstance(world, ChunkAxis) or world.processes.size > 1
 
@@ -174,11 +151,8 @@ def _is_sent(layout: TokenLayout) -> bool:
 def attend_by_heads(
     layout: TokenLayout, query: Tensor, key: Tensor, value: Tensor, attend: Attend, remade: Remade
 ) -> Tensor:
-    """Return the attention of this rank's tokens in all heads. `attend` computes, on each rank, the
-    attention of all tokens in some of the heads. Every rank calls it. The number of ranks must
-    divide the numbers of key heads and of query heads. Autograd does not save the output for all
-    tokens; the backward uses a `StandIn` (but not under activation checkpointing, where the
-    recomputation makes the output anyway)."""
+    """Every rank calls it. The number of ranks must divide the numbers of key heads and of query
+    heads. Autograd does not save the output for all tokens; the backward uses a `StandIn`."""
     world = layout.world
     if world.size == 1:
         return attend(query, key, value)
@@ -204,9 +178,6 @@ def attend_by_heads(
 
 
 def _to_tokens(layout: TokenLayout, output: Tensor, stand_in: StandIn | None) -> Tensor:
-    """Return the attention of this rank's tokens in all heads. `output`: the attention of all
-    tokens in this rank's heads. `stand_in`: what the backward reads in place of `output`, if that
-    is not saved."""
     tokens: Tensor = _ToTokens.apply(output, layout, stand_in)  # type: ignore[no-untyped-call]
     return tokens
 
@@ -235,8 +206,6 @@ def _with_tokens(tensor: Tensor, tokens: int) -> tuple[int, ...]:
 def _exchanged(
     world: World, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
 ) -> list[list[Tensor]]:
-    """Send the tensors `parts[r]` to each rank r. Return, for each rank, the tensors received from
-    it, which have the shapes `shapes[r]`."""
     several = len(parts[0])
     flat = _AllToAll.apply(  # type: ignore[no-untyped-call]
         world,
@@ -266,7 +235,7 @@ class _AllToAll(torch.autograd.Function):
 
 class _ToTokens(torch.autograd.Function):
     """Sends each rank the attention output of its tokens in this rank's heads. The backward sends
-    the gradients back, together with the sums that the `StandIn` needs."""
+    the gradients back, with the sums that the `StandIn` needs."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, layout: TokenLayout, stand_in: StandIn | None) -> Tensor:
@@ -307,9 +276,7 @@ class _ToTokens(torch.autograd.Function):
 def _all_to_all(
     world: World, shapes: Sequence[Sequence[int]], several: int, parts: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Send `several` tensors to each rank, and return as many received from each rank. `parts`: the
-    tensors for rank 0, then those for rank 1, and so on. `shapes`: the shapes of the received
-    tensors."""
+    """`parts`: `several` tensors for rank 0, then as many for rank 1, and so on."""
     given = torch.cat([part.reshape(-1) for part in parts])
     sizes = [math.prod(shape) for shape in shapes]
     received = world.all_to_all(
@@ -320,15 +287,13 @@ def _all_to_all(
 
 
 def _sums(sizes: Sequence[int], several: int) -> list[int]:
-    """Return the sums of consecutive groups of `several` sizes."""
     ends = list(accumulate(sizes, initial=0))[::several]
     return [stop - start for start, stop in pairwise(ends)]
 
 
 class GatherRows(torch.autograd.Function):
     """Gathers the rows (one for each token) of all ranks, in the sequence's order. The backward
-    sums the gradients that the ranks have for a row in rank order, so that the bits do not depend
-    on timing."""
+    sums a row's gradients in rank order, so that the bits do not depend on timing."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layout: TokenLayout) -> Tensor:
@@ -362,9 +327,8 @@ class GatherRows(torch.autograd.Function):
 
 
 class _GatherChunks(torch.autograd.Function):
-    """Gathers the rows (one for each token) of all chunks, in the sequence's order; the chunks of a
-    process share the result. The backward sums the gradients that the chunks have for a row in a
-    fixed binary tree over the chunks, so that the bits do not depend on the number of processes."""
+    """Gathers the rows (one for each token) of all chunks, in the sequence's order. The backward
+    sums a row's gradients in a fixed binary tree over the chunks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layout: TokenLayout) -> Tensor:

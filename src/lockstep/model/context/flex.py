@@ -18,15 +18,13 @@ torch."""
 
 
 def places_of(spans: Iterable[range], device: torch.device) -> Tensor:
-    """Return the indices of the tokens in these spans of a row, in their order."""
     return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
 
 
 def allowed_tokens(ids: Tensor | None, places: Tensor, *, is_causal: bool) -> Allowed:
-    """Return the function that allows queries to attend to keys of the same document (and, if
-    `is_causal`, only to earlier ones). Query number i is the token at index `places[i]` of the row;
-    keys are all tokens of the row. `ids`: the document of each token, (samples, tokens); None: each
-    row is one document."""
+    """Allow keys of the query's document. Query number i is the token at index `places[i]` of the
+    row; keys are all tokens of the row. `ids`: the document of each token, (samples, tokens); None:
+    each row is one document."""
 
     def allowed(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         place = places[query]
@@ -39,8 +37,6 @@ def allowed_tokens(ids: Tensor | None, places: Tensor, *, is_causal: bool) -> Al
 def block_mask(
     allowed: Allowed, samples: int, queries: int, keys: int, device: torch.device
 ) -> Any:
-    """Return torch's `BlockMask` for a function that allows pairs of query and key, which is the
-    same for all heads. `queries`, `keys`: their numbers."""
     with without_torch_function_modes():
         return _function("create_block_mask", device)(
             allowed, samples, None, queries, keys, device=device
@@ -56,8 +52,7 @@ def flex_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """Return the attention under a block mask. Tensors have the shape (samples, heads, tokens,
-    features)."""
+    """Tensors have the shape (samples, heads, tokens, features)."""
     compute = _function("flex_attention", query.device)
     # torch cannot compile under a TorchFunctionMode
     with without_torch_function_modes():

@@ -1,12 +1,6 @@
-"""The numbers that a forward or a loss reads from tensors into Python (on the host), to decide what
-to compute.
-
-If ranks divide a sequence's tokens, `if x.sum() > 0` decides by the tokens that a rank has, but one
-process decides by all tokens. So all ranks must read the same number, or they compute a different
-model. Counts of chosen tokens may differ (`count_reads.py`): a loop over experts may skip an expert
-without tokens (`if chosen.any()`), and code may leave out a mask of ones (`if not mask.all()`),
-without a change of the result.
-"""
+"""The numbers that a forward or a loss reads from tensors into Python, to decide what to compute.
+If ranks divide a sequence's tokens, `if x.sum() > 0` would decide by the tokens that a rank has, so
+all ranks must read the same number. Counts of chosen tokens may differ (`count_reads.py`)."""
 
 from __future__ import annotations
 
@@ -32,10 +26,8 @@ from lockstep.model.context.part_digests import PartDigests
 from lockstep.model.host_values import ARRAYS, READS, functions_named
 
 MOST_NAMED = 1000
-"""At most so many of the numbers that a forward reads are kept, so that an error can name the line
-that reads them."""
+"""Largest number of a forward's reads that are kept, so that an error can name the line."""
 _COUNT = "_lockstep_count"
-"""Attribute that is set on tensors that hold a count of tokens."""
 _COUNTING = functions_named(
     *("any", "all", "nonzero", "count_nonzero", "bincount", "histc", "unique", "argwhere"),
     *("unique_consecutive", "searchsorted"),
@@ -43,7 +35,6 @@ _COUNTING = functions_named(
 _GIVE_COUNTS = ARRAYS | {Tensor.__contains__}
 """Functions of torch that return counts to Python: values that may differ between ranks."""
 _SHAPED = functions_named("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select")
-"""Functions of torch whose result has a shape that depends on a count, such as `nonzero`."""
 _SUMS = functions_named("sum", "cumsum")
 _COMPARISONS = functions_named(
     *("gt", "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal"),
@@ -52,8 +43,6 @@ _COMPARISONS = functions_named(
 
 
 class Read(NamedTuple):
-    """A number that a forward or a loss has read from a tensor into Python."""
-
     place: str
     """File and line of the code that reads it."""
     value: str
@@ -64,8 +53,6 @@ class PartReads:
     Python."""
 
     def __init__(self, counts: PartCounts | None = None) -> None:
-        """`counts`: the object to which counts of tokens are added; None if they need not be
-        compared."""
         self.reads: list[Read] = []
         self.counts = counts
         self.digest = hashlib.blake2b()
@@ -73,8 +60,8 @@ class PartReads:
         self._has_counts = False
 
     def note(self, function: Any, args: Any, result: Any, caller: FrameType) -> None:
-        """Add the result of a call of torch if the call reads a number into Python. `caller`: the
-        frame that makes the call."""
+        """Add the result of a call of torch that reads a number into Python. `caller`: the frame
+        that makes the call."""
         if function in READS:
             if any(map(_is_count, args)) or _is_several(result):
                 self._note_count(result, caller)
@@ -105,8 +92,6 @@ class PartReads:
             self.reads.append(read)
 
     def join(self, other: PartReads) -> None:
-        """Add the numbers that another call of the same function has read, unless they are the same
-        numbers."""
         if other.reads != self.reads:
             for read in other.reads:
                 self._add(read)
@@ -132,9 +117,8 @@ class Noting(TorchFunctionMode):
 
 
 def noting(function: Callable[[Any, Any], Any], part: PartReads) -> Callable[[Any, Any], Any]:
-    """Return a function that calls `function`, and adds the numbers that it reads into Python to
-    `part`. If several calls read the same numbers, these are added once, because one rank may call
-    a loss more often than another."""
+    """Add the numbers that each call of `function` reads into Python to `part`; equal ones once,
+    because one rank may call a loss more often than another."""
     is_first = True
 
     def noted(*args: Any) -> Any:
@@ -152,18 +136,13 @@ def noting(function: Callable[[Any, Any], Any], part: PartReads) -> Callable[[An
 
 class HostReads:
     """Collects the numbers that a step's forwards and losses read into Python, and compares them
-    over the ranks of `world`, which divide the sequences' tokens among them. In each forward, all
-    ranks (or chunks) must read the same numbers."""
+    over the ranks that divide the sequences' tokens."""
 
     def __init__(self, world: World, *, is_summed: bool = True) -> None:
-        """`is_summed`: True if training sums a step's numbers, such as losses, over the ranks of
-        `world` anyway."""
         self._world = world
         self._digests = PartDigests(world, is_summed=is_summed)
         self.count = self._digests.count
-        """Number of values that `numbers` returns."""
         self._layout: TokenLayout
-        """The division of the tokens in the last forward that read a number."""
         self._forwards = 0
         self._reads: dict[tuple[int, int], list[Read]] = {}
         self._before = self._reads
@@ -175,30 +154,24 @@ class HostReads:
         return self._forwards
 
     def end_part(self, forward: int, layout: TokenLayout, part: PartReads) -> None:
-        """Add the numbers that a forward of this rank's (or one chunk's) tokens has read.
-        `forward`: the number that `begin` returned. `layout`: the division of the tokens, with that
-        rank or chunk as the current rank."""
         if layout.world.size > 1 and part.reads:
             self._layout = layout
             self._digests.add(forward, layout, part.digest)
             self._reads[forward, layout.world.rank] = part.reads
 
     def numbers(self) -> list[float]:
-        """Return values whose sums over all ranks are 0 if and only if, in each forward, all ranks
-        (or chunks) have read the same numbers. Every rank of `world` calls it."""
+        """Return values whose sums over all ranks are 0 if and only if all ranks (or chunks) have
+        read the same numbers in each forward. Every rank of `world` calls it."""
         return self._digests.numbers()
 
     def end_step(self) -> None:
-        """End a step: keep the numbers that it has read, so that an error can name a difference,
-        and begin the next one."""
         self._before, self._reads = self._reads, {}
         self._digests.clear()
         self._forwards = 0
 
     def difference(self) -> str | None:
-        """Return the text of an error for the first number in the last step that two ranks (or
-        chunks) have read differently in the same forward; None if there is none. Every rank of
-        `world` calls it."""
+        """Return an error's text for the first number in the last step that two ranks (or chunks)
+        have read differently in the same forward. Every rank of `world` calls it."""
         mine = [[*key, reads] for key, reads in self._before.items()]
         everyone = [each for theirs in self._world.gather_values(mine) for each in theirs]
         forwards: dict[int, dict[int, list[Read]]] = {}
@@ -230,8 +203,6 @@ class HostReads:
         )
 
     def error(self, difference: str | None) -> RecipeError:
-        """Return the error for ranks that have read different numbers. `difference`: the result of
-        `difference`; None: the error names no line."""
         return RecipeError(
             difference
             or "the model reads a number that differs between the ranks; decide for each token by"
@@ -248,8 +219,6 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_of_counts(function: Any, args: Any) -> bool:
-    """True if the result of this call, some of whose arguments are counts, is a count too, or tells
-    whether a count is 0."""
     if function in _COMPARISONS:
         return all(map(_is_count_or_zero, args))
     return any(map(_is_count, args))
@@ -276,7 +245,6 @@ def _is_shape_a_count(function: Any, args: Any) -> bool:
 
 
 def _line_of(caller: FrameType) -> str:
-    """Return the file and line of the model's code that made a call."""
     frame = outside_modes(caller)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
         frame = frame.f_back

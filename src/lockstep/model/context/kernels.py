@@ -20,7 +20,6 @@ FLEX_DTYPES: Final = (*VARLEN_DTYPES, torch.float32)
 MOST_FEATURES: Final = 256
 """Largest size of a head in the flash kernels. (It must be a multiple of 8.)"""
 FEWEST_FEATURES: Final = 16
-"""Smallest size of a head in FlexAttention."""
 KERNELS: Mapping[Kernel, str] = {
     "varlen": "torch.nn.attention.varlen",
     "flex": "FlexAttention",
@@ -29,39 +28,33 @@ KERNELS: Mapping[Kernel, str] = {
     "own": "the model's attention",
 }
 """Kernel -> its name in the event that reports the choice, the fastest kernel first. `own`: the
-attention that the model calls, to all tokens or to all earlier ones, which needs no mask."""
+attention that the model calls, without a further mask."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts about a call of attention, about the device, and about the version of torch that decide
-    which kernel computes the call."""
+    """The facts that decide which kernel computes a call of attention."""
 
     no_varlen: str
     """The reason why `varlen_attn` does not run on the device; "" if it does."""
     no_flex: str
-    """The reason why FlexAttention does not train on the device; "" if it does."""
     on_cpu: bool
     dtype: torch.dtype
     features: int
     """Size of a head."""
     equal_features: bool = True
-    """False if values have another head size than queries."""
     dropout: float = 0.0
     whole_rows: bool = True
     """True if there is a query for each key."""
     own_mask: bool = False
-    """True if the model calls attention with a mask of its own."""
     own_rule: bool = False
-    """True if a query attends to less than its whole document (or, if causal, to less than the
-    document's earlier tokens), as with a sliding window or padding."""
+    """True if a query attends to less than its document (or, if causal, to less than its earlier
+    tokens), as with a sliding window or padding."""
     own_softmax: bool = False
     """True if the model does not compute sdpa: its attention may have sinks or a softcap."""
 
 
 def facts(query: Tensor, value: Tensor, **given: bool | float) -> Facts:
-    """Return the facts about a call of attention with these tensors. `given`: fields of `Facts`
-    that the tensors do not show."""
     no_varlen, no_flex = _device_facts(query.device)
     return Facts(
         no_varlen=no_varlen,
@@ -84,16 +77,15 @@ def _device_facts(device: torch.device) -> tuple[str, str]:
 
 
 def computed_dtype(given: Tensor) -> torch.dtype:
-    """Return the dtype to which `F.scaled_dot_product_attention` casts this argument before it
-    computes, with or without autocast. (Autocast leaves float64 unchanged.)"""
+    """Return the dtype to which `F.scaled_dot_product_attention` casts `given`, with or without
+    autocast. (Autocast leaves float64 unchanged.)"""
     kind = given.device.type
     casts = torch.is_autocast_enabled(kind) and given.dtype is not torch.float64
     return torch.get_autocast_dtype(kind) if casts else given.dtype
 
 
 def choose(facts: Facts) -> tuple[Kernel, str]:
-    """Return the kernel that computes a call of attention, and the reasons against each faster
-    kernel ("" if it is the fastest)."""
+    """Return the kernel, and the reasons against each faster kernel."""
     no_varlen, no_flex = _why_no_varlen(facts), _why_no_flex(facts)
     if not no_varlen:
         return "varlen", ""
@@ -132,8 +124,6 @@ def _why_no_flex(facts: Facts) -> str:
 
 
 def _unsupported(facts: Facts) -> str:
-    """Return the reason why neither `varlen_attn` nor FlexAttention can compute the call; "" if
-    there is none."""
     if facts.dropout:
         return "it has no dropout"
     if facts.own_mask:
@@ -153,18 +143,12 @@ class Chosen:
     them."""
 
     why: dict[Kernel, str] = field(default_factory=dict)
-    """Kernel -> the reasons why no faster kernel was used."""
     is_reported: bool = False
-    """True once the event that reports the kernels has been recorded."""
 
     def add(self, facts: Facts) -> Kernel:
-        """Choose the kernel for a call of attention, remember it with the reasons, and return
-        it."""
         kernel, why = choose(facts)
         self.why.setdefault(kernel, why)
         return kernel
 
     def details(self) -> dict[str, str]:
-        """Return the contents of the event that reports the kernels: name of a kernel -> the
-        reasons why no faster kernel was used."""
         return {KERNELS[kernel]: self.why[kernel] for kernel in KERNELS if kernel in self.why}

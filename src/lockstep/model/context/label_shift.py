@@ -1,12 +1,7 @@
-"""Computes a loss function on the tokens of one rank: finds out if the loss shifts its labels
-(compares the output of a token with the label of the next one), and gives it the labels of tokens
-that are on other ranks.
-
-The loss is called with a rank's tokens only. If it shifts its labels (`output[:, :-1]`, `labels[:,
-1:]`), the rank does not have the label that belongs to the last token of a chunk. Such a loss then
-gets labels that are already shifted. A test shows if a loss shifts: the sum over ranks must be the
-loss of all tokens.
-"""
+"""Computes a loss function on the tokens of one rank. If the loss shifts its labels (`output[:,
+:-1]`, `labels[:, 1:]`), the rank lacks the label that belongs to the last token of a chunk, so the
+loss gets labels that are already shifted. A test shows if a loss shifts: the sum over ranks must be
+the loss of all tokens."""
 
 from __future__ import annotations
 
@@ -31,13 +26,12 @@ less."""
 
 
 def has_tokens(tensor: Tensor, dim: int, tokens: int) -> bool:
-    """True if `dim` of the tensor is as long as the sequence."""
     return tensor.dim() > dim and tensor.shape[dim] == tokens
 
 
 def map_tokens(value: Any, dim: int, tokens: int, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same containers, with `function` applied to each tensor that has the tokens along
-    `dim` (and to the hidden states of chunked logits)."""
+    """Apply `function` to each tensor that has the tokens along `dim` (and to the hidden states
+    of chunked logits)."""
     return map_tensors(
         value,
         lambda tensor: with_hidden(tensor, function) if has_tokens(tensor, dim, tokens) else tensor,
@@ -45,16 +39,13 @@ def map_tokens(value: Any, dim: int, tokens: int, function: Callable[[Tensor], T
 
 
 def map_known(value: Any, known: Sequence[bool], function: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same containers, with `function` applied to each tensor that has a dim of tokens.
-    `known`: for each tensor, in order, True if it has one."""
     are_sequences = iter(known)
     return map_tensors(value, lambda tensor: function(tensor) if next(are_sequences) else tensor)
 
 
 def windows(tokens: int, most: int) -> list[int]:
-    """Return the index of the first token of each window of a sequence. A window has `most`
-    consecutive tokens. Windows overlap by one token, so that any two consecutive tokens are
-    together in a window."""
+    """Return the index of the first token of each window of `most` tokens. Windows overlap by one
+    token, so that any two consecutive tokens are together in a window."""
     return [*range(0, tokens - most, max(1, most - 1)), tokens - most]
 
 
@@ -63,7 +54,6 @@ class BatchCut(NamedTuple):
 
     layout: TokenLayout
     dim: int
-    """The dim along which tokens are."""
     known: Sequence[bool]
     """For each of the batch's tensors, True if it has a dim of tokens."""
 
@@ -72,9 +62,8 @@ def parts_of(
     output: Any, batch: Any, cut: BatchCut, rank: int, shift: int
 ) -> Iterator[tuple[Any, Any]]:
     """Yield pairs (part of the output, part of the batch) whose losses sum to the loss of the
-    tokens of `rank`. `output`: the model's output for these tokens. `batch`: the batch with all
-    tokens. `shift`: 1 if the loss compares the output of a token with the label of the next one,
-    else 0."""
+    tokens of `rank`. `output`: for these tokens. `batch`: with all tokens. `shift`: 1 if the loss
+    compares the output of a token with the label of the next one, else 0."""
     layout, dim = cut.layout, cut.dim
     places = layout.places_of(rank)
     own_tokens, tokens = layout.counts[rank], layout.tokens
@@ -124,8 +113,6 @@ def parts_of(
 def loss_of_part(
     loss: LossFunction, output: Any, batch: Any, cut: BatchCut, rank: int, shift: int
 ) -> Any:
-    """Return the loss of the tokens of `rank`, in the form that `loss` returns. The other arguments
-    are as in `parts_of`."""
     first, *others = [loss(*part) for part in parts_of(output, batch, cut, rank, shift)]
     for other in others:
         first = _sum_of_losses(first, other)
@@ -137,9 +124,8 @@ def loss_of_part(
 
 
 def _with_zero_gradient(nothing: Tensor, total: Any) -> Any:
-    """Return the total of a loss in a form that has a backward. Some losses return a 0 without a
-    gradient if no token has a label; this 0 gets a gradient of zeros, because the backward has
-    collectives, which every rank must call. `nothing`: an empty slice of the model's output."""
+    """Give a gradient of zeros to a loss that has none because no token has a label: the backward
+    has collectives, which every rank must call."""
     is_tensor = isinstance(total, Tensor)
     if (is_tensor and (total.requires_grad or total.numel() != 1)) or total != 0:
         return total
@@ -147,10 +133,9 @@ def _with_zero_gradient(nothing: Tensor, total: Any) -> Any:
 
 
 def find_shift(loss: LossFunction, output: Any, batch: Any, cut: BatchCut) -> int | None:
-    """Return by how many tokens a loss shifts its labels: 1 if it compares the output of a token
-    with the label of the next one, else 0; None if this output and batch do not show it. Raises
-    `LossError` if the loss is not a sum over tokens, or if rounding (as in bfloat16) hides the
-    shift. `output` and `batch` have all tokens."""
+    """Return 1 if the loss compares the output of a token with the label of the next one, else 0;
+    None if this batch does not show it. Raises `LossError` if the loss is not a sum over tokens, or
+    if rounding hides the shift."""
     layout, dim = cut.layout, cut.dim
     tokens = layout.tokens
     generator = torch.Generator().manual_seed(17)
@@ -207,8 +192,6 @@ def find_shift(loss: LossFunction, output: Any, batch: Any, cut: BatchCut) -> in
 
 
 def _of_a_part(said: str, layout: TokenLayout, dim: int) -> LossError:
-    """Return the error for a loss function that fails if it is called with only some of the tokens.
-    `said`: the text of its own error."""
     return LossError(
         f"the loss cannot be computed for a part of the tokens: {said}; under {layout.cut_by} it is"
         " called with the output of some tokens, and with their part of each tensor of the batch"
@@ -219,9 +202,8 @@ def _of_a_part(said: str, layout: TokenLayout, dim: int) -> LossError:
 
 
 def _check_shared(loss: LossFunction, output: Any, batch: Any, cut: BatchCut, shift: int) -> None:
-    """Raise `LossError` if the loss uses a tensor of the model's output that has no dim of tokens
-    (such as an auxiliary loss): each rank would add it, so that it would be counted once per rank.
-    `output`: the detached output for all tokens."""
+    """Raise `LossError` if the loss uses a tensor of the output that has no dim of tokens (such as
+    an auxiliary loss): each rank would add it."""
     layout, dim = cut.layout, cut.dim
     shared: list[Tensor] = []
 
@@ -259,15 +241,12 @@ def _check_shared(loss: LossFunction, output: Any, batch: Any, cut: BatchCut, sh
 
 
 def total_of(value: Any) -> Any:
-    """Return the sum of the totals of all terms in the result of a loss function."""
     if isinstance(value, dict):
         return sum(map(total_of, value.values()))
     return value.total if isinstance(value, Loss | Sum) else value
 
 
 def _map_totals(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return the result of a loss function in the same form, with `function` applied to the total
-    of each term."""
     if isinstance(value, dict):
         return {name: _map_totals(term, function) for name, term in value.items()}
     if isinstance(value, Loss):
@@ -306,7 +285,6 @@ def _are_close(found: list[float], whole: list[float]) -> bool:
 
 
 def _sum_of_losses(one: Any, other: Any) -> Any:
-    """Return the sum of two results of a loss function, in the same form."""
     if isinstance(one, dict):
         return {name: _sum_of_losses(term, other[name]) for name, term in one.items()}
     if isinstance(one, Sum):
@@ -317,8 +295,6 @@ def _sum_of_losses(one: Any, other: Any) -> Any:
 
 
 def _short_dtype(value: Any) -> str | None:
-    """Return the name of the dtype of a result of a loss function, or of one of its terms, that has
-    fewer digits than float32; None if there is none."""
     if isinstance(value, dict):
         return next(filter(None, map(_short_dtype, value.values())), None)
     total = value.total if isinstance(value, Sum | Loss) else value

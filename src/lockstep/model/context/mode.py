@@ -32,12 +32,9 @@ from lockstep.model.context.host_reads import PartReads
 
 
 class SequenceMode(TorchFunctionMode):
-    """Makes a model's forward compute only this rank's tokens of each sequence. Enter it around the
-    forward; inside, `active()` returns `sequence`. `dims`: the dims of tokens in the forward's
-    calls (see `find_dims`). `only_draws`: True for a model of transformers: only calls that draw
-    random numbers are changed, because its attention is registered with the library and its
-    positions are an argument. `draws_by_chunk`: False raises an error if the forward draws random
-    numbers. `part`: records the numbers that the forward reads into Python."""
+    """Makes a model's forward compute only this rank's tokens of each sequence. `only_draws`: True
+    for a model of transformers, whose attention is registered with the library. `draws_by_chunk`:
+    False raises an error if the forward draws random numbers."""
 
     def __init__(
         self,
@@ -66,8 +63,6 @@ class SequenceMode(TorchFunctionMode):
         deactivate()
 
     def resumed(self, counts: dict[Site, int]) -> SequenceMode:
-        """Return the mode for the recomputation of a checkpointed block. `counts`: site -> number
-        of its calls in the forward before the block."""
         sequence = replace(
             self.sequence, counts=dict(counts), is_handled=False, checkpointed_blocks=1
         )
@@ -95,8 +90,6 @@ class SequenceMode(TorchFunctionMode):
         return self._changed(call, dim, func, args, keywords)
 
     def _dim_of(self, call: Call) -> int:
-        """Return the dim of tokens in this call, which is the forward's next call at its site (see
-        `find_dims`); `NOT_TOKENS` or `OTHERWISE` if there is none."""
         counts = self.sequence.counts
         place = counts.get(call.site, 0)
         counts[call.site] = place + 1
@@ -159,8 +152,7 @@ class SequenceMode(TorchFunctionMode):
 
     def _check_recomputation(self, *, without_gradients: bool) -> None:
         """Raise `RecipeError` if the model itself uses activation checkpointing, which would
-        recompute this call outside of this mode. `without_gradients`: True if a call without
-        gradients counts as checkpointing too."""
+        recompute this call outside of this mode."""
         if self.sequence.checkpointed_blocks:
             return
         is_off = without_gradients and self._has_gradients and not torch.is_grad_enabled()

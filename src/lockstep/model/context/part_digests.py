@@ -15,10 +15,9 @@ from lockstep.model.context.exchange import TokenLayout
 
 class PartDigests:
     """The digests of the values that were read in a step's forwards, whose tokens are divided among
-    the ranks of `world`."""
+    ranks."""
 
     count = BITS
-    """Number of values that `numbers` returns."""
 
     def __init__(self, world: World, *, is_summed: bool) -> None:
         """`is_summed`: True if training sums a step's numbers, such as losses, over the ranks of
@@ -31,13 +30,9 @@ class PartDigests:
 
     @property
     def axis(self) -> int:
-        """The axis's first rank, which identifies the axis."""
         return self.ranks[0]
 
     def add(self, forward: int, layout: TokenLayout, digest: Any) -> None:
-        """Add the digest of the values that a forward of this rank's (or one chunk's) tokens has
-        read. `forward`: the number of the forward in the step. `layout`: the division of the
-        tokens, with that rank or chunk as the current rank."""
         digest = digest.copy()
         digest.update(repr((forward, self.axis)).encode())
         number = int.from_bytes(digest.digest()[: BITS // 8], "little")
@@ -45,8 +40,8 @@ class PartDigests:
         self._sums = [total + bit for total, bit in zip(self._sums, bits, strict=True)]
 
     def numbers(self) -> list[float]:
-        """Return numbers whose sums over all ranks are 0 if and only if, in each forward, all ranks
-        (or chunks) have read the same values. Every rank of `world` calls it."""
+        """Return numbers whose sums over all ranks are 0 if and only if all ranks (or chunks) have
+        read the same values in each forward. Every rank of `world` calls it."""
         sums = torch.tensor(self._sums, dtype=torch.float64)
         if not self._is_summed:
             self._world.all_reduce(sums)
@@ -54,5 +49,4 @@ class PartDigests:
         return numbers
 
     def clear(self) -> None:
-        """Forget the digests that were added since the previous step."""
         self._sums = [0.0] * BITS

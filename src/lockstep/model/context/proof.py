@@ -1,9 +1,6 @@
 """A check before the first step that a forward whose tokens are divided among ranks (or chunks)
-computes the same as a forward of all tokens on one rank.
-
-A few samples are computed twice, undivided and divided, with the same random numbers. If the
-outputs differ, both forwards are computed once more, and the error names the first call of torch
-whose result differs."""
+computes the same as a forward of all tokens on one rank. If the outputs differ, both forwards run
+once more, and the error names the first call of torch whose result differs."""
 
 from __future__ import annotations
 
@@ -86,16 +83,14 @@ REASONS = {
         "a loss over all tokens: return the logits, and compute the loss in Recipe.loss",
     ),
 }
-"""Function of torch that combines tokens -> text for an error that says what the function computes,
-and the remedy."""
+"""Function of torch that combines tokens -> what the function computes, and the remedy."""
 OTHER_REASON = (
     "something else for a part of the tokens; compute each token by itself, or {otherwise}"
 )
 
 
 def check_modules(model: nn.Module, layout: TokenLayout) -> None:
-    """Raise `RecipeError` if the model has a module that does not work if a rank has only some of
-    the tokens."""
+    """Raise `RecipeError` for modules that do not work if a rank has only some of the tokens."""
     for name, module in model.named_modules():
         if isinstance(module, HIDDEN_ATTENTION):
             raise RecipeError(
@@ -128,23 +123,18 @@ class Provers:
     its forward."""
 
     worlds: Sequence[World]
-    """The axes along which ranks exchange tensors in the forward. All ranks along them take part in
-    the check."""
 
     def any(self, flag: bool) -> bool:
-        """Return True on all ranks if `flag` is true on any."""
         for world in self.worlds:
             flag = world.any(flag)
         return flag
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values that all ranks along `worlds` have passed. `value`: this rank's, which
-        must be of JSON types."""
         return gather_over(value, self.worlds)
 
     def raise_on_all_ranks(self, compute: Callable[[], T]) -> T:
-        """Return `compute()`. If it fails on any rank along `worlds`, every rank raises. Every rank
-        calls it."""
+        """Return `compute()`. If it fails on any rank along `worlds`, every rank raises. Every
+        rank calls it."""
         result: Any = None
         failure: Exception | None = None
         try:
@@ -161,8 +151,6 @@ class Provers:
 
 
 def gather_over(value: Any, worlds: Iterable[World]) -> list[Any]:
-    """Return the values that all ranks along several axes have passed. Every rank calls it.
-    `value`: this rank's, which must be of JSON types."""
     values = [value]
     for world in worlds:
         values = [each for theirs in world.gather_values(values) for each in theirs]
@@ -176,19 +164,17 @@ class Trial:
 
     layouts: Sequence[TokenLayout]
     """For each forward that this process runs (one for each chunk if chunks are computed by
-    themselves, else one), the division of the tokens."""
+    themselves), the division of the tokens."""
     compute: Callable[[Sequence[Around]], Sequence[Any]]
     """(for each item of `layouts`, the context of each stage's forward) -> the output for each
-    item; empty on ranks without the model's output. Has collectives, and raises the same error on
-    all ranks."""
+    item; empty on ranks without the model's output. Every rank calls it."""
     counts: Sequence[PartCounts]
-    """For each item of `layouts`, the counts of tokens that its forward has read into Python."""
 
 
 def prove(cut: Trial, whole: Trial, dim: int, ranks: Provers) -> Any:
-    """Compare the outputs of the forward `cut`, for this rank's tokens or chunks, with the output
-    of the forward `whole`, for all tokens. Every rank calls it. Returns the output of the first
-    chunk; None on ranks without it. Raises `RecipeError` if they differ."""
+    """Compare the outputs of `cut`, for this rank's tokens or chunks, with the output of `whole`,
+    for all tokens. Every rank calls it. Returns the output of the first chunk; None on ranks
+    without it."""
     layout = cut.layouts[0]
     found, states = _run(cut, [partial(_with_reason, each) for each in cut.layouts])
     expected, (expected_states,) = _run(whole)
@@ -206,9 +192,8 @@ def prove(cut: Trial, whole: Trial, dim: int, ranks: Provers) -> Any:
 
 
 def differences(cut: Trial, whole: Trial, dim: int) -> list[tuple[float, float]]:
-    """Return, for each output of `cut`, its relative difference from the output of `whole` for the
-    same tokens, and the relative difference that rounding explains. The model must be whole on this
-    rank."""
+    """Return, for each output of `cut`, its relative difference from the output of `whole`, and
+    the relative difference that rounding explains. The model must be whole on this rank."""
     found, _ = _run(cut, [partial(_with_reason, each) for each in cut.layouts])
     expected, _ = _run(whole)
     return _differences(found, expected, cut.layouts, dim)
@@ -217,16 +202,14 @@ def differences(cut: Trial, whole: Trial, dim: int) -> list[tuple[float, float]]
 def _differences(
     found: Sequence[Any], expected: Sequence[Any], layouts: Sequence[TokenLayout], dim: int
 ) -> list[tuple[float, float]]:
-    """`found`: the output for each item of `layouts`. `expected`: a list of the output for all
-    tokens. Both are empty on ranks of a pipeline without the model's output."""
     pairs = zip(found, layouts, strict=False)
     return [_difference(part, expected[0], layout, dim) for part, layout in pairs]
 
 
 @contextmanager
 def _with_reason(layout: TokenLayout, _: int) -> Iterator[None]:
-    """A context for a forward of this rank's tokens. Raises `RecipeError` if the forward fails in
-    torch, as the model may need all tokens."""
+    """Raise `RecipeError` if the forward inside fails in torch, as the model may need all
+    tokens."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
@@ -240,9 +223,8 @@ def _with_reason(layout: TokenLayout, _: int) -> Iterator[None]:
 
 
 class _States:
-    """Starts the forward of every stage with the random generators in the same state (they are
-    restored after each stage), and records the state of torch's default generator at the end of
-    each."""
+    """Starts the forward of every stage with the random generators in the same state, and records
+    the state of torch's default generator at the end of each."""
 
     def __init__(self, device: torch.device, observer: Around) -> None:
         self._device = device
@@ -263,8 +245,6 @@ def _are_equal(one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> bool:
 def _run(
     trial: Trial, observers: Sequence[Around] = (lambda _: nullcontext(),)
 ) -> tuple[Sequence[Any], list[dict[int, Tensor]]]:
-    """Run a trial. Return the output for each of its layouts, and for each the state of torch's
-    default generator after each stage. `observers`: further contexts of each stage's forward."""
     device = trial.layouts[0].world.device
     states = [_States(device, observer) for observer in observers]
     outputs = trial.compute([each.of_stage for each in states])
@@ -272,9 +252,7 @@ def _run(
 
 
 def _difference(found: Any, expected: Any, layout: TokenLayout, dim: int) -> tuple[float, float]:
-    """Return the relative difference between the output for a rank's tokens (`found`) and the
-    output for all tokens (`expected`) at the same tokens, and the relative difference that rounding
-    explains."""
+    """Return the relative difference, and the relative difference that rounding explains."""
     pairs = list(zip(tensors_in(found), tensors_in(expected), strict=True))
     if not any(has_tokens(whole, dim, layout.tokens) for _, whole in pairs):
         shapes = ", ".join(str(tuple(whole.shape)) for _, whole in pairs)
@@ -305,9 +283,8 @@ def _difference(found: Any, expected: Any, layout: TokenLayout, dim: int) -> tup
 def _explanation(
     cut: Trial, whole: Trial, differences: Sequence[tuple[float, float]], ranks: Provers
 ) -> str:
-    """Run both forwards again to find the first call of torch whose result differs, and return the
-    text of the error. Every rank calls it. `differences`: results of `_difference`; empty on ranks
-    without the model's output."""
+    """Run both forwards again to find the first call of torch whose result differs. Every rank
+    calls it. `differences`: empty on ranks without the model's output."""
     layout = cut.layouts[0]
     known = [pair for theirs in ranks.gather(differences) for pair in theirs]
     errors, allowances = zip(*known, strict=True)
@@ -333,8 +310,6 @@ def _explanation(
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """The first call of torch in a forward whose result differs between the two forwards."""
-
     stage: int
     number: int
     name: str
@@ -344,9 +319,8 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A summary of the result of a call: its shape, and sums of squares of its elements: for each
-    dim that is as long as the sequence, the sum for each token, and under None the sum of all
-    elements."""
+    """A summary of a call's result: its shape, and sums of squares of its elements (under None of
+    all; for each dim that is as long as the sequence, per token)."""
 
     shape: torch.Size
     squares: dict[int | None, Tensor]
@@ -366,7 +340,6 @@ class _Results(TorchFunctionMode):
         self.first: _Result | None = None
 
     def of_stage(self, stage: int) -> _Results:
-        """Return this mode, which is the context of every stage's forward."""
         self._stage = stage
         return self
 
@@ -389,9 +362,8 @@ class _Results(TorchFunctionMode):
                 self.first = _Result(self._stage, number, name, line, is_attention)
 
     def _differs(self, part: Tensor, whole: _Tensor) -> bool | None:
-        """Compare a call's result for this rank's tokens with its result for all tokens. Return
-        None if they agree, True if they differ because the result has a row and a column for each
-        token, as in attention, else False."""
+        """Return None if a call's results agree, True if they differ because the result has a row
+        and a column for each token, as in attention, else False."""
         layout = self._layout
         if part.dim() != len(whole.shape):
             return False
@@ -424,7 +396,6 @@ def _sum_of_squares(tensor: Tensor, dim: int | None) -> Tensor:
 
 
 def _line(frame: FrameType) -> str:
-    """Return the line of the model's code that made a call."""
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("torch."):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"

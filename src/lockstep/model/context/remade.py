@@ -17,9 +17,8 @@ Make = Callable[[], Tensor]
 
 
 class Remade:
-    """A context in which autograd does not save tensors that were added by `add`, or views of them.
-    The backward makes such a tensor again, and keeps it until all of its saved views have been
-    used. Other tensors are passed to the hooks of the surrounding context when this one is left.
+    """A context in which autograd does not save tensors that were added, or views of them. The
+    backward makes such a tensor again, and keeps it until all of its saved views have been used.
     Enter it once, for the forward of one attention."""
 
     def __init__(self) -> None:
@@ -29,21 +28,19 @@ class Remade:
         self._hooks: saved_tensors_hooks | None = None
 
     def add(self, tensor: Tensor, make: Make) -> Source:
-        """Add a tensor that autograd must not save. `make` computes it (or a view of it) again in
-        the backward, with the same memory order. If `make` calls collectives, every rank must add
-        the same tensors."""
+        """`make` computes the tensor (or a view of it) again in the backward, with the same memory
+        order. If `make` calls collectives, every rank must add the same tensors."""
         # this object keeps the tensor alive, so that no other tensor gets its address
         source = Source(make, tensor)
         self._sources[storage_address(tensor.untyped_storage())] = source
         return source
 
     def add_copy(self, tensor: Tensor, copy: Tensor) -> None:
-        """Let autograd save `copy`, which has the same shape and values, instead of `tensor`."""
         self._copies[storage_address(tensor.untyped_storage())] = copy
 
     def drop(self, tensor: Tensor) -> None:
         """Drop the reference to a tensor that was added, so that its memory is freed unless other
-        code still needs it in the forward."""
+        code needs it in the forward."""
         self._sources.pop(storage_address(tensor.untyped_storage())).release()
 
     def __enter__(self) -> None:
@@ -88,11 +85,9 @@ class Source:
         self.saved = self._unused = 0
 
     def release(self) -> None:
-        """Drop this object's reference to the tensor."""
         self._tensor, self._unused = None, self.saved
 
     def use(self) -> Tensor:
-        """Return the tensor for one of the saved views; drop it after the last view."""
         if self._tensor is None:
             with torch.no_grad():
                 self._tensor = self._make()
@@ -104,8 +99,6 @@ class Source:
 
 
 class _Saved:
-    """Saved by autograd in place of a view of a tensor that the backward computes again."""
-
     def __init__(self, source: Source, view: Tensor) -> None:
         source.saved += 1
         self._source = source
@@ -125,8 +118,8 @@ class _Other:
         self._outer = hooks
 
     def pack(self, copies: dict[int, Tensor], sources: dict[int, Source]) -> None:
-        """Save the tensor's copy if there is one in `copies`, nothing if its memory is in `sources`
-        (it is computed again), else what the surrounding saved-tensor hooks return."""
+        """Save the tensor's copy if it is in `copies`, nothing if its memory is in `sources` (it is
+        computed again), else what the surrounding saved-tensor hooks return."""
         tensor: Tensor = self._packed
         copy = copies.get(storage_address(tensor.untyped_storage()), tensor)
         if copy.shape == tensor.shape:

@@ -1,12 +1,9 @@
-"""A tensor that the backward of an attention reads instead of the attention's output.
-
-With `exchange="heads"` (each rank computes all tokens in some heads), the output is needed twice:
-the projection after it keeps a rank's tokens of all heads, and the attention's backward reads all
-tokens of some heads. That backward uses the output only in one number for each token and head: the
-sum of output times gradient. The rank that has a token's output computes the sum, and sends it with
-the gradient. The stand-in is zero except for one or two numbers for each token and head, which give
-the same sum. It exists only in the backward.
-"""
+"""A tensor that the backward of an attention reads instead of the attention's output. If each rank
+computes all tokens in some heads (`exchange="heads"`), the output is needed twice: the projection
+after it keeps a rank's tokens of all heads, and the attention's backward reads all tokens of some
+heads. That backward uses the output only in the sum of output times gradient for each token and
+head. The stand-in is zero except for one or two numbers for each token and head, which give the
+same sum. It exists only in the backward."""
 
 from __future__ import annotations
 
@@ -29,8 +26,6 @@ class StandIn:
         self._sums: Tensor
 
     def receive(self, gradient: Tensor, sums: Tensor) -> None:
-        """Store the gradient with respect to the attention's output, and the result of `sums_of`
-        for all of its tokens."""
         self._gradient, self._sums = gradient, sums
 
     def make(self) -> Tensor:
@@ -58,5 +53,4 @@ def sums_of(output: Tensor, gradient: Tensor) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums of values of `dtype` are computed: float32 at least."""
     return torch.promote_types(dtype, torch.float32)

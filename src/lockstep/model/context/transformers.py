@@ -1,11 +1,9 @@
 """Lets models of transformers compute sequences that are divided among ranks, or rows of several
 documents, through the library's registries of attention functions and of mask functions.
-
-transformers describes every mask as a function of indices (sample, head, query, key): causal,
-sliding window, chunks. This module evaluates the function at the positions of tokens in their
-documents, and masks tokens of other documents. The model's own attention does the rest: sdpa, or
-the family's function with sinks or a softcap. The model's code is unchanged; in forwards outside of
-`SequenceMode` (where `active()` is None), it computes the same as before."""
+transformers describes every mask as a function of indices (sample, head, query, key). This module
+evaluates the function at the positions of tokens in their documents, and masks tokens of other
+documents. The model's code is unchanged, and outside of `SequenceMode` it computes the same as
+before."""
 
 from __future__ import annotations
 
@@ -49,8 +47,8 @@ PREFIX = "lockstep_"
 
 
 def pretrained_models(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the `PreTrainedModel`s of transformers in `model` with their names, without those
-    inside another one."""
+    """Return the `PreTrainedModel`s of transformers in `model`, without those inside another
+    one."""
     library = sys.modules.get("transformers.modeling_utils")
     models: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules() if library is not None else ():
@@ -61,10 +59,9 @@ def pretrained_models(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def open_transformers(model: nn.Module) -> bool:
-    """Make the attention of transformers' models in `model` stay within documents, or get the keys
-    of all ranks of `context`, in the forwards of `SequenceMode`. Called once, before the first
-    forward. Returns False if `model` has no such models. Raises `RecipeError` for models in which
-    no mask can separate documents."""
+    """Make the attention of transformers' models stay within documents, or get the keys of all
+    ranks, in `SequenceMode`. Call it once, before the first forward. Returns False if `model` has
+    no such models."""
     models = pretrained_models(model)
     for _, each in models:
         own = _checked_implementation(each)
@@ -76,9 +73,8 @@ def open_transformers(model: nn.Module) -> bool:
 
 
 def _checked_implementation(model: nn.Module) -> str:
-    """Return the name of the model's implementation of attention, "sdpa" or "eager". Raises
-    `RecipeError` for another one, and for models in which tokens of other documents would change
-    the output."""
+    """Raise `RecipeError` for an implementation of attention other than "sdpa" and "eager", and
+    for models in which tokens of other documents would change the output."""
     name = type(model).__name__
     kind = sys.modules["transformers.modeling_utils"].PreTrainedModel
     configs = {id(each.config): each.config for each in model.modules() if isinstance(each, kind)}
@@ -115,8 +111,6 @@ def _checked_implementation(model: nn.Module) -> str:
 
 
 def _rope_kinds(config: Any) -> Iterator[str]:
-    """Yield the kinds of rotary embeddings in a configuration: one for all layers, or one for each
-    kind of layer."""
     parameters = getattr(config, "rope_parameters", None)
     if isinstance(parameters, dict):
         for each in (
@@ -133,17 +127,14 @@ def _register(own: str) -> None:
 
 
 def check_call(model: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Raise `RecipeError` if `model` is a model of transformers and is called with arguments that
-    do not work if ranks divide its tokens: labels, a cache of keys, or a mask of pairs of
-    tokens."""
+    """Raise `RecipeError` if a model of transformers is called with labels, a cache of keys, or a
+    mask of pairs of tokens, which do not work if ranks divide the tokens."""
     if any(not name for name, _ in pretrained_models(model)):
         bound = inspect.signature(model.forward).bind(*arguments, **given)
         _checked_call(type(model).__name__, bound)
 
 
 def _checked_call(name: str, bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Return the arguments of a call of a model, by name. Raises `RecipeError` for arguments that
-    do not work if ranks divide the tokens. `name`: the model's name in errors."""
     call = {**bound.arguments, **bound.arguments.get("kwargs", {})}
     if call.get("labels") is not None:
         raise RecipeError(
@@ -174,7 +165,7 @@ def _complete_call(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments of a call of a transformers model, completed with the positions of this
     rank's tokens, a padding mask of the whole row, and no cache of keys. None outside of
-    `SequenceMode`. Raises `RecipeError`."""
+    `SequenceMode`."""
     if (sequence := active()) is None:
         return None
     bound = signature.bind(*arguments, **given)
@@ -198,9 +189,9 @@ def _complete_call(
 
 
 class SequenceMask:
-    """The attention mask of one kind of layers in a forward, which can be evaluated for the queries
-    of this rank, of one document, or of all tokens. A mask is 0 where a query attends to a key,
-    else the smallest number of its dtype."""
+    """The attention mask of one kind of layers in a forward, evaluated for the queries of this
+    rank, of one document, or of all tokens. A mask is 0 where a query attends to a key, else the
+    smallest number of its dtype."""
 
     def __init__(
         self,
@@ -211,9 +202,8 @@ class SequenceMask:
         samples: int,
         device: torch.device,
     ) -> None:
-        """`own`: the implementation of attention, "sdpa" or "eager". `function`: transformers' own
-        function (sample, head, query, key) -> True where the query attends to the key. `padding`:
-        (samples, tokens), 0 at padding."""
+        """`own`: "sdpa" or "eager". `function`: transformers' own (sample, head, query, key) ->
+        True where the query attends to the key. `padding`: (samples, tokens), 0 at padding."""
         self.sequence = sequence
         self._function = function
         self._padding = None if padding is None or padding.all() else padding
@@ -227,8 +217,6 @@ class SequenceMask:
         self._block_masks: dict[tuple[range, ...], Any] = {}
 
     def without_masks(self) -> SequenceMask:
-        """Return a copy of this object without cached masks, which it makes again when they are
-        needed."""
         mask = copy.copy(self)
         mask._made = {}
         return mask
@@ -242,31 +230,28 @@ class SequenceMask:
         )
 
     def of_all(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask of the queries and keys of all tokens. None if sdpa needs no mask."""
         if self._needs_none and self.sequence.documents is None:
             return None
         every = self._every
         return self._cached_mask("all", lambda: self._allowed(slice(None), every, every), dtype)
 
     def of_document(self, row: int, first: int, tokens: int, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask of the queries and keys of one document, (1, 1, tokens, tokens). None if
-        sdpa needs no mask, because the attention is causal. `row`, `first`: the sample, and the
-        index of the document's first token in it."""
+        """Return a mask (1, 1, tokens, tokens); None if sdpa needs none. `row`, `first`: the
+        sample, and the index of the document's first token in it."""
         if self._needs_none:
             return None
         rows, own = slice(row, row + 1), self._every[first : first + tokens]
         return self._cached_mask((row, first), lambda: self._allowed(rows, own, own), dtype)
 
     def lengths(self) -> list[list[int]]:
-        """Return the number of tokens of each document, for each row."""
         documents = self.sequence.documents
         if documents is None:
             return [[self.sequence.layout.tokens]] * self._samples
         return documents.lengths
 
     def of_blocks(self, spans: Sequence[range]) -> Any:
-        """Return FlexAttention's `BlockMask` of the queries in these spans of token indices and the
-        keys of all tokens."""
+        """Return FlexAttention's `BlockMask` of the queries in these spans of token indices and
+        the keys of all tokens."""
         kind = (*spans,)
         if kind not in self._block_masks:
             places = places_of(spans, self._device)
@@ -280,8 +265,7 @@ class SequenceMask:
         return self._block_masks[kind]
 
     def _allowed_token(self, places: Tensor) -> Allowed:
-        """Return the function (sample, head, query, key) -> True where the query attends to the
-        key, in torch's form for FlexAttention. Query number i is the token at index `places[i]`."""
+        """Query number i of the returned function is the token at index `places[i]`."""
         documents, padding, function = self.sequence.documents, self._padding, self._function
 
         def allowed(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -305,8 +289,6 @@ class SequenceMask:
         return torch.arange(self.sequence.layout.tokens, device=self._device)
 
     def _cached_mask(self, name: Any, allowed: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the mask that `allowed` (True where a query attends to a key) gives, in this
-        dtype. It is made once per forward. `name`: its key in the cache."""
         if (name, dtype) not in self._made:
             zero = torch.zeros((), dtype=dtype, device=self._device)
             self._made[name, dtype] = zero.where(allowed(), torch.finfo(dtype).min)
@@ -341,9 +323,7 @@ def _mask(
     device: torch.device,
     **given: Any,
 ) -> Any:
-    """Return the mask of a forward: a `SequenceMask` in `SequenceMode`, else transformers' own. It
-    has the arguments of transformers' mask functions. `own`: the implementation of attention.
-    Raises `RecipeError`."""
+    """A mask function of transformers, after `own`: "sdpa" or "eager"."""
     if (sequence := active()) is None:
         masks = import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
         return masks[own](
@@ -381,9 +361,7 @@ def _attention(
     attention_mask: Any,
     **given: Any,
 ) -> Any:
-    """Compute the model's attention for this rank's tokens. It has the arguments of transformers'
-    attention functions. `own`: the implementation of attention that computes the result. Raises
-    `RecipeError` and `PlanError`."""
+    """An attention function of transformers, after `own`: "sdpa" or "eager"."""
     compute = _own_attention(own, type(module))
     if not isinstance(attention_mask, SequenceMask):
         if active() is not None:
@@ -474,9 +452,6 @@ def _by(
     value: Tensor,
     given: dict[str, Any],
 ) -> Tensor:
-    """Return the attention of the tokens in these spans of a row, computed by a kernel that gets
-    the documents' bounds (`varlen_attn`) or a block mask (FlexAttention). `given`: keywords of
-    transformers' sdpa."""
     dtype = computed_dtype(query)
     query, key, value = (each.to(dtype) for each in (query, key, value))
     options: Any = {
@@ -497,9 +472,6 @@ def _by_document(
     value: Tensor,
     given: dict[str, Any],
 ) -> Tensor:
-    """Return the attention of whole rows. It is computed for one document after another, so that
-    pairs of tokens of different documents, which a mask would hide, are not computed. `compute`:
-    the model's attention function."""
     documents = mask.sequence.documents
     assert documents is not None, "a kernel is chosen for documents"
 
@@ -512,8 +484,8 @@ def _by_document(
 
 
 class _HeadsOf:
-    """Replaces an attention module in a call of its attention function that computes only this
-    rank's heads: parameters with one value per head have only the values of these heads."""
+    """Replaces an attention module in a call that computes only this rank's heads: parameters with
+    one value per head have only the values of these heads."""
 
     def __init__(self, module: nn.Module, heads: int, layout: TokenLayout) -> None:
         self._module, self._heads, self._world = module, heads, layout.world
@@ -522,16 +494,14 @@ class _HeadsOf:
         return self.cut(getattr(self._module, name))
 
     def cut(self, value: Any) -> Any:
-        """Return the values of this rank's heads if `value` is a tensor with one value per head,
-        else `value`."""
         if isinstance(value, Tensor) and value.shape == (self._heads,):
             return value.chunk(self._world.size)[self._world.rank]
         return value
 
 
 def _own_attention(own: str, kind: type) -> Callable[..., Any]:
-    """Return the attention function that a class of attention modules in transformers calls by
-    default for the implementation `own`."""
+    """Return the attention function that a class of attention modules calls by default for the
+    implementation `own`."""
     name = "eager_attention_forward" if own == "eager" else "ALL_ATTENTION_FUNCTIONS"
     for each in kind.__mro__:
         attention: Any = getattr(sys.modules.get(each.__module__), name, None)

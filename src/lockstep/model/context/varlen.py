@@ -18,15 +18,13 @@ class Bounds(NamedTuple):
     queries: list[int]
     """Cumulative sums, from 0, of the number of queries in each document."""
     keys: list[int]
-    """Cumulative sums, from 0, of the number of keys in each document."""
     seen: range
     """The span of the indices in the row of the keys that these queries may attend to."""
 
 
 def bounds(lengths: Iterable[int], span: range, *, is_causal: bool) -> Bounds:
-    """Return the bounds for the queries in a span of a row. `lengths`: number of tokens of each
-    document of the row. The kernel aligns the last query of a document with its last key, so causal
-    attention gets the keys up to the end of the span."""
+    """The kernel aligns the last query of a document with its last key, so causal attention gets
+    the keys up to the end of the span."""
     queries, keys = [], []
     for begin, end in pairwise(accumulate(lengths, initial=0)):
         last = min(end, span.stop)
@@ -52,9 +50,8 @@ def varlen_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """Return the attention of some tokens of each row to all tokens of their documents. Tensors
-    have the shape (samples, heads, tokens, features). `lengths`: for each row, the number of tokens
-    of each document. `spans`: the indices of the queries in the row, in order."""
+    """Tensors have the shape (samples, heads, tokens, features). `lengths`: for each row, the
+    number of tokens of each document. `spans`: the indices of the queries in the row."""
     from torch.nn.attention.varlen import varlen_attn  # registers operators
 
     def attend(of: Bounds, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,11 +1,8 @@
-"""The forward of a module of experts that is divided over ranks.
-
-For each of its pairs (token, chosen expert), a rank sends the token's row to the rank that holds
-the expert. There the module's own forward computes the rows, with one expert per row and the weight
-1. The outputs are sent back, and are weighted and summed on the token's rank, so that the router's
+"""The forward of a module of experts that is divided over ranks. A rank sends the row of each of
+its pairs (token, chosen expert) to the rank that holds the expert. There the module's own forward
+computes the rows. The outputs are weighted and summed on the token's rank, so that the router's
 gradient is computed there. No row is dropped or padded. The host waits once, for the numbers of
-rows.
-"""
+rows."""
 
 from __future__ import annotations
 
@@ -49,32 +46,24 @@ class Dispatch:
     each rank holds equally many of its experts."""
 
     names: Sequence[str]
-    """The names of all modules of experts of the model."""
     place: int
     """The index of this module in `names`."""
     most: int
-    """The largest number of experts that one of the modules in `names` has."""
     experts: Experts
     world: World
-    """The ranks of the axis `expert`."""
     exchange: SyncBatchNormExchange
-    """Its `is_dummy` tells if this rank computes a dummy microbatch, which sends no rows."""
     proved: set[tuple[Any, ...]]
-    """The kinds of modules (see `_kind`) for which a check has found that the divided forward
-    computes the same as the module's own. All modules of a model share this set."""
     leaves: Leaves | None
-    """With bitwise numerics: the parameter tensors with which each rank's rows are computed
-    separately, so that autograd keeps the gradients for different ranks' rows apart. Else None."""
+    """With bitwise numerics: the parameter tensors that keep the gradients for different ranks'
+    rows apart."""
     _own: Callable[..., Any] = field(init=False)
     _signature: inspect.Signature = field(init=False)
     _attributes: tuple[Any, ...] = field(init=False)
-    """The result of `plain_attributes` for the module, before the first forward."""
     _is_checked: bool = False
     _is_left: bool = False
     """True for a module whose forward cannot be divided, so that its own forward is called."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatch:
-        """Return a copy for a copy of the module, which communicates over the same ranks."""
         made = copy(self)
         memo[id(self)] = made
         made.experts = deepcopy(self.experts, memo)
@@ -88,7 +77,6 @@ class Dispatch:
         return self.names[self.place]
 
     def install(self) -> None:
-        """Replace the module's forward by this object's."""
         module: Any = self.experts.module
         self._own = module.forward
         self._signature = inspect.signature(self._own)
@@ -97,8 +85,7 @@ class Dispatch:
         module.forward = wraps(self._own)(Uncompiled(partial(self.forward)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the output of the experts for this rank's tokens. Every rank of the axis calls it
-        at the same time. Raises `RecipeError`, the same on all ranks."""
+        """Every rank of the axis calls it at the same time. All ranks raise the same error."""
         given = [*self._signature.bind(*args, **kwargs).arguments.values()]
         with handled():
             self._check(given)
@@ -114,14 +101,14 @@ class Dispatch:
             return self._dispatched(self.world, compute, tokens, index, weights, is_dummy=is_dummy)
 
     def leave_out(self) -> None:
-        """Tell the other ranks of the axis that the model's forward on this rank leaves this module
-        out. Raises `RecipeError` on all ranks if another rank calls the module."""
+        """Tell the other ranks that the forward on this rank leaves this module out. All ranks
+        raise if another rank calls the module."""
         self._exchange_counts(self.world, self._nothing(), None)
 
     def end_forward(self) -> None:
-        """Tell the other ranks of the axis that the model's forward on this rank has ended. Raises
-        `RecipeError` if another rank calls a module of experts instead. On an accelerator this rank
-        does not wait for the answer, so only the other rank raises."""
+        """Tell the other ranks that the forward on this rank has ended. Raises `RecipeError` if
+        another rank calls a module of experts instead; on an accelerator this rank does not wait
+        for the answer, so only the other rank raises."""
         call = self._call(len(self.names))
         with handled():
             _, theirs = self._exchange(self.world, self._nothing(), call)
@@ -141,9 +128,6 @@ class Dispatch:
         *,
         is_dummy: bool = False,
     ) -> Tensor:
-        """Return the experts' output for this rank's tokens, whose rows are computed on the ranks
-        of `world` that hold their experts. `compute`: computes the rows that this rank receives.
-        Every rank calls it."""
         samples, choices = index.shape
         routing = self._nothing() if is_dummy else Routing.of(index, self.experts.count)
         sent, received, counts = self._exchange_counts(world, routing, index)
@@ -156,9 +140,8 @@ class Dispatch:
         return (pairs * weights[..., None]).sum(1).to(back.dtype)
 
     def _prove(self, tokens: Tensor, index: Tensor, weights: Tensor) -> None:
-        """Check that this forward computes the same as the module's own forward with all experts on
-        each rank. Every rank of the axis calls it. The arguments give the shapes of the random
-        tensors that are computed. Raises `RecipeError`."""
+        """Compare this forward with the module's own forward with all experts, on random tensors
+        of the arguments' shapes. Every rank calls it."""
         world, each = self.world, self.experts.count // self.world.size
         whole = {key: _in_use(full_tensor(part.detach())) for key, part in self._parameters()}
         local = {key: tensor[world.rank * each :][:each] for key, tensor in whole.items()}
@@ -193,10 +176,9 @@ class Dispatch:
     def _exchange_counts(
         self, world: World, routing: Routing, index: Tensor | None
     ) -> tuple[list[int], list[int], Tensor]:
-        """Return the number of rows to send to each rank, the number to receive from each rank, and
-        the number to receive from each rank for each of this rank's experts: (ranks, local
-        experts). `index`: None if the module is left out. Raises `RecipeError` on all ranks if a
-        rank has chosen an expert that does not exist, or has called another module of experts."""
+        """Return the number of rows to send to each rank, the number to receive from each, and the
+        number to receive from each for each of this rank's experts. `index`: None if the module is
+        left out. All ranks raise the same error."""
         count, each = self.experts.count, self.experts.count // world.size
         mine, theirs = self._exchange(world, routing, self._call(self.place, index is None))
         # the host waits here
@@ -221,17 +203,14 @@ class Dispatch:
         return sent, received, theirs[:, :each]
 
     def _call(self, place: int, is_left_out: bool = False) -> int:
-        """Return a number that the ranks compare, to see if they call the same module. It encodes
-        `place`, the number of chunks of the sequence, and if the module is left out. `place`: the
-        module's index in `names`; at the end of a forward, the number of modules."""
+        """Return a number that the ranks compare, to see if they call the same module. `place`:
+        the module's index in `names`; at the end of a forward, the number of modules."""
         sequence = None if self.leaves is None else active()
         chunks = 0 if sequence is None else sequence.layout.chunks
         return 2 * (place + (len(self.names) + 1) * chunks) + is_left_out
 
     def _exchange(self, world: World, routing: Routing, call: int) -> tuple[Tensor, Tensor]:
-        """Send to every rank the number of rows for each of its experts, the number of choices out
-        of range, and `call` (see `_call`). Return the sent and the received tensors, with a row for
-        each rank. They have the same shape for all modules, so that ranks that call different
+        """The tensors have the same shape for all modules, so that ranks that call different
         modules can exchange them."""
         ranks = world.size
         counts = routing.counts.view(ranks, -1)
@@ -241,8 +220,6 @@ class Dispatch:
         return mine, world.all_to_all(mine)
 
     def _differing(self, calls: Sequence[int]) -> str:
-        """Return the text of the error for ranks that call different modules or have different
-        numbers of chunks. `calls`: the result of `_call` on each rank."""
         other = next(rank for rank, call in enumerate(calls) if call != calls[0])
         chunks, places = zip(
             *(divmod(call // 2, len(self.names) + 1) for call in calls), strict=True
@@ -271,9 +248,6 @@ class Dispatch:
     def _computed(
         self, parameters: Parameters, rows: Tensor, local: Tensor, ones: Tensor, _: list[int]
     ) -> Tensor:
-        """Return the output of the module's own forward for some rows, with `parameters` in place
-        of the module's parameters. `local`: for each row, the index of its expert in these
-        parameters."""
         is_empty = not len(rows)
         if is_empty:
             # one row of zeros, so that parameters have gradients (of zeros), as on a rank with rows
@@ -294,9 +268,6 @@ class Dispatch:
         ones: Tensor,
         received: list[int],
     ) -> Tensor:
-        """Return the output for the received rows, computed separately for the rows from each rank.
-        `parameters_of`: (rank) -> the parameters with which its rows are computed. `received`:
-        number of rows from each rank."""
         ends = list(accumulate(received, initial=0))
         parts = [
             self._computed(parameters_of(rank), rows[a:b], local[a:b], ones[a:b], [])
@@ -308,8 +279,6 @@ class Dispatch:
         )
 
     def _local(self) -> Parameters:
-        """Return this rank's part of each divided parameter, as a tensor through which gradients
-        reach the parameter."""
         return {key: parameter.to_local() for key, parameter in self._parameters()}
 
     def _parameters(self) -> Iterator[tuple[Key, DTensor]]:
@@ -317,8 +286,6 @@ class Dispatch:
 
     @contextmanager
     def _with_count(self, held: int) -> Iterator[None]:
-        """A context in which attributes such as `num_experts` hold the number of this rank's
-        experts."""
         count = self.experts.count
         named = [
             (each, name)
@@ -340,10 +307,8 @@ class Dispatch:
         return type(module), module.training, shapes, self._attributes
 
     def _check(self, given: list[Any]) -> None:
-        """Check the arguments of the module's first call and, once for each kind of module, that
-        the divided forward computes the same as the module's own. If this fails for a module that
-        every rank holds whole, the module's own forward is used from then on; otherwise raises
-        `RecipeError` on all ranks."""
+        """If the divided forward is wrong for a module that every rank holds whole, the module's
+        own forward is used from then on; otherwise all ranks raise `RecipeError`."""
         if not self._is_checked or (not self._is_left and self._kind() not in self.proved):
             # all ranks must call this module before they prove it
             self._exchange_counts(self.world, self._nothing(), self._nothing().order)
@@ -371,8 +336,6 @@ class Dispatch:
 
 
 def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
-    """Return the types of a module and its submodules, and their attributes that are numbers, texts
-    or functions. Modules that agree in all of these compute the same function."""
     return tuple(
         (type(each), name, value)
         for each in module.modules()
@@ -382,8 +345,6 @@ def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _problem(given: list[Any]) -> str | None:
-    """Return the reason why these cannot be the arguments of the forward of a module of experts
-    (tokens, index, weights), as a text for an error; None if they can."""
     said = ", ".join(
         f"{tuple(each.shape)} {each.dtype}".replace("torch.", "")
         if isinstance(each, Tensor)
@@ -407,8 +368,8 @@ def _problem(given: list[Any]) -> str | None:
 
 @torch.no_grad()
 def _in_use(parameter: Tensor) -> Tensor:
-    """Return the parameter or, if it is (nearly) all zeros, random values of its shape, because
-    zeros would hide an error in the check of the forward."""
+    """Return random values for a parameter that is (nearly) all zeros, because zeros would hide an
+    error in the check."""
     if parameter.abs().max() >= SMALL:
         return parameter
     generator = torch.Generator().manual_seed(parameter.numel())
@@ -417,8 +378,6 @@ def _in_use(parameter: Tensor) -> Tensor:
 
 @contextmanager
 def _with_parameters(parameters: Parameters) -> Iterator[None]:
-    """A context in which the tensors in `parameters` take the place of the modules' own
-    parameters."""
     before = {(each, name): own_parameters(each)[name] for each, name in parameters}
     try:
         for (each, name), tensor in parameters.items():
@@ -431,8 +390,8 @@ def _with_parameters(parameters: Parameters) -> Iterator[None]:
 
 class _Rows(torch.autograd.Function):
     """Returns, for each pair (token, chosen expert) in `order`, the row of its token. The backward
-    sums the gradients of a token's pairs in the order of its choices, so that the bits do not
-    depend on `order`."""
+    sums a token's gradients in the order of its choices, so that the bits do not depend on
+    `order`."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, order: Tensor, choices: int) -> Tensor:
@@ -448,24 +407,19 @@ class _Rows(torch.autograd.Function):
 
 
 def _unsorted(rows: Tensor, order: Tensor, pairs: int) -> Tensor:
-    """Return the rows of all pairs (token, chosen expert), sorted by token and choice; zeros for
-    pairs that were not sent. `order`: for each of `rows`, the number of its pair."""
+    """Return the rows of all pairs, sorted by token and choice; zeros for pairs that were not
+    sent. `order`: for each of `rows`, the number of its pair."""
     made = rows.new_empty if len(order) == pairs else rows.new_zeros
     return made(pairs, *rows.shape[1:]).index_copy(0, order, rows)
 
 
 def _send(rows: Tensor, received: list[int], sent: list[int], world: World) -> Tensor:
-    """Send the first `sent[0]` rows to rank 0, the next `sent[1]` to rank 1, and so on. Returns the
-    rows received from all ranks, in rank order: `received[r]` from rank r."""
     if world.size == 1:
         return rows
     return _Exchange.apply(rows, received, sent, world)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Exchange(torch.autograd.Function):
-    """Sends rows to each rank and receives rows from each (see `_send`); the backward sends the
-    gradients back."""
-
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, received: list[int], sent: list[int], world: World

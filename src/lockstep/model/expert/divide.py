@@ -22,7 +22,6 @@ from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 
 
 def check_experts(model: nn.Module, experts: Mapping[str, Experts], ranks: int) -> None:
-    """Raise `PlanError` if these experts cannot be divided over `ranks` ranks."""
     if not experts:
         raise PlanError(
             f"expert={ranks}, but the model has no modules of experts; in such a module, dim 0 of"
@@ -60,8 +59,7 @@ def check_experts(model: nn.Module, experts: Mapping[str, Experts], ranks: int) 
 
 
 def check_parts(shared: Iterable[str], experts: Mapping[str, Experts]) -> None:
-    """Raise `PlanError` if, with bitwise numerics, several parts of the model share experts that
-    are divided. `shared`: names of the parameters that several parts have."""
+    """`shared`: names of the parameters that several parts of the model have."""
     for name, each in experts.items():
         if any(is_within(parameter, name) for parameter in shared):
             raise PlanError(
@@ -73,9 +71,6 @@ def check_parts(shared: Iterable[str], experts: Mapping[str, Experts]) -> None:
 
 
 def _other_number(experts: Experts) -> str | None:
-    """Return, as a text for an error, an attribute of the module such as `num_experts=8` that
-    differs from the size of dim 0 of the parameters. None if there is no such attribute, or if one
-    of them equals that size."""
     numbers = {
         value: f"{name}={value}"
         for module in experts.module.modules()
@@ -96,13 +91,10 @@ def divide_experts(
     materialize: Callable[[nn.Module], None],
     bitwise: bool,
 ) -> list[Leaves]:
-    """Reduce the modules to this rank's experts, in place, and make their forwards send tokens to
-    the ranks that hold the experts. Every rank calls it, before FSDP2 shards the model. `mesh`,
-    `world`: the axis `expert`. `exchange`: its `is_dummy` tells if the microbatch is a dummy.
-    `roots`: names of the modules that are called one after another in a forward (a pipeline's
-    parts); "" for the model. `materialize`: called with each module before it is divided, to
-    replace parameters on the meta device by their initial values. Returns the `Leaves` of each
-    module with bitwise numerics, else an empty list."""
+    """Reduce the modules to this rank's experts, in place. Every rank calls it, before FSDP2
+    shards the model. `roots`: names of the modules that are called one after another in a forward
+    (a pipeline's parts). `materialize`: gives values to a module's parameters on the meta device.
+    Returns each module's `Leaves` with bitwise numerics, else an empty list."""
     proved: set[tuple[object, ...]] = set()
     leaves: list[Leaves] = []
     layers = []
@@ -125,9 +117,8 @@ def divide_experts(
 def compute_by_rows(
     experts: Mapping[str, Experts], world: World, exchange: SyncBatchNormExchange
 ) -> None:
-    """Make modules of experts that every rank holds whole compute the same bits as modules that are
-    divided over ranks. Modules that do not allow it keep their own forward. `world`: a world of
-    this rank alone. `exchange`: as in `divide_experts`."""
+    """Make modules of experts that every rank holds whole compute the same bits as modules that
+    are divided over ranks. `world`: a world of this rank alone."""
     proved: set[tuple[object, ...]] = set()
     for place, each in enumerate(experts.values()):
         Dispatch(list(experts), place, each.count, each, world, exchange, proved, None).install()

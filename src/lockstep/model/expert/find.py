@@ -1,8 +1,6 @@
-"""Finds the modules that hold the experts of a model.
-
-Such a module computes all experts of a layer: its parameters are stacked, with the experts as dim
-0, and its forward takes tokens (S, D), the chosen experts of each (S, k), and their weights (S, k).
-"""
+"""Finds the modules that hold the experts of a model. Such a module computes all experts of a
+layer: its parameters are stacked, with the experts as dim 0, and its forward takes tokens (S, D),
+the chosen experts of each (S, k), and their weights (S, k)."""
 
 from __future__ import annotations
 
@@ -17,7 +15,6 @@ from lockstep.base.errors import RecipeError
 from lockstep.model.blocks import check_not_nested, matching_names, outermost
 
 ARGUMENTS = 3
-"""Number of arguments of the forward: tokens, index, weights."""
 TO_WRITE = """
 import torch
 from torch import nn
@@ -49,14 +46,12 @@ class Experts:
 
     module: nn.Module
     count: int
-    """Number of experts: dim 0 of each of its parameters."""
 
 
 def find_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, Experts]:
-    """Return the modules of experts by name, in the order of the model's modules. `names`:
-    `Recipe.experts`; None: find the modules that have the form of a module of experts (stacked
-    parameters, forward of three arguments). Raises `RecipeError` for names of other modules, and
-    for experts in a list of modules."""
+    """`names`: `Recipe.experts`; None: find modules by their form (stacked parameters, forward of
+    three arguments). Raises `RecipeError` for names of other modules, and for experts in a list of
+    modules."""
     experts = stacked_experts(model, names)
     if names is None and not experts and (lists := _lists_of_experts(model)):
         raise RecipeError(_refused_list(*next(iter(lists.items()))))
@@ -64,8 +59,6 @@ def find_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, Exp
 
 
 def stacked_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, Experts]:
-    """Return the result of `find_experts`, but an empty dict (no error) for a model with experts in
-    a list of modules. Raises `RecipeError` for names of other modules."""
     modules = {name: module for name, module in model.named_modules() if name}
     if names is None:
         outer = outermost([name for name, module in modules.items() if _looks_like(module)])
@@ -89,7 +82,6 @@ def _looks_like(module: nn.Module) -> bool:
 
 
 def _takes_three(module: nn.Module) -> bool:
-    """True if the forward can be called with three arguments."""
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     given = [
         each for each in inspect.signature(module.forward).parameters.values() if each.kind in kinds
@@ -99,8 +91,6 @@ def _takes_three(module: nn.Module) -> bool:
 
 
 def _count(name: str, module: nn.Module) -> int:
-    """Return the number of experts of a module: the size of dim 0 of all of its parameters. Raises
-    `RecipeError` if the sizes differ."""
     if isinstance(module, nn.ModuleList):
         raise RecipeError(_refused_list(name, module))
     shapes = {each: tuple(tensor.shape) for each, tensor in module.named_parameters()}
@@ -116,8 +106,8 @@ def _count(name: str, module: nn.Module) -> int:
 
 
 def _lists_of_experts(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return, by name, the lists of modules with equal shapes that seem to be experts: those with
-    "expert" in their name, and those beside a linear layer with one output per module."""
+    """Return the lists of modules with equal shapes that seem to be experts: those with "expert"
+    in their name, and those beside a linear layer with one output per module."""
     lists = {}
     for name, module in model.named_modules():
         for child, members in module.named_children():

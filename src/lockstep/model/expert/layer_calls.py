@@ -1,11 +1,6 @@
 """Detects that a forward leaves out a layer of experts (as stochastic depth does), or calls one
-more often.
-
-Each call of a layer has collectives, which all ranks of the axis `expert` must make. If a rank's
-forward leaves out a layer, the rank tells this to the others in place of the layer's collectives.
-If only some ranks leave it out, all ranks raise; otherwise rows would go to the wrong layer. A rank
-also tells the others that its forward has ended, because another rank may still call a layer.
-"""
+more often. Each call of a layer has collectives, so a rank tells the others which layers it leaves
+out, and that its forward has ended."""
 
 from __future__ import annotations
 
@@ -35,7 +30,6 @@ class LayerCalls:
     """Watches the layers of experts that the forwards of a model, or of a part of it, call."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Dispatch]) -> None:
-        """`layers`: the layers inside `model`, in the order of its modules."""
         self._layers = layers
         self._forward = _RunningForward()
         model.register_forward_pre_hook(self._begin, prepend=True)

@@ -1,9 +1,6 @@
 """Checks, in the first forward, that a module of experts that is divided over ranks computes the
-same as with all experts on one rank.
-
-Random rows are computed twice, by the experts of all ranks and by the module's own forward with all
-experts. Half of the rows choose their experts at random; all other rows choose the same experts.
-The outputs are compared, and the gradients of tokens and weights."""
+same as with all experts on one rank. Half of the random rows choose their experts at random; all
+other rows choose the same experts."""
 
 from __future__ import annotations
 
@@ -26,8 +23,6 @@ T = TypeVar("T")
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(tokens, index, weights) -> the output of a module of experts."""
 ROWS = 32
-"""Number of rows in the check that choose experts at random; as many further rows all choose the
-same experts."""
 RULE = (
     "the output of a token must be the sum over its experts of weight times expert(token), where"
     " expert(token) depends on the token's row and the expert's parameters alone: take no mean over"
@@ -48,12 +43,10 @@ def prove(
     weights: Tensor,
     world: World,
 ) -> None:
-    """Compare two forwards of a module of experts on random rows. Every rank of the axis `expert`
-    calls it. `divided`: the forward over all ranks, which has collectives, and raises the same
-    error on all ranks. `whole`: the module's own forward with all experts. `alone`: the divided
-    forward on one rank with all experts, whose bits must equal those of `divided`; None if bits may
-    differ. `tokens`, `index`, `weights`: the arguments of a forward, which give the shapes. Raises
-    `RecipeError`, the same on all ranks."""
+    """Every rank of the axis `expert` calls it, and all raise the same error. `whole`: the module's
+    own forward with all experts. `alone`: the divided forward on one rank with all experts, whose
+    bits must equal those of `divided`; None if bits may differ. `tokens`, `index`, `weights`: give
+    the shapes."""
     generator = torch.Generator().manual_seed(world.rank)
     rows = 2 * ROWS
     scores = torch.rand(rows, experts, generator=generator)
@@ -113,8 +106,8 @@ def _check_close(name: str, found: list[Tensor], expected: list[Tensor], world: 
 
 
 def on_all_ranks(world: World, name: str, compute: Callable[[], T]) -> T:
-    """Return `compute()`, a forward of a module of experts. Every rank calls it. Raises
-    `RecipeError` on all ranks if it fails on any."""
+    """Return `compute()`. Every rank calls it. All ranks raise `RecipeError` if it fails on
+    any."""
 
     def compute_named() -> T:
         try:
@@ -131,8 +124,6 @@ def on_all_ranks(world: World, name: str, compute: Callable[[], T]) -> T:
 def _with_gradients(
     compute: Compute, tokens: Tensor, index: Tensor, weights: Tensor
 ) -> list[Tensor]:
-    """Return the output of a module of experts, and the gradients of a weighted sum of its elements
-    with respect to tokens and weights."""
     inputs = tokens.detach().requires_grad_(), weights.detach().requires_grad_()
     output = compute(inputs[0], index, inputs[1])
     factors = torch.linspace(0.5, 1.5, output.numel()).view(output.shape).to(output)
@@ -149,7 +140,6 @@ def _states(device: torch.device) -> list[Tensor]:
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference of two tensors, divided by the norm of the second."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return math.inf
     if torch.equal(found, expected):

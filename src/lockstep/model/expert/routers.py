@@ -20,7 +20,6 @@ from lockstep.model.expert.find import Experts, find_experts
 from lockstep.model.trial import in_trial
 
 BIAS = "e_score_correction_bias"
-"""Name of a router's bias in transformers."""
 NAME_THE_ROUTERS = (
     "name the modules that return the logits: ls.Balance(routers=['blocks.*.router'])"
 )
@@ -31,10 +30,8 @@ class RoutedLayer:
     """A layer of experts with its router."""
 
     name: str
-    """Name of the module of experts."""
     experts: Experts
     router: str
-    """Name of the module that returns the logits."""
     bias: str | None = None
     """Name of the buffer that is added to the router's scores before experts are chosen; None if
     `Recipe.balance` does not update it."""
@@ -46,13 +43,12 @@ class Choices:
     forward skipped the layer."""
 
     logits: list[Tensor] = field(default_factory=list)
-    """The router's logits, (tokens, experts), for each call of the router."""
+    """(tokens, experts), for each call of the router."""
     index: list[Tensor] = field(default_factory=list)
-    """The indices of the k experts that each token has chosen, (tokens, k), for each call of the
-    module of experts."""
+    """The k experts that each token has chosen, (tokens, k), for each call of the module of
+    experts."""
     places: Tensor | None = None
-    """The positions of this rank's tokens in the sequence, if ranks divide its tokens, else
-    None."""
+    """The positions of this rank's tokens in the sequence, if ranks divide its tokens."""
 
 
 def find_routers(
@@ -62,10 +58,8 @@ def find_routers(
     *,
     with_bias: bool = False,
 ) -> list[RoutedLayer]:
-    """Return the layers of experts with their routers, in the order of the model's modules. Call it
-    before the model is parallelized. `experts`, `routers`: as in `Recipe` and `Balance`.
-    `with_bias`: True to find each router's bias too, because `Balance.bias_rate` updates it. Raises
-    `RecipeError`."""
+    """Call it before the model is parallelized. `with_bias`: True to find each router's bias
+    too."""
     layers = find_experts(model, experts)
     if not layers:
         raise RecipeError(
@@ -101,9 +95,8 @@ def _routers_matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def router_beside(model: nn.Module, name: str, experts: Experts) -> str:
-    """Return the name of a layer's router: the module in the same parent module as the experts, or
-    inside a module there, that has a weight with a row for each expert. `name`: name of the module
-    of experts. Raises `RecipeError`."""
+    """The router is the module in the same parent module as the experts, or inside a module there,
+    that has a weight with a row for each expert."""
     around = name.rpartition(".")[0]
     parent = model.get_submodule(around)
     inside = {id(each) for each in experts.module.modules()}
@@ -130,9 +123,7 @@ def _scores(module: nn.Module, experts: int) -> bool:
 
 
 def bias_of(model: nn.Module, name: str, experts: Experts, router: str) -> str:
-    """Return the name of the buffer that is added to the router's scores before experts are chosen:
-    the only one around the router with a value for each expert. Raises `RecipeError`. `name`: name
-    of the module of experts."""
+    """The bias is the only buffer around the router with a value for each expert."""
     around = name.rpartition(".")[0]
     inside = {id(each) for each in experts.module.modules()}
     roots = [
@@ -174,8 +165,6 @@ class RoutingRecorder:
     def __init__(self, model: nn.Module, layers: Sequence[RoutedLayer]) -> None:
         self.layers = layers
         self._choices: list[Choices] | None = None
-        """The records of each layer in the present forward; None if no forward is being
-        recorded."""
         self._hooks = []
         for place, layer in enumerate(layers):
             router = model.get_submodule(layer.router)
@@ -189,12 +178,11 @@ class RoutingRecorder:
             ]
 
     def start(self) -> None:
-        """Record the forward of a microbatch, or of a stage, from now on."""
         self._choices = [Choices() for _ in self.layers]
 
     def take(self) -> list[Choices]:
-        """Return the records of each layer since `start`, and stop recording, so that other
-        forwards, such as the recomputation of a block, are not recorded."""
+        """Return the records since `start`, and stops recording, so that the recomputation of a
+        block is not recorded."""
         choices, self._choices = self._choices, None
         return [Choices() for _ in self.layers] if choices is None else choices
 
@@ -232,25 +220,20 @@ class RoutingRecorder:
 
 
 def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `hook` as a function that torch.compile does not compile: compiled code has a graph
-    break there."""
     called: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return called
 
 
 def _in_range(index: Tensor, experts: int) -> Tensor:
-    """Return the indices of the chosen experts. On a CPU, indices out of range are replaced by
-    valid ones, because the module of experts would raise an error on this rank alone. The loads
-    (`balance.py`) count such choices, so that all ranks raise one error after the step's
-    forwards."""
+    """Replace indices out of range on a CPU, because the module of experts would raise an error on
+    this rank alone. The loads count such choices, so that all ranks raise one error after the
+    step's forwards."""
     if index.is_cpu and index.numel() and (int(index.min()) < 0 or int(index.max()) >= experts):
         return index.clamp(0, experts - 1)
     return index
 
 
 def _logits_in(output: Any, layer: RoutedLayer) -> Tensor:
-    """Return the router's logits (tokens, experts): the first tensor of its output with a column
-    for each expert. Raises `RecipeError`."""
     several = output if isinstance(output, tuple | list) else [output]
     for each in several:
         if (

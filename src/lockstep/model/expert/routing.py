@@ -1,5 +1,5 @@
 """Computes, from the experts that tokens have chosen, which pairs (token, expert) are sent to which
-rank. Functions of tensors without communication."""
+rank, without communication."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ class Routing:
     """The numbers of the pairs, sorted by expert and then by token. Pair number `k * token +
     choice` is a token with one of its k experts."""
     counts: Tensor
-    """Number of pairs of each expert: (E,)."""
     outside: Tensor
-    """Number of pairs whose expert does not exist."""
 
     @classmethod
     def of(cls, index: Tensor, experts: int) -> Routing:
-        """Return the routing for the chosen experts: `index` (S, k) holds, for each token, the
-        indices of its k experts. `experts`: their number in the layer. The host does not wait for
-        the device."""
+        """`index` (S, k): the k experts of each token. The host does not wait for the device."""
         experts_in_order, order = index.reshape(-1).sort(stable=True)
         bounds = torch.arange(
             experts + 1, dtype=experts_in_order.dtype, device=experts_in_order.device
@@ -35,15 +31,13 @@ class Routing:
 
     @classmethod
     def empty(cls, experts: int, device: torch.device) -> Routing:
-        """Return the routing of a dummy microbatch, which sends no pair."""
         zeros = torch.zeros(experts + 1, dtype=torch.int64, device=device)
         return cls(zeros[:0], zeros[:-1], zeros[-1])
 
 
 def local_experts(counts: Tensor, rows: int) -> Tensor:
-    """Return, for each row that this rank has received, the index of its expert among this rank's
-    experts. `counts`: (ranks, local experts), the number of rows from each rank for each of these
-    experts. `rows`: their sum."""
+    """Return, for each received row, the index of its expert among this rank's experts. `counts`:
+    (ranks, local experts), the number of rows from each rank. `rows`: their sum."""
     ends = counts.flatten().cumsum(0)
     # not repeat_interleave, for which the host may wait
     places = torch.arange(rows, device=counts.device)

@@ -1,12 +1,8 @@
-"""The `tensor` axis (tensor parallelism): the weights of layers are DTensors, sharded over the
-ranks that compute each microbatch together.
-
-With slices, each sharded layer is computed in a fixed number of pieces, and its output has the same
-bits on any number of ranks (`sliced.py`). A single rank then has plain weights, and the same hooks.
-
-A `colwise` layer computes a shard of its outputs on each rank. The `rowwise` layer after it takes
-this shard as input and sums over the ranks. Between the two, user code runs on the shard
-(`sharded_features.py`); elsewhere, all ranks of the axis have equal activations."""
+"""The `tensor` axis (tensor parallelism): the weights of layers are DTensors. A `colwise` layer
+computes a shard of its outputs on each rank. The `rowwise` layer after it takes this shard as input
+and sums over the ranks. Between the two, user code runs on the shard (`sharded_features.py`);
+elsewhere, all ranks of the axis have equal activations. With slices, the output has the same bits
+on any number of ranks (`sliced.py`)."""
 
 from __future__ import annotations
 
@@ -56,7 +52,6 @@ SHAPES = re.compile(
     r" divisible|broadcast|"
     r"should contain \d+ elements"
 )
-"""Matches error messages of torch and Python about unexpected tensor sizes."""
 
 
 def tensor_parallel(
@@ -69,12 +64,9 @@ def tensor_parallel(
     slices: Slices | None = None,
 ) -> None:
     """Shard the layers of `model` over `mesh` (one axis), in place. Every rank calls it, before
-    FSDP2 shards the model. `styles`: result of `tensor_styles`. `materialize`: called with a layer
-    just before it is sharded; all ranks must compute the same values, because none are sent. Other
-    parameters without values stay on the meta device. Shared parameters stay shared. `experts`:
-    modules of experts, each of which is called with all tokens on every rank. `slices`: the pieces
-    in which each layer is computed, for equal bits on any number of ranks; None without. `mesh`:
-    None for slices on a single rank."""
+    FSDP2 shards the model. `materialize`: gives a layer its values just before it is sharded; all
+    ranks must compute the same values. `experts`: modules that are called with all tokens on every
+    rank. `mesh`: None for slices on a single rank."""
     shared = shared_names(model)
     unsharded_now: set[str] = set()
     sliced = None if slices is None else SlicedModel(model, list(styles), slices)
@@ -117,10 +109,9 @@ def tensor_parallel(
 
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
-    """All-reduce the gradients that are partial sums, such as the gradient of a norm's weight with
-    the style `sequence`. Every rank of the `tensor` axis calls it once, after a step's last
-    backward. A rank without the gradient of a parameter that other ranks have gives it zeros
-    before."""
+    """All-reduce gradients that are partial sums, such as that of a norm's weight with the style
+    `sequence`. Every rank calls it once, after a step's last backward. A rank without a gradient
+    that other ranks have gives it zeros before."""
     for parameter in parameters:
         gradient = parameter.grad
         if (
@@ -134,8 +125,6 @@ def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
 def _gather_tokens(
     name: str, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Return the arguments of the module of experts `name`, with those gathered that are sharded
-    over the sequence. Raises `RecipeError` for arguments that are sharded over the features."""
     for each in (*arguments, *keywords.values()):
         if is_sharded(each):
             raise RecipeError(
@@ -158,8 +147,7 @@ class _ShardedLayer:
         slices: Slices | None,
         features: ShardedFeatures,
     ) -> None:
-        """`unsharded_now`: names of the layers that currently run with full inputs and weights,
-        because their output is compared with that of sharded layers."""
+        """`unsharded_now`: names of the layers that currently run with full inputs and weights."""
         self._slices = slices
         self._features = features
         self._name = name
@@ -176,14 +164,11 @@ class _ShardedLayer:
         place_parameters(module, mesh, placement_of)
 
     def check_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Make, for slices on one rank, the checks of the layer's input that `place_input` makes on
-        several ranks."""
         if not is_passing_through(module):
             self._placement(module, self._first(inputs), 1)
 
     def mark_output(self, module: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Return the layer's output on one rank with the marks that `place_output` sets on several
-        ranks, and with the same bits."""
+        """Set on one rank the marks that `place_output` sets on several."""
         if is_passing_through(module):
             return output
         assert self._slices is not None, "one rank has no hooks without slices"
@@ -228,8 +213,6 @@ class _ShardedLayer:
         return inputs[0]
 
     def _placement(self, module: nn.Module, given: Tensor, size: int) -> Placement:
-        """Return the placement that the input has by the layer's style; it is no DTensor. Raises
-        `RecipeError` if the input's size or mark does not fit the style."""
         if self._slices is not None and self._style.exposes_shards:
             self._check_is_seen(given)
         wants_shard = self._style.input_layout == "sharded" and not self._style.slices_input
@@ -298,14 +281,12 @@ class OtherForward:
     def run(
         self, module: nn.Module, forward: Callable[..., Any], /, *arguments: Any, **keywords: Any
     ) -> Any:
-        """Return the output of `module` for these arguments. `forward`: the module's own
-        forward."""
         raise NotImplementedError
 
 
 class _SlicedLayer(OtherForward):
-    """The forward of a sharded layer, computed in slices, with the same bits on any number of
-    ranks. (An embedding has no sums, and keeps its own forward.)"""
+    """The forward of a sharded layer, computed in slices. (An embedding has no sums, and keeps its
+    own forward.)"""
 
     def __init__(self, name: str, style: str, unsharded_now: set[str], slices: Slices) -> None:
         self._name = name
@@ -330,14 +311,12 @@ class _SlicedLayer(OtherForward):
 
 
 def _local_part(tensor: Any) -> Any:
-    """Return this rank's shard of a DTensor, with a gradient; return anything else unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _TensorParallelForward(OtherForward):
-    """Runs the forward of a module with sharded layers inside, and explains its errors about sizes.
-    `name`: name of the module, empty for the model. `layers`: the sharded layers directly inside
-    it."""
+    """Runs the forward of a module with sharded layers inside, and explains its errors about
+    sizes."""
 
     def __init__(
         self,
@@ -347,8 +326,6 @@ class _TensorParallelForward(OtherForward):
         check: FirstForwardCheck | None,
         layers: Sequence[str],
     ) -> None:
-        """`check`: compares the module's first outputs with those of full layers; None on one
-        rank."""
         self._name = name
         self._called = name or type(module).__name__
         self._features = features
@@ -371,8 +348,8 @@ class _TensorParallelForward(OtherForward):
 
 
 def _replace_forward(module: Any, by: OtherForward) -> None:
-    """Replace a module's forward by `by.run`. The module gets a new class with this forward, so
-    that a copy of the module calls it with the copy."""
+    """Give the module a new class whose forward is `by.run`, so that a copy of the module calls it
+    with the copy."""
     # a module's attribute `forward` has priority over its class's method
     if "forward" in vars(module):
         run = functools.partial(by.run, module, module.forward)

@@ -1,7 +1,5 @@
 """Calls of elementwise functions whose result has bits that do not depend on an element's position
-in the tensor.
-
-A CPU's kernel computes most elements of a tensor in SIMD vectors, and the last few by a scalar
+in the tensor. A CPU's kernel computes most elements in SIMD vectors, and the last few by a scalar
 function, which rounds differently. A shard has other last elements than the full tensor."""
 
 from __future__ import annotations
@@ -19,12 +17,9 @@ VECTOR_ELEMENTS = 64
 """Largest number of elements that a CPU's kernel computes in one pass of its loop over SIMD vectors
 (in bf16 with AVX-512)."""
 ALIGNMENT = 64
-"""Number of bytes of a SIMD vector (AVX-512)."""
 
 
 def elementwise(func: Any, args: Any, kwargs: Any, *, in_place: bool = False) -> Tensor:
-    """Call an elementwise function so that the bits of its result do not depend on an element's
-    position in the tensor, nor do those of its gradient. `in_place`: it writes its first tensor."""
     tensors = tensors_of(args, kwargs)
     shape: torch.Size = torch.broadcast_shapes(*(each.shape for each in tensors))  # type: ignore[no-untyped-call]
     rest = -shape.numel() % VECTOR_ELEMENTS
@@ -46,29 +41,25 @@ def elementwise(func: Any, args: Any, kwargs: Any, *, in_place: bool = False) ->
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor with contiguous elements at an aligned address: libraries round strided or
-    unaligned tensors differently."""
+    """Return contiguous elements at an aligned address: libraries round strided or unaligned
+    tensors differently."""
     tensor = tensor.contiguous()
     return tensor if is_aligned(tensor) else tensor.clone()
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """True if the tensor begins at a multiple of a SIMD vector's size in its storage."""
     return tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0
 
 
 def aligned_gradient(item: Any) -> Any:
-    """Register a hook that makes the gradient of a tensor contiguous and aligned, before the
-    backward of the function that returned the tensor. Returns the item; does nothing for anything
-    else."""
+    """Make the gradient of a tensor contiguous and aligned, before the backward of the function
+    that returned the tensor."""
     if isinstance(item, Tensor) and item.requires_grad:
         item.register_hook(aligned)  # type: ignore[no-untyped-call]
     return item
 
 
 def mapped(change: Callable[[Any], Any], nest: Any) -> Any:
-    """Return a call's arguments with `change` applied to each one, also inside lists, tuples and
-    dicts."""
     if isinstance(nest, dict):
         return {name: mapped(change, item) for name, item in nest.items()}
     if type(nest) in (list, tuple):

@@ -1,17 +1,9 @@
 """Checks, at the first forward, that modules with layers that are sharded over the `tensor` axis
-return the same as with full layers.
-
-Code on a shard of the features can be wrong without an error: `query.view(batch, length, heads,
--1)` makes heads of half the depth, and `qkv.chunk(3, -1)` gives a rank no value at all. So at a
-module's first forward in training mode, and at its first in evaluation mode, it is computed twice
-more, without gradients: with sharded and with full layers, and with the same random numbers. With
-slices (layers computed in pieces, for equal bits on any number of ranks, whose tensors have another
-memory layout) and on an accelerator, dropout would draw different masks, so both forwards are in
-evaluation mode. BatchNorm and other modules that update their buffers are always in it. The
-module's inputs and outputs must be unsharded. Of several equal modules, only the first is checked.
-During the check, a rank holds the full weights of these layers, such as one attention or one MLP.
-Both forwards leave out arguments other than tensors and plain values (a second forward would append
-to a cache of keys)."""
+return the same as with full layers. Code on a shard of the features can be wrong without an error:
+`query.view(batch, length, heads, -1)` makes heads of half the depth. So a module's first forward in
+training mode, and in evaluation mode, runs twice more: with sharded and with full layers, and the
+same random numbers. Where dropout would draw different masks (with slices, and on an accelerator),
+both run in evaluation mode. Of several equal modules, only the first is checked."""
 
 from __future__ import annotations
 
@@ -40,8 +32,8 @@ from lockstep.model.tensor.sharded_logits import gather_full
 from lockstep.model.trial import trial
 
 ROUNDINGS = 8.0
-"""Largest allowed relative error (in the norm) between a module's outputs with sharded and with
-full layers, in units of the square root of the dtype's eps (3e-4 in float32)."""
+"""Largest allowed relative error (in the norm) of a module's outputs, in units of the square root
+of the dtype's eps (3e-4 in float32)."""
 MAX_GATHERED_ELEMENTS = 2**26
 """A module is not checked if the full weights of its sharded layers have more elements than this,
 and more than half of the elements of all sharded layers in the model."""
@@ -49,8 +41,7 @@ and more than half of the elements of all sharded layers in the model."""
 
 class FirstForwardCheck:
     """Compares the outputs of a module with sharded and with full layers, once for each of
-    `layers`: the layers with a sharded input or output, which the user's code computes with. Every
-    rank of the `tensor` axis makes one."""
+    `layers`, whose sharded input or output the user's code sees."""
 
     def __init__(
         self,
@@ -62,9 +53,8 @@ class FirstForwardCheck:
         draws_alike: bool,
     ) -> None:
         """`on_sequence`: further layers, whose output is a shard of the sequence. `unsharded_now`:
-        a set that holds the names of the layers that currently run with full weights, while they
-        do. `draws_alike`: False if sharded layers may draw different random numbers than full ones,
-        as with slices."""
+        gets the names of the layers that currently run with full weights. `draws_alike`: False if
+        sharded layers may draw other random numbers than full ones."""
         self._modules = {name: model.get_submodule(name) for name in layers}
         self._on_sequence = {name: model.get_submodule(name) for name in on_sequence}
         self._unchecked = {training: set(layers) for training in (True, False)}
@@ -81,10 +71,8 @@ class FirstForwardCheck:
         arguments: Any,
         keywords: Any,
     ) -> None:
-        """Compute the module `name` with sharded and with full layers. Raises `RecipeError` if the
-        two outputs differ by more than rounding. Does nothing if all layers inside the module were
-        checked before, or if its inputs or outputs are sharded. `forward`: the module's own
-        forward."""
+        """Do nothing if the module's inputs or outputs are sharded. `forward`: the module's own
+        forward. Every rank calls it."""
         unchecked = self._unchecked[module.training]
         if self._comparing or not unchecked:
             return
@@ -137,15 +125,12 @@ class FirstForwardCheck:
         unchecked.difference_update(inside)
 
     def _size(self, names: Iterable[str]) -> int:
-        """Return the number of elements in the full parameters of the layers with these names."""
         return sum(
             parameter.numel() for name in names for parameter in self._modules[name].parameters()
         )
 
     @contextmanager
     def _with_full_weights(self, names: list[str]) -> Iterator[None]:
-        """A context in which the layers with these names have their full weights, and compute
-        without other ranks."""
         modules = {name: (self._modules | self._on_sequence)[name] for name in names}
         parts = {name: dict(own_parameters(module)) for name, module in modules.items()}
         try:
@@ -207,8 +192,6 @@ def _evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """A context that restores the attributes of a module and its submodules, and the generators, at
-    its end. In the body, writes to buffers go to copies."""
     generators = [
         each
         for own in module.modules()
@@ -238,8 +221,6 @@ def _on_accelerator(given: Any) -> bool:
 
 @contextmanager
 def _same_numbers(given: Any) -> Iterator[None]:
-    """A context that restores torch's default generators at its end, on the CPU and on the devices
-    of the tensors in `given`."""
     devices = {
         leaf.device
         for leaf in tree_leaves(given)
@@ -250,8 +231,6 @@ def _same_numbers(given: Any) -> Iterator[None]:
 
 
 def _plain(item: Any) -> Any:
-    """Return a call's arguments with objects that a forward may change, such as a cache of keys,
-    replaced by None."""
     if isinstance(item, dict):
         return {name: _plain(member) for name, member in item.items()}
     if type(item) in (list, tuple):

@@ -1,6 +1,5 @@
 """Finds which dim of a function's result holds the shard of the features or heads, for each torch
-function of sharded tensors (in models that are not computed in slices). Each distinct call is
-analysed once."""
+function of sharded tensors (in models without slices). Each distinct call is analysed once."""
 
 from __future__ import annotations
 
@@ -36,15 +35,10 @@ CREATES = frozenset(
 
 
 class Following:
-    """The `Shard` marks (sharded dims) of the results of each distinct call that one model
-    makes."""
-
     def __init__(self) -> None:
         self._known: dict[Any, _Followed] = {}
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function of sharded tensors, and mark its results with their sharded dim. Raises
-        `RecipeError` if the function draws random numbers in the shape of a shard."""
         key = func, _pattern(args), _pattern(kwargs)
         known = self._known.get(key)
         if known is not None:
@@ -65,7 +59,6 @@ class _Followed(NamedTuple):
     """The facts about one distinct call of a torch function with sharded tensors."""
 
     shards: list[Shard]
-    """The mark of each tensor that the call returns, with its sharded dim."""
     writes: bool
     """True if the call writes a shard into its first argument, which was not sharded."""
 
@@ -107,16 +100,12 @@ def _written(target: Tensor, *item: Any) -> Tensor:
 
 
 def _mark_written(target: Tensor, shard: Shard) -> None:
-    """Mark a tensor as sharded after a shard was written into it, and also the tensor of which it
-    is a view. `shard`: the mark."""
     set_mark(target, shard)
     if not is_sharded(base := base_of(target)):
         mark_sharded(base)
 
 
 def _pattern(item: Any) -> Any:
-    """Return a hashable description of an argument, equal for calls whose results have the same
-    sharded dim."""
     if isinstance(item, Tensor):
         mark = mark_of(item)
         return item.shape, mark, mark and item.stride()

@@ -1,8 +1,7 @@
-"""Chooses the form in which each torch function of a sharded tensor is called, so that each element
+"""Chooses the form in which each torch function of a sharded tensor is called, so that an element
 of its result has the same bits as with the full tensor: unchanged, with contiguous rows, or with
-padded tensors. Each distinct call is first tried on copies of its tensors, forward and backward, to
-record its ATen operators (`operators.py`). A function for which no form gives the same bits is
-refused."""
+padded tensors. Each distinct call is first tried on copies of its tensors, to record its ATen
+operators. A function without such a form is refused."""
 
 from __future__ import annotations
 
@@ -50,8 +49,8 @@ def as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def by_rows(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function with contiguous tensors, and give its backward a contiguous gradient, so that
-    a sum over the last dims adds each row in the same order in a shard as in the full tensor."""
+    """Call a function with contiguous tensors, also in its backward, so that a sum over the last
+    dims adds each row in the same order in a shard as in the full tensor."""
 
     def prepared(item: Any) -> Any:
         return aligned(item) if isinstance(item, Tensor) else item
@@ -61,8 +60,8 @@ def by_rows(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def expanded(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Expand a tensor. In the backward, the gradient's elements that belong to one element of the
-    tensor are made contiguous, and summed as one row."""
+    """Expand a tensor. In the backward, the gradients of one element are made contiguous, and
+    summed as one row."""
     given: Tensor = args[0] if args else kwargs["input"]
     out: Tensor = _Expand.apply(given, func(*args, **kwargs).shape)  # type: ignore[no-untyped-call]
     return out
@@ -104,24 +103,19 @@ class Seen:
     """The ATen operators of one call of a torch function, which was made to record them."""
 
     operators: list[tuple[Kind, str, bool]] = field(default_factory=list)
-    """For each operator that ran: its kind (see `operators.Kind`), its name, and True if it ran in
-    the backward."""
     writes: bool = False
-    """True if the call writes to one of its arguments in place."""
     draws: bool = False
-    """True if an operator may draw random numbers."""
     returns: str | None = None
-    """The name of the type of a result that is neither a tensor nor a plain value such as a number;
-    None if there is none."""
+    """The name of the type of a result that is neither a tensor nor a plain value such as a
+    number."""
     outs: list[Tensor] = field(default_factory=list)
-    """The tensors in the result."""
 
     def kinds(self, *, backward: bool = True) -> set[Kind]:
         return {kind for kind, _, is_backward in self.operators if backward or not is_backward}
 
     def kinds_in_order(self) -> set[Kind]:
-        """Return the kinds of the operators. Those of `IN_ORDER`, which may give a shard other bits
-        but keep the order of heads and features, count as "by rows" here."""
+        """Return the kinds of the operators. Those that keep the order of heads and features, but
+        may give a shard other bits, count as "by rows"."""
         return {
             "by rows" if name.split(".")[1].rstrip("_") in IN_ORDER else kind
             for kind, name, _ in self.operators
@@ -136,8 +130,6 @@ class Forms:
         self._known: dict[Any, tuple[Form, list[Shard]]] = {}
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function in the form that gives a shard the same bits as the full tensor, and mark
-        its results as sharded. Raises `RecipeError` if there is no such form."""
         if func in PRINTS:
             return func(*args, **kwargs)
         key = (func, _state(), _pattern((args, kwargs), {}))
@@ -151,8 +143,8 @@ class Forms:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """A context in which functions are called outside of all torch function and dispatch modes, and
-    in which activation checkpointing does not record them."""
+    """Call functions outside of all torch function and dispatch modes. Activation checkpointing
+    does not record them."""
     with (
         disable_current_modes(),
         without_torch_function_modes(),
@@ -162,8 +154,6 @@ def apart() -> Iterator[None]:
 
 
 def _form_of(func: Any, args: Any, kwargs: Any) -> tuple[Form, list[Shard]]:
-    """Return the form in which a function is to be called with these arguments, and the `Shard`
-    mark of each tensor that it returns. Raises `RecipeError` if there is none."""
     name = getattr(func, "__name__", str(func))
     grows = any(each.requires_grad for each in tensors_of(args, kwargs)) and (
         expanded if func in EXPANDS else repeated if func in REPEATS else None
@@ -206,8 +196,8 @@ def _broadcast(shapes: list[torch.Size]) -> torch.Size | None:
 
 
 def _operators_of(form: Form, func: Any, args: Any, kwargs: Any) -> Seen | None:
-    """Call the function in a form on copies of its tensors, forward and backward. Return the
-    operators that ran; None if it fails."""
+    """Call the function in a form on copies of its tensors, forward and backward. Returns None if
+    it fails."""
     seen = Seen()
     # `lockstep plan` computes with fake tensors, which need their mode for further ones
     fakes = (each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor))
@@ -244,8 +234,8 @@ def _operators_of(form: Form, func: Any, args: Any, kwargs: Any) -> Seen | None:
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """A dispatch mode that records the ATen operators that are called, and whether one writes a
-    tensor with a storage in `storages`."""
+    """Records the ATen operators that are called, and whether one writes a tensor with a storage in
+    `storages`."""
 
     def __init__(self, seen: Seen, storages: set[int], *, backward: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -272,15 +262,12 @@ class OperatorRecorder(TorchDispatchMode):
 
 
 def _state() -> tuple[Any, ...]:
-    """Return the global state on which a call's operators depend: gradient mode, and autocast's
-    dtypes."""
     return torch.is_grad_enabled(), *accelerator.autocast_dtypes()
 
 
 def _pattern(item: Any, sizes: dict[int, int]) -> Any:
-    """Return a hashable description of a call's arguments, equal for calls that run the same
-    operators. Each size of a tensor is replaced by the index of its first occurrence. `sizes`: size
-    -> index, of the sizes that occurred before; new ones are added."""
+    """Return a hashable description, equal for calls that run the same operators. Each size of a
+    tensor is replaced by the index of its first occurrence."""
     if isinstance(item, Tensor):
         shape = tuple(
             size if size < 2 else sizes.setdefault(size, len(sizes)) for size in item.shape

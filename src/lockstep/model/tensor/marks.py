@@ -24,8 +24,8 @@ class Shard(NamedTuple):
     dim: int | None = None
     """The dim of the features or heads; None if it is not known."""
     strides: tuple[int, ...] | None = None
-    """The strides that the tensor would have with twice as many features or heads. Given only if
-    the shard's strides do not show them, because a dim of size 1 may have any stride."""
+    """The strides of twice as many features or heads. Given only if the shard's own strides do not
+    show them, because a dim of size 1 may have any stride."""
 
 
 UNKNOWN = Shard()
@@ -33,20 +33,15 @@ DRAWN = "drawn"
 
 
 def mark_of(tensor: Any) -> Any:
-    """Return a tensor's mark: a `Shard` (this rank's shard of the features or heads), `DRAWN`
-    (random numbers, or computed from them), or None."""
     return getattr(tensor, MARK, None)
 
 
 def set_mark(tensor: Tensor, mark: Any) -> Tensor:
-    """Set a tensor's mark (see `mark_of`), and return the tensor."""
     setattr(tensor, MARK, mark)
     return tensor
 
 
 def mark_sharded(tensor: Tensor, dim: int | None = None) -> Tensor:
-    """Mark a tensor as this rank's shard of the features or heads, and return it. `dim`: their dim;
-    None if it is not known."""
     return set_mark(tensor, Shard(dim))
 
 
@@ -55,15 +50,12 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def sharded_dim(tensor: Any) -> int | None:
-    """Return the dim of a tensor along which it is this rank's shard; None if the dim is not known,
-    or the tensor is not sharded."""
     mark = mark_of(tensor)
     return mark.dim if isinstance(mark, Shard) else None
 
 
 def marked(out: Any, shards: Sequence[Shard] = ()) -> Any:
-    """Mark the tensors in `out`, the result of a function, as sharded, and return `out`. `shards`:
-    the mark of each; if their number differs from that of the tensors, the sharded dims are
+    """`shards`: the mark of each tensor in `out`; if their number differs, the sharded dims are
     unknown."""
     tensors = (
         [out]
@@ -76,8 +68,7 @@ def marked(out: Any, shards: Sequence[Shard] = ()) -> Any:
 
 
 def full_like(shard: Tensor, ranks: int) -> tuple[list[int], list[int]]:
-    """Return the shape of the full tensor of which `shard` is a shard, and its dims in the order in
-    which one process has them in memory, outermost first. The sharded dim must be known."""
+    """Return the full tensor's shape, and its dims in memory order, outermost first."""
     mark = mark_of(shard)
     shape = list(shard.shape)
     shape[mark.dim] *= 2
@@ -88,15 +79,13 @@ def full_like(shard: Tensor, ranks: int) -> tuple[list[int], list[int]]:
 
 @lru_cache(1000)
 def order_in_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
-    """Return the dims, outermost first, in the order in which `empty_like` of a tensor of this
-    shape and strides has them in memory."""
+    """Return the dims, outermost first, in the memory order of `empty_like` of a tensor of this
+    shape and strides."""
     dense = torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
     return sorted(range(len(shape)), key=lambda dim: dense[dim], reverse=True)
 
 
 def strides_of_twice(shard: Tensor, dim: int) -> tuple[int, ...]:
-    """Return the strides of a tensor that is laid out like a shard, with twice as many features or
-    heads."""
     reach = shard.stride(dim) * shard.shape[dim]
     return tuple(
         each * 2 if each >= reach and place != dim else each

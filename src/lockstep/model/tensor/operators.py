@@ -1,7 +1,6 @@
-"""The ATen operators that compute each element of a shard with the same bits as in the full tensor
-(`tensor` axis, shards of the features or heads).
-
-With slices, where bits must not depend on the number of ranks, any other operator is refused."""
+"""The ATen operators that compute each element of a shard of the features or heads with the same
+bits as in the full tensor. With slices, where bits must not depend on the number of ranks, any
+other operator is refused."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from torch import Tensor
 Kind = Literal[
     "keeps", "moves", "exact", "by place", "by rows", "adds tokens", "product", "unknown"
 ]
-"""The kinds of operators. `keeps` and `moves`: copies elements to the same position, or to others.
-`exact`: rounds each element once. `by place`: an elementwise function that a CPU rounds differently
-at the end of a tensor. `by rows`: computes each row of a contiguous tensor by itself. `adds
-tokens`: a sum over dims before the last. `product`: a matrix product or convolution. These two, and
-`unknown`, are refused."""
+"""`keeps` and `moves`: copies elements to the same position, or to others. `exact`: rounds each
+element once. `by place`: an elementwise function that a CPU rounds differently at the end of a
+tensor. `by rows`: computes each row of a contiguous tensor by itself. `adds tokens`: a sum over
+dims before the last. `product`: a matrix product or convolution. These two, and `unknown`, are
+refused."""
 EXACT: frozenset[Kind] = frozenset({"keeps", "moves", "exact"})
 
 
@@ -46,8 +45,8 @@ ROUNDED_ONCE = _set(
 """Operators that round each element once, or twice in a fixed way, at any position in the
 tensor."""
 EXPONENTS = (-2, -1, -0.5, 0, 0.5, 1, 2, 3)
-"""The exponents for which torch computes `pow` by a product, quotient or root instead of a power
-function, so that the bits do not depend on an element's position."""
+"""The exponents for which torch computes `pow` by a product, quotient or root, so that the bits do
+not depend on an element's position."""
 UNTAGGED = _set(
     "elu_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward"
     " log_sigmoid_backward log_sigmoid_forward mish_backward softplus_backward"
@@ -70,8 +69,8 @@ ROWS: dict[str, Callable[..., Any]] = {
         None if any(rest[-1][1:]) else range(-len(shape), 0)
     ),
 }
-"""Operators that sum over dims -> (function from a call's arguments to these dims; None for all
-dims). `var` and `std` are missing, because they sum the only row of a tensor in another order."""
+"""Operators that sum over dims -> (a call's arguments) -> these dims; None for all. `var` and `std`
+are missing, because they sum the only row of a tensor in another order."""
 PRODUCTS = _set(
     "addbmm addmm addmv addr baddbmm bmm convolution convolution_backward dot mm mv vdot"
 )
@@ -83,12 +82,9 @@ IN_ORDER = _set(
     " max_pool2d_with_indices mean min native_batch_norm native_group_norm prelu prod sort std topk"
     " var var_mean"
 )
-"""Operators that may round differently in a shard, but keep the order of heads and features, so
-that the sharded dim of their result can be found."""
 
 
 def kind_of_operator(operator: Any, args: Any, kwargs: Any, out: Any) -> Kind:
-    """Return the kind of an operator, when it is called with these arguments and returns `out`."""
     name, _, overload = operator.name().partition("::")[2].partition(".")
     name = name.rstrip("_")
     tensors = list(tensors_of(args, kwargs))
@@ -137,7 +133,6 @@ def _is_inexact(tensor: Tensor) -> bool:
 
 
 def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors among the arguments of a call, including those in lists and tuples."""
     tensors = []
     for item in (*args, *kwargs.values()):
         if isinstance(item, Tensor):

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional as F, init
 
 DROPOUT = frozenset({F.dropout, torch.dropout, torch.dropout_})
-"""Dropout functions that drop each element independently (and scale the others)."""
 _IF_TRAINING: dict[Any, tuple[int, bool]] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), (2, True)),
     **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), (2, False)),
@@ -38,7 +37,6 @@ RANDOM = frozenset(_IF_TRAINING) | {
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if a call of the torch function `func` with these arguments draws random numbers."""
     if func not in RANDOM:
         return False
     place, training = _IF_TRAINING.get(func, (0, None))
@@ -51,8 +49,6 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def writes(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if a call of the random function `func` with these arguments writes its first argument
-    in place."""
     if func.__name__.endswith("_"):
         return True
     place = _IF_TRAINING.get(func, (0, None))[0] + 1

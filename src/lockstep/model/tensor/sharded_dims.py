@@ -1,10 +1,8 @@
 """Finds the sharded dim (that of the heads or features) in the result of a torch function whose
-arguments are shards.
-
-The function is called on the meta device with twice as many heads or features: the dim of the
-result that becomes twice as large is the sharded one. A function that only moves elements is called
-with labels in place of the elements: each label is the element's index along the sharded dim of the
-argument. The dim of the result along which labels ascend is the sharded one."""
+arguments are shards. On the meta device with twice as many heads or features, the dim of the result
+that becomes twice as large is the sharded one. A function that only moves elements is called with
+their indices along the sharded dim in place of the elements: the dim along which they ascend is the
+sharded one."""
 
 from __future__ import annotations
 
@@ -35,15 +33,12 @@ FAILS = (
     *(RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AssertionError),
     AttributeError,
 )
-"""The types of error that a function may raise if its arguments have twice the expected size."""
 
 
 def shards_of(
     func: Any, args: Any, kwargs: Any, kinds: set[Kind], outs: Sequence[Tensor]
 ) -> list[Shard]:
-    """Return the `Shard` mark of each tensor that a function has returned, with its sharded dim if
-    it can be found. `kinds`: the kinds of the function's operators (`operators.py`). `outs`: the
-    returned tensors, or tensors of their shapes."""
+    """`outs`: the returned tensors, or tensors of their shapes."""
     given = [each for each in tensors_of(args, kwargs) if is_sharded(each)]
     dims = [sharded_dim(each) for each in given]
     if not outs or None in dims or "unknown" in kinds:
@@ -70,9 +65,8 @@ def shards_of(
 
 
 def twice_as_many(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
-    """Call a function on the meta device with sharded tensors of twice as many heads or features,
-    and return the tensors of its result; None if it fails. Attention is computed on the device of
-    its arguments, because its result's memory layout depends on the device."""
+    """Return None if the function fails. Attention is computed on the device of its arguments,
+    because its result's memory layout depends on the device."""
 
     def twice(item: Any) -> Any:
         if not isinstance(item, Tensor):
@@ -91,10 +85,9 @@ def twice_as_many(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
 
 
 def check_drawn(func: Any, args: Any, kwargs: Any, shards: Sequence[Shard]) -> None:
-    """Raise `RecipeError` if an argument of the function holds random numbers, and the function
-    fails if only its sharded arguments have twice as many features or heads: the numbers may have
-    been drawn in a shard's shape. The same error is raised if the sharded dim of a result is not
-    known. `shards`: the marks of its results."""
+    """Raise `RecipeError` if an argument holds random numbers that may have been drawn in a
+    shard's shape: the function fails if only its sharded arguments become twice as large, or the
+    sharded dim of a result is not known."""
     drawn = [each for each in tensors_of(args, kwargs) if mark_of(each) is DRAWN]
     if not drawn:
         return
@@ -110,8 +103,6 @@ def check_drawn(func: Any, args: Any, kwargs: Any, shards: Sequence[Shard]) -> N
 
 
 def _larger_dim(out: Tensor, twice: Tensor) -> int | None:
-    """Return the only dim in which the two shapes differ, if it is twice as large in `twice`; else
-    None."""
     if out.dim() != twice.dim():
         return None
     pairs = enumerate(zip(out.shape, twice.shape, strict=True))
@@ -131,8 +122,6 @@ def _tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
 def _dims_of_moved(
     func: Any, args: Any, kwargs: Any, given: list[Tensor], count: int
 ) -> list[int | None]:
-    """Return the sharded dim of each of the `count` tensors that a function returns, None if it is
-    not found. The function only moves elements. `given`: its sharded arguments."""
     dims = [sharded_dim(each) for each in given]
     found = None
     if ONE not in dims:
@@ -151,9 +140,6 @@ def _dims_of_moved(
 def _dims_of_computed(
     args: Any, kwargs: Any, given: list[Tensor], shapes: list[torch.Size]
 ) -> list[int | None]:
-    """Return the sharded dim of each result of a function that computes by elements, by rows, or
-    with pairs of matrices; None if it is not found. `given`: its sharded arguments. `shapes`: the
-    shapes of its results."""
     tensors = tensors_of(args, kwargs)
     count = max(each.dim() for each in tensors)
     try:

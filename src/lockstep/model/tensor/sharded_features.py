@@ -1,30 +1,27 @@
 """Handles plain tensors of the `tensor` axis that hold this rank's shard of the features (or
-heads): activations between a `colwise` layer, which returns them, and a `rowwise` layer, which
-takes them.
-
-User code between these two layers is written for full tensors. `ShardedFeatures` intercepts each
-torch function that this code calls:
+heads): activations between a `colwise` layer and a `rowwise` layer. User code between these two
+layers is written for full tensors. `ShardedFeatures` intercepts each torch function that this code
+calls:
 
 - The result of a function of a sharded tensor is sharded. A model that returns a sharded tensor
   gets an error.
 - If an unsharded tensor is combined with a sharded one (the weight of a norm over each head, a
   learned scale), each rank computes a part of the unsharded tensor's gradient, and the parts are
-  all-reduced. So parameters of layers without a style have equal gradients on all ranks.
+  all-reduced.
 - `any` and `all` of a sharded tensor are computed for the full tensor.
-- The sharded dim is followed from function to function (`following.py`).
-- Dropout of a sharded tensor draws the full mask, as one process does, and takes this rank's shard,
-  so that the step does not depend on the number of ranks. Other random functions are called with
-  the full tensor. Only in a GPU's attention kernels, each rank has its own seed.
-- Other random numbers that are combined with a sharded tensor must not have its shape. The user's
-  code may have drawn them in the shape of a shard, and each rank would then have the same numbers
-  for its shard.
-- With slices (each sharded layer is computed in a fixed number of pieces, for equal bits on any
-  number of ranks: `sliced.py`), each function is called so that an element has the same bits in a
-  shard as in the full tensor (`forms.py`). Refused are: an unsharded tensor with a gradient that is
-  combined with a sharded one, random numbers other than dropout, a sharded weight used without its
-  layer, code whose torch functions lockstep cannot intercept, and every unknown operator.
+- Dropout of a sharded tensor draws the full mask, as one process does, and takes this rank's
+  shard. Other random functions are called with the full tensor. Only in a GPU's attention
+  kernels, each rank has its own seed.
+- Other random numbers that are combined with a sharded tensor must not have its shape: the user's
+  code may have drawn them in the shape of a shard, with the same numbers on each rank.
+- With slices (equal bits on any number of ranks), each function is called so that an element has
+  the same bits in a shard as in the full tensor (`forms.py`). Refused are: an unsharded tensor
+  with a gradient that is combined with a sharded one, random numbers other than dropout, a
+  sharded weight used without its layer, code whose torch functions lockstep cannot intercept,
+  and every unknown operator.
 - A DTensor (sharded along the sequence, or a sharded weight used without its layer, as by a tied
-  output layer) may be combined with plain tensors that are unsharded."""
+  output layer) may be combined with plain tensors that are unsharded.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +87,6 @@ ANSWERS = {
     **dict.fromkeys((torch.any, Tensor.any), dist.ReduceOp.MAX),
     **dict.fromkeys((torch.all, Tensor.all), dist.ReduceOp.MIN),
 }
-"""Function that reduces all elements to a bool -> the all-reduce of the ranks' bools."""
 OWN_FUNCTIONS = ("lockstep.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
 """Prefixes of the Python modules of lockstep and torch whose autograd.Functions may return a
 sharded tensor."""
@@ -116,21 +112,16 @@ class _AllReduceGradient(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class SlicedModel:
-    """A model whose sharded layers are computed in slices (`sliced.py`)."""
-
     model: nn.Module
     layers: Sequence[str]
-    """The names of the model's sharded layers."""
     slices: Slices
 
 
 class ShardedFeatures(TorchFunctionMode):
     """The torch function mode that is active in the forward of each module with sharded layers
-    inside. It calls functions of sharded tensors as the module docstring says. It may be nested."""
+    inside. It may be nested."""
 
     def __init__(self, mesh: DeviceMesh | None, sliced: SlicedModel | None = None) -> None:
-        """`mesh`: the ranks of the `tensor` axis; None if there is only one. `sliced`: the model,
-        if its layers are computed in slices; else None."""
         super().__init__()
         self._mesh = mesh
         self._sliced = sliced
@@ -228,7 +219,6 @@ class ShardedFeatures(TorchFunctionMode):
         return self._forms.call(func, args, kwargs)
 
     def _answer(self, func: Any, tensor: Tensor) -> Tensor:
-        """Return `any` or `all` of the full tensor, as for `assert not x.isnan().any()`."""
         own: Tensor = func(tensor)
         if self._mesh is None:
             return own
@@ -240,8 +230,6 @@ class ShardedFeatures(TorchFunctionMode):
         return self._of_heads(func, func, input, other)
 
     def _of_heads(self, func: Any, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """Call `compute` separately on each slice of the tensors' heads, and concatenate the
-        results. `func`: the torch function that the user has called, for errors."""
         assert self._sliced is not None
         # a shard of one head without a known dim takes the dim of the other tensors
         dims = {sharded_dim(each) for each in tensors} - {ONE}
@@ -275,8 +263,6 @@ class ShardedFeatures(TorchFunctionMode):
         return self._of_heads(func, compute, query, key, value)
 
     def _layer_of(self, tensor: Tensor) -> str | None:
-        """Return the name of the sharded layer that has this parameter; None if none has it, and
-        without slices."""
         for name, layer in self._layers.items():
             if any(tensor is each for each in own_parameters(layer).values()):
                 return name
@@ -325,8 +311,6 @@ class ShardedFeatures(TorchFunctionMode):
         return DTensor.from_local(item, self._mesh, (Replicate(),), run_check=False)
 
     def _drop(self, func: Any, args: Any, kwargs: Any) -> Callable[[], Tensor] | None:
-        """Return a function that computes the result of the call, if `func` is dropout, or
-        attention with dropout, and its probability is not 0; else None."""
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func not in DROPOUT:
@@ -340,9 +324,8 @@ class ShardedFeatures(TorchFunctionMode):
         return lambda: tensor * self._mask(tensor, p)
 
     def _mask(self, tensor: Tensor, p: float) -> Tensor:
-        """Draw a dropout mask for the full tensor, in the memory layout that the full tensor has in
-        one process, and return the part of the mask for this rank's shard, `tensor`. `p`: the
-        probability of dropping an element."""
+        """Draw a dropout mask in the memory layout that the full tensor has in one process, and
+        returns the part for this rank's shard."""
         if isinstance(tensor, DTensor):
             shape, order = tensor.shape, order_in_memory(tensor.shape, tensor.stride())
             return distribute_tensor(
@@ -370,8 +353,6 @@ class ShardedFeatures(TorchFunctionMode):
         return dim
 
     def _drawn_in_full(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a random function with full tensors in place of sharded ones, and return this rank's
-        shard of the result."""
         name = func.__name__
         if self._sliced is not None:
             raise RecipeError(
@@ -401,8 +382,8 @@ class ShardedFeatures(TorchFunctionMode):
         return first.copy_(out) if writes(func, args, kwargs) else out
 
     def _full(self, item: Any) -> Any:
-        """Gather a sharded tensor from all ranks, in the memory layout that the full tensor has in
-        one process. Returns anything else unchanged."""
+        """Gather a sharded tensor, in the memory layout that the full tensor has in one process.
+        Returns anything else unchanged."""
         if not is_sharded(item):
             return item
         assert self._mesh is not None, "one rank has slices, and refuses it"
@@ -429,9 +410,8 @@ class ShardedFeatures(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Callable[[], Tensor] | None:
-        """Return a function that computes attention with dropout; None if there is no dropout. On a
-        CPU, it uses matmul and softmax, and this rank's part of the dropout mask of all heads. On a
-        GPU, it calls torch's attention with a seed for each rank."""
+        """Return None without dropout. On a CPU, attention uses this rank's part of the dropout
+        mask of all heads. On a GPU, torch's attention gets a seed for each rank."""
         if not dropout_p:
             return None
         if query.device.type != "cpu" or not is_sharded(query):
@@ -481,8 +461,8 @@ class ShardedFeatures(TorchFunctionMode):
         return attend
 
     def _drawn_apart(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call attention with dropout on a GPU, with a seed that differs between the ranks. The
-        default generators advance by the same amount on all ranks."""
+        """Use a seed that differs between the ranks. The default generators advance by the same
+        amount on all ranks."""
         device = tensors_of(args, kwargs)[0].device
         if self._sliced is not None:
             raise RecipeError(
@@ -498,8 +478,6 @@ class ShardedFeatures(TorchFunctionMode):
 
 
 def _drawn_mask(shape: Sequence[int], order: Sequence[int], like: Tensor, p: float) -> Tensor:
-    """Draw a dropout mask of this shape, with the dtype and device of `like`. `order`: the mask's
-    dims in memory order, outermost first."""
     ones = torch.ones([shape[dim] for dim in order], dtype=like.dtype, device=like.device)
     return F.dropout(ones, p).permute(_inverse(order))
 
@@ -509,8 +487,6 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def _drawn_in_full_sequence(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a random function with full tensors in place of DTensors that are sharded over the
-    sequence, and return this rank's shard of the result as a DTensor."""
     first = next(each for each in tensors_of(args, kwargs) if isinstance(each, DTensor))
 
     def own(out: Any) -> Any:
@@ -527,9 +503,8 @@ def _drawn_in_full_sequence(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mark_drawn(out: Any, args: Any, kwargs: Any) -> None:
-    """Mark `out`, the result of a call with these arguments, as random numbers or as computed from
-    them. (Not if an argument of the same shape requires a gradient and is not marked so: then this
-    shape is not that of a shard.)"""
+    """Mark `out` as random numbers or as computed from them, unless an argument of the same shape
+    requires a gradient and is not marked so: then this shape is not that of a shard."""
     shapes = [
         each.shape
         for each in tensors_of(args, kwargs)
@@ -561,8 +536,6 @@ def check_backward(tensor: Tensor) -> None:
 
 
 def _is_own_hook(args: Any) -> bool:
-    """True if the arguments of `Tensor.register_hook` have a hook of lockstep, FSDP2, DTensor,
-    torch.autograd.graph or torch.utils.module_tracker."""
     hook = args[1] if len(args) > 1 else None
     return str(getattr(hook, "__module__", "")).startswith(OWN_HOOKS)
 
@@ -570,7 +543,7 @@ def _is_own_hook(args: Any) -> bool:
 def check_gradients(given: Tensor, layer: str) -> None:
     """Raise `RecipeError` if a sharded tensor was computed from an unsharded parameter by a
     function that lockstep has not intercepted: the parameter's gradient would be incomplete on each
-    rank. `layer`: the layer whose input the tensor is."""
+    rank."""
     todo, known = [given.grad_fn], set()
     while todo:
         node: Any = todo.pop()
@@ -610,8 +583,8 @@ def unseen(what: str) -> RecipeError:
 
 
 def _check_uses_no_weight(out: Any, layer: str, func: Any) -> None:
-    """Raise `RecipeError` if `out` requires a gradient and is no parameter: then `func` has
-    computed it with the weight of the sharded layer `layer`, without calling that layer."""
+    """Raise `RecipeError` if `out` was computed with the weight of the sharded layer `layer`,
+    without calling that layer."""
     if not any(
         each.requires_grad and not isinstance(each, nn.Parameter)
         for each in tree_leaves(out)
@@ -628,8 +601,8 @@ def _check_uses_no_weight(out: Any, layer: str, func: Any) -> None:
 
 
 def checked_output(output: Any, name: str) -> Any:
-    """Return a model's output with all DTensors gathered except `ShardedLogits`. Raises
-    `RecipeError` if a plain tensor in it is sharded."""
+    """Gather all DTensors in a model's output except `ShardedLogits`. Raises `RecipeError` if a
+    plain tensor in it is sharded."""
 
     def leave(item: Any) -> Any:
         if is_sharded(item):

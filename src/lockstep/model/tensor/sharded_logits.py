@@ -1,7 +1,6 @@
 """Logits whose classes are sharded over the `tensor` axis: the output of a layer with the style
 `loss`. Their cross-entropy is computed on shards, and communicates three numbers per token. Other
-operations gather the logits. With slices (a fixed number of pieces in which each layer is computed,
-`sliced.py`), one process adds the terms of the cross-entropy in the same order as several."""
+operations gather the logits."""
 
 from __future__ import annotations
 
@@ -56,7 +55,6 @@ KEEPS_CLASSES = frozenset(
 )
 """Names of functions that compute nothing: they return sharded logits, or no tensor."""
 WRITES = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor))__")
-"""Names of functions that change a tensor in place."""
 
 
 class ShardedLogits(DTensor):
@@ -64,8 +62,6 @@ class ShardedLogits(DTensor):
     cross-entropy and changes of shape get the gathered logits of all classes."""
 
     slices: Slices | None
-    """The pieces of the classes over which the cross-entropy is summed one by one, for equal bits
-    on any number of ranks; None if it is computed at once."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,8 +79,6 @@ class ShardedLogits(DTensor):
 
 
 def as_sharded_logits(item: Any, slices: Slices | None = None) -> Any:
-    """Return a DTensor that is sharded along one dim as `ShardedLogits`; gather any other DTensor;
-    return anything else unchanged."""
     if not isinstance(item, DTensor):
         return item
     if not (len(item.placements) == 1 and item.placements[0].is_shard()):
@@ -117,7 +111,6 @@ class SlicedLogits(Tensor):
 
 
 def as_sliced_logits(item: Any, slices: Slices) -> Any:
-    """Return a plain tensor as `SlicedLogits`; return anything else unchanged."""
     if type(item) is not Tensor:
         return item
     logits = item.as_subclass(SlicedLogits)
@@ -135,15 +128,14 @@ def _check_not_written(name: str, args: Any) -> None:
 
 
 def gather_full(item: Any) -> Any:
-    """Gather a DTensor into a plain tensor, with a gradient; return anything else unchanged."""
     if not isinstance(item, DTensor):
         return item
     return local_shard(item.redistribute(placements=[Replicate()] * item.device_mesh.ndim))
 
 
 def local_shard(tensor: DTensor) -> Tensor:
-    """Return this rank's shard of a DTensor, with a gradient. (The view that `to_local` returns
-    loses FSDP2's hooks if it is changed in place.)"""
+    """Return this rank's shard, with a gradient. (The view that `to_local` returns loses FSDP2's
+    hooks if it is changed in place.)"""
     return _LocalShard.apply(tensor)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -165,8 +157,6 @@ class _LocalShard(torch.autograd.Function):
 
 
 def _is_simple(arguments: tuple[Any, ...]) -> bool:
-    """True if no argument is a tensor, or something that torch converts to a tensor (a list of
-    indices)."""
     return not any(
         isinstance(item, Tensor | list) or (isinstance(item, tuple) and not _is_simple(item))
         for item in arguments
@@ -218,8 +208,8 @@ class _Alone:
 
 class _CrossEntropy(torch.autograd.Function):
     """The cross-entropy of logits whose classes are sharded. Inputs: logits (..., this rank's
-    classes), targets (...) among all classes, a mask (...), False for targets that are ignored, the
-    mesh, and the slices or None. Output: losses (...), 0 where the mask is False."""
+    classes), targets (...) among all classes, a mask (...), False for targets that are ignored.
+    Output: losses (...), 0 where the mask is False."""
 
     @staticmethod
     def forward(

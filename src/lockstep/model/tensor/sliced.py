@@ -1,9 +1,7 @@
 """Computes the matrix products of a sharded layer in a fixed number of slices of its features, with
-the same bits on any number of ranks that divides the number of slices.
-
-Each slice has one matrix product in the forward and two in the backward, of contiguous and aligned
-tensors. So the BLAS library gets the same calls on one rank and on eight. A sum over features adds
-the slices' products in a binary tree, of which each rank has a subtree."""
+the same bits on any number of ranks that divides the number of slices. Each slice has one matrix
+product in the forward and two in the backward, of contiguous and aligned tensors, so the BLAS
+library gets the same calls on one rank and on eight."""
 
 from __future__ import annotations
 
@@ -30,21 +28,16 @@ class Slices:
     count: int
     """The number of slices over all ranks: a power of two."""
     ranks: World
-    """The ranks of the tensor axis, which have equally many slices."""
 
     @property
     def own(self) -> int:
-        """The number of slices on this rank."""
         return self.count // self.ranks.size
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum over all slices of all ranks, added in a binary tree. `parts`: one tensor
-        for each of this rank's slices. Every rank calls it."""
         return self.sum_over_ranks(tree_sum(parts))
 
     def sum_over_ranks(self, node: Tensor) -> Tensor:
-        """Return the sum of all ranks' tensors, added in a binary tree. `node`: this rank's tensor.
-        Every rank calls it."""
+        """Return the sum of all ranks' tensors, added in a binary tree. Every rank calls it."""
         if self.ranks.size == 1:
             return node
         each_one = [range(rank, rank + 1) for rank in range(self.ranks.size)]
@@ -57,9 +50,8 @@ class Slices:
 def linear(
     given: Tensor, weight: Tensor, bias: Tensor | None, slices: Slices, *, over: str
 ) -> Tensor:
-    """Return `F.linear(given, weight, bias)`, computed in slices of the layer's outputs or inputs:
-    `over` is "outputs" or "inputs", the features along which the weight is sharded. Every rank
-    calls it with its shards of the tensors."""
+    """Return `F.linear(given, weight, bias)`. `over`: the features along which the weight is
+    sharded, "outputs" or "inputs". Every rank calls it with its shards of the tensors."""
     given, weight = _cast(given), _cast(weight)
     bias = None if bias is None else _cast(bias)
     product: Any = _OverOutputs if over == "outputs" else _OverInputs
@@ -73,15 +65,14 @@ def linear(
 def of_heads(
     compute: Callable[..., Tensor], tensors: Sequence[Tensor], dim: int, slices: Slices
 ) -> Tensor:
-    """Return `compute(*tensors)`, computed slice by slice of heads, because the bits of a product
-    depend on its number of heads. `dim`: the dim of heads."""
+    """Compute slice by slice of heads, because the bits of a product depend on its number of
+    heads. `dim`: the dim of heads."""
     pieces = math.gcd(slices.own, *(each.shape[dim] for each in tensors))
     cut = [_cut(tensor, dim, pieces) for tensor in tensors]
     return torch.cat([aligned_gradient(compute(*each)) for each in zip(*cut, strict=True)], dim)
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    """Return the tensor in autocast's dtype, if autocast is enabled."""
     kind = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 
@@ -157,8 +148,8 @@ class _OverInputs(torch.autograd.Function):
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of 2^k tensors, added in a binary tree. Does not write to `parts`, because
-    activation checkpointing may keep them."""
+    """Add 2^k tensors in a binary tree. Does not write to `parts`, because activation
+    checkpointing may keep them."""
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
@@ -173,13 +164,11 @@ def _columns(matrix: Tensor, count: int) -> list[Tensor]:
 
 
 def _cut(tensor: Tensor, dim: int, pieces: int) -> list[Tensor]:
-    """Return equal pieces of a tensor along a dim, each contiguous and aligned."""
     cut: Tensor = tensor.unflatten(dim, (pieces, -1))  # type: ignore[no-untyped-call]
     return [aligned(each) for each in cut.movedim(dim, 0).contiguous()]
 
 
 def _wide(left: Tensor, right: Tensor) -> Tensor:
-    """Return the product of two matrices; that of bfloat16 or float16 matrices in float32."""
     if left.dtype not in (torch.bfloat16, torch.float16):
         return left @ right
     if left.is_cpu:

@@ -1,6 +1,5 @@
 """The styles of the `tensor` axis (tensor parallelism): maps patterns of module names to the way in
-which each module is sharded, including layers that peft has wrapped in LoRA adapters. No
-communication."""
+which each module is sharded, including layers that peft has wrapped in LoRA adapters."""
 
 from __future__ import annotations
 
@@ -25,25 +24,21 @@ class Style:
     heads)."""
 
     kinds: tuple[str, ...]
-    """The kinds of module to which the style applies: `linear` (also `Conv1D` of transformers),
-    `embedding`, `any`."""
     shards: Literal["outputs", "inputs", "nothing"]
     """The dim along which the weight is sharded: the layer's outputs, or its inputs (an embedding's
     vocabulary)."""
     input_layout: Literal["replicated", "sharded", "sequence"]
-    """Layout of the input. `replicated`: equal full tensors on all ranks. `sharded`: this rank's
-    shard of the last dim, the features. `sequence`: this rank's shard of dim 1, the tokens."""
+    """`replicated`: equal full tensors on all ranks. `sharded`: this rank's shard of the last dim,
+    the features. `sequence`: this rank's shard of dim 1, the tokens."""
     output_layout: Literal["replicated", "sharded", "sequence", "classes"]
-    """Layout of the output: as that of the input, or `classes`, this rank's shard of the logits.
-    The outputs `sequence` and `classes` are DTensors, sharded along dim 1 and along the last
-    dim."""
+    """As `input_layout`, or `classes`, this rank's shard of the logits. The outputs `sequence` and
+    `classes` are DTensors, sharded along dim 1 and along the last dim."""
     slices_input: bool = False
     """True if the user's code gives the layer a full tensor, from which it takes this rank's shard
     of the features."""
 
     @property
     def exposes_shards(self) -> bool:
-        """True if the user's code sees a sharded tensor, before the layer or after it."""
         return self.output_layout == "sharded" or (
             self.input_layout == "sharded" and not self.slices_input
         )
@@ -76,7 +71,6 @@ HUGGING_FACE = {
     "replicated": "replicated",
     "replicated_with_grad_allreduce": "replicated",
 }
-"""Name of a style in the tensor-parallel plans of transformers -> name of a style in `STYLES`."""
 
 SAME_SHARDS: Mapping[str, Mapping[int | None, str]] = {
     "embedding": {0: "embedding", 1: "colwise_gathered"},
@@ -99,13 +93,10 @@ def tensor_styles(
     *,
     experts: Collection[str] = (),
 ) -> dict[str, str]:
-    """Return the style of each sharded module, by its name, in the order of the model's modules.
-    Raises `RecipeError`. `given`: `Recipe.tensor`; if several patterns match, the last one is used.
-    None: the model's `tensor_plan`, or the tensor-parallel plan of a Hugging Face model without its
-    patterns of experts. A layer without a style that shares its weight with a sharded layer (tied
-    embeddings) gets the matching style. `size`: the number of ranks of the axis. `slices`: the
-    number of pieces in which each layer is computed, for equal bits on any number of ranks; 1
-    without. `experts`: names of the modules of experts, which are not sharded on this axis."""
+    """Return the style of each sharded module, in the order of the model's modules. `given`:
+    `Recipe.tensor`, of which the last matching pattern is used; None: the model's `tensor_plan`, or
+    the tensor-parallel plan of a Hugging Face model. A layer that shares its weight with a sharded
+    layer gets the matching style."""
     source, patterns = _source(model, given, experts)
     matched = _styles_of(model, source, patterns)
     if not source:
@@ -135,8 +126,8 @@ def tensor_styles(
 
 
 def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
-    """Raise `RecipeError` if a layer with a sharded input or output is by itself one of the modules
-    `stages`, between which a pipeline may be cut: its neighbor could then be in another stage."""
+    """Raise `RecipeError` if a layer with a sharded input or output is itself one of the modules
+    `stages`: a pipeline could put its neighbor in another stage."""
     for name, style in styles.items():
         if name in stages and STYLES[style].exposes_shards:
             raise RecipeError(
@@ -149,9 +140,8 @@ def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
 def _source(
     model: nn.Module, given: Mapping[str, str] | None, experts: Collection[str]
 ) -> tuple[str, Mapping[str, str]]:
-    """Return the place that the patterns come from, for errors ("" for a plan of transformers), and
-    the patterns of module names, each with its style. Hugging Face's styles are translated to
-    lockstep's, and its patterns of experts are dropped."""
+    """Return the place that the patterns come from, for errors ("" for a plan of transformers),
+    and the patterns, each with its style."""
     if given is not None:
         return "Recipe.tensor", given
     own = getattr(model, "tensor_plan", None)
@@ -188,8 +178,6 @@ def _hugging_face(model: nn.Module) -> dict[str, str]:
 def _without_experts(
     model: nn.Module, plan: Mapping[str, str], experts: Collection[str]
 ) -> dict[str, str]:
-    """Return the plan without patterns that match only modules of experts and their submodules. A
-    plan of transformers names parameters too."""
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     kept = {}
     for pattern, style in plan.items():
@@ -200,8 +188,6 @@ def _without_experts(
 
 
 def _expert_of(name: str, experts: Collection[str]) -> str | None:
-    """Return the module of `experts` that is the module `name` or contains it; None if there is
-    none."""
     return next((each for each in experts if f"{name}.".startswith(f"{each}.")), None)
 
 
@@ -239,7 +225,7 @@ def _styles_of(model: nn.Module, source: str, patterns: Mapping[str, str]) -> di
 
 def _add_layers_with_shared_weights(model: nn.Module, chosen: dict[str, str]) -> None:
     """Add to `chosen` the styles of layers that share a weight with a layer in it, so that both
-    shard the weight in the same way. Raises `RecipeError` if this is not possible."""
+    shard the weight in the same way."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter in own_parameters(module).values():
@@ -318,7 +304,6 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
 
 
 def _check_slices(model: nn.Module, name: str, style: str, slices: int) -> None:
-    """Raise `RecipeError` if the layer cannot be computed in `slices` pieces of equal size."""
     if "sequence" in style:
         raise RecipeError(
             f"slices={slices} with the style {style!r} of {name!r}; it sums the gradients of a"
@@ -343,8 +328,6 @@ def _check_slices(model: nn.Module, name: str, style: str, slices: int) -> None:
 
 
 def _check_heads(name: str, module: nn.Module, chosen: Mapping[str, str], size: int) -> None:
-    """Raise `RecipeError` if `module` is an attention with `colwise` layers, and the number of
-    ranks, `size`, does not divide its number of heads. Each rank must have whole heads."""
     children = [
         child
         for own, child in module.named_children()
@@ -394,14 +377,11 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def sizes_of(module: Any) -> tuple[int, int]:
-    """Return the numbers of outputs and inputs of a linear layer."""
     shape = tuple(module.weight.shape)
     return (shape[1], shape[0]) if is_transposed(module) else (shape[0], shape[1])
 
 
 def shard_dim(module: nn.Module, parameter: str, style: str) -> int | None:
-    """Return the dim along which a style shards a layer's parameter ("weight" or "bias"); None if
-    it does not shard it."""
     shards = STYLES[style].shards
     if shards == "nothing" or (parameter == "bias" and shards == "inputs"):
         return None
@@ -422,8 +402,6 @@ B (LoRA rank to features). "": unsharded."""
 
 
 def without_adapters(model: Any) -> tuple[str, Any]:
-    """Return (name, module) of the model that peft has wrapped in `model`; ("", `model`) if peft
-    has wrapped none."""
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return "", model
     inner = model.get_base_model()
@@ -431,8 +409,6 @@ def without_adapters(model: Any) -> tuple[str, Any]:
 
 
 def styles_with_adapters(model: nn.Module, chosen: Mapping[str, str]) -> dict[str, str]:
-    """Return the styles with each layer that peft has wrapped replaced by its base layer and its
-    LoRA matrices, each with its own style. `chosen`: module name -> style."""
     styles: dict[str, str] = {}
     for name, style in chosen.items():
         module: Any = model.get_submodule(name)
