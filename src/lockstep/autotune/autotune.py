@@ -1,6 +1,6 @@
 """Chooses a value for each setting that is `auto`: from the checkpoint, from earlier measurements,
 or by timing. Precision and microbatch change what is learned (each microbatch has its own dropout
-masks), so the checkpoints contain both, and a resumed run keeps them under every plan."""
+masks), so checkpoints contain both, and a resumed run keeps them under every plan."""
 
 from __future__ import annotations
 
@@ -47,13 +47,12 @@ from lockstep.training.set_up import use_threads
 
 RECIPE_SETTINGS = ("precision", "microbatch")
 TIMED_SETTINGS = ("threads", "precision", "microbatch")
-"""The settings that may be `auto`, in the order in which they are timed. Each setting is timed with
-the values that were chosen for earlier settings."""
+"""Settings in the order of timing. Each is timed with the values chosen for earlier ones."""
 
 
 def autotune(recipe: Recipe, opened: Opened) -> tuple[Recipe, Context]:
-    """Return the recipe and the context with a value for each `auto`. Every rank calls it before
-    the model is built. It measures on a temporary model. Raises `RecipeError` and `PlanError`."""
+    """Replace each `auto` by a value. Every rank calls it before the model is built; it measures on
+    a temporary model."""
     context = opened.context
     auto = [name for name in RECIPE_SETTINGS if getattr(recipe, name) == "auto"]
     auto += [name for name in MEASURED if getattr(context.plan, name) == "auto"]
@@ -116,15 +115,11 @@ class _Autotuner:
     context: Context
     names: list[str]
     candidates: dict[str, list[Any]] = field(default_factory=dict)
-    """Setting -> its possible values in order of preference, for settings that are chosen from a
-    list."""
     fixed: dict[str, Any] = field(default_factory=dict)
-    """Setting -> its value, for settings that have only one candidate and are not timed."""
 
     @cached_property
     def model(self) -> nn.Module:
-        """The model to measure on, in training mode, parallelized for the plan. All ranks must
-        access it together."""
+        """A temporary model, parallelized for the plan. All ranks must access it together."""
         options = ModelOptions(
             blocks=self.recipe.blocks,
             tensor=self.recipe.tensor,
@@ -147,8 +142,8 @@ class _Autotuner:
         return model
 
     def run(self) -> tuple[Measurement, str]:
-        """Return the chosen values, and the source of the values that are not in `fixed`: "cache"
-        or "measurement"; "rule" if all are in `fixed`."""
+        """Return the chosen values, and the source of those that are not in `fixed`: "cache" or
+        "measurement"; "rule" if all are."""
         if self.context.overrides.bare:
             bare = {
                 "precision": "fp32",
@@ -218,8 +213,7 @@ class _Autotuner:
         return precisions.candidates(self.context.device)
 
     def _microbatches(self) -> list[Any]:
-        """Return the microbatch sizes to try: from 1 up to a data rank's even share of the global
-        batch."""
+        """Sizes from 1 to a data rank's even share of the global batch."""
         recipe = self.recipe
         assert recipe.global_batch is not None, "auto is refused with a batch_sampler"
         batch = (
@@ -230,15 +224,14 @@ class _Autotuner:
         return doubling_sizes(-(-batch // self.context.mesh.data.size))
 
     def _threads(self) -> list[Any]:
-        """Return the numbers of threads to try. On a GPU, and in bitwise numerics, only the current
-        number."""
+        """Return only the current number on a GPU, and in bitwise numerics."""
         if self.context.device.type != "cpu" or self.context.plan.numerics == "bitwise":
             return [torch.get_num_threads()]
         return doubling_sizes(threads_per_process(self.context.world.local_size))
 
     def _cached(self) -> tuple[Measurement | None, Any]:
-        """Return an earlier run's measurement (the same on every rank) and the path of its file (on
-        rank 0)."""
+        """An earlier run's measurement (the same on every rank) and the path of its file (on rank
+        0)."""
         path, fields, problem = None, None, None
         # every rank builds the model, because this has collectives; below, only rank 0 uses it
         _ = self.model
@@ -259,8 +252,8 @@ class _Autotuner:
         return None if fields is None else Measurement(*fields), path
 
     def _fits(self, chosen: Mapping[str, Any]) -> bool:
-        """True if `chosen`, the settings that an earlier run has measured, has an allowed value for
-        each setting that is to be chosen now, and no other settings."""
+        """True if the settings of an earlier run are exactly those to be chosen now, with allowed
+        values."""
         return chosen.keys() == set(self.names) and all(
             (
                 value in self.candidates[name]
@@ -325,8 +318,7 @@ class _Autotuner:
         return MicrobatchTiming(recipe, self.model, self.context, timings)
 
     def _measured(self) -> Measurement:
-        """Time the candidates. All ranks do so at the same time, because they will also train at
-        the same time."""
+        """All ranks time at the same time, because they will also train at the same time."""
         began = time.perf_counter()
         several = [
             name for name in TIMED_SETTINGS if name in self.candidates and name not in self.fixed
@@ -357,9 +349,8 @@ class _Autotuner:
     def _timed(
         self, timing: MicrobatchTiming, name: str, now: Mapping[str, Any]
     ) -> dict[Any, float | None]:
-        """Time each value of the setting `name` until time is up; the other settings have their
-        values in `now`. Returns value -> seconds for one microbatch (for all microbatches of a step
-        if `name` is "microbatch"); None if the value ran out of memory."""
+        """Value -> seconds for one microbatch (for all of a step if `name` is "microbatch"); None:
+        out of memory. Other settings have their values in `now`."""
         sizes = name == "microbatch"
         timings: dict[Any, float | None] = {}
         for each in (
@@ -389,8 +380,7 @@ class _Autotuner:
         return timings
 
     def _choose_loader(self, mean: float, most: float, computed: float | None) -> dict[str, int]:
-        """Choose the loader's settings. `mean`, `most`: mean and longest seconds to fetch a
-        microbatch; `computed`: seconds to compute it."""
+        """Seconds to fetch (`mean`, `most`) and to compute a microbatch."""
         plan, chosen = self.context.plan, {}
         workers = plan.workers
         if workers == "auto":

@@ -17,8 +17,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The result of autotuning: the chosen settings, the measured seconds of each setting's
-    candidates (`figures`), and the seconds that measuring took."""
+    """Chosen settings, and the seconds that each candidate took (`figures`)."""
 
     chosen: dict[str, Any]
     figures: dict[str, Any] = field(default_factory=dict)
@@ -26,8 +25,6 @@ class Measurement:
 
 
 def folder(environ: Mapping[str, str]) -> Path:
-    """Return the cache's folder, below XDG_CACHE_HOME or else ~/.cache. Raises `RuntimeError` if
-    there is no home directory."""
     given = Path(environ.get("XDG_CACHE_HOME", ""))
     return (given if given.is_absolute() else Path.home() / ".cache") / "lockstep" / "measured"
 
@@ -38,8 +35,6 @@ def file_name(facts: Mapping[str, Any]) -> str:
 
 
 def read(path: Path, fits: Callable[[Mapping[str, Any]], bool]) -> Measurement | None:
-    """Return the measurement in a file; None if there is no file, or `fits` rejects its settings.
-    Raises `OSError` if the file cannot be read, and `ValueError` if it is damaged."""
     try:
         measured = Measurement(**json.loads(path.read_bytes()))
         if (

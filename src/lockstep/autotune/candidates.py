@@ -9,30 +9,24 @@ from typing import TypeVar
 
 T = TypeVar("T")
 REFERENCE_MICROBATCH = 8
-"""Number of samples in the microbatch with which other settings are timed, before a microbatch is
-chosen."""
 MIN_SPEEDUP = {"precision": 1.1, "threads": 1.03, "microbatch": 1.03}
-"""Setting -> the smallest speedup for which a candidate is chosen instead of one that comes before
-it in the order of preference."""
+"""Setting -> smallest speedup for which a candidate replaces one earlier in the order of
+preference."""
 MAX_INLINE_FETCH = 0.05
-"""The largest ratio of fetch time to compute time at which the training process itself fetches the
-data."""
+"""Largest ratio of fetch to compute time at which the training process itself fetches."""
 FETCH_HEADROOM = 1.25
 """Loader workers are provisioned for the mean fetch time multiplied by this factor."""
 DEFAULT_PREFETCH = 2
-"""Number of microbatches that a loader worker prefetches if all fetches take equally long."""
+"""Microbatches that a loader worker prefetches if all fetches take equally long."""
 MAX_PREFETCH = 8
 
 
 def doubling_sizes(most: int) -> list[int]:
-    """Return 1, 2, 4, ... and finally `most` (at least 1): microbatch sizes, or numbers of
-    threads."""
     return [2**power for power in range((most - 1).bit_length())] + [most]
 
 
 def timing_order(sizes: Sequence[int], known: int) -> list[int]:
-    """Return the order in which microbatch sizes are timed: `known`, then larger ones (often
-    faster), then smaller ones."""
+    """`known` first, then larger sizes (often faster), then smaller ones."""
     return sorted(sizes, key=lambda size: (size < known, abs(size - known)))
 
 
@@ -47,14 +41,11 @@ def preferred_candidate(candidates: Sequence[T], seconds: Mapping[T, float], wor
 
 
 def step_seconds(seconds: float, *, microbatches: int, ranks: int) -> float:
-    """Return the seconds of a step on the rank with the most microbatches, if each takes
-    `seconds`."""
     return seconds * -(-microbatches // ranks)
 
 
 def loader_workers(fetch_seconds: float, compute_seconds: float, most: int) -> int:
-    """Return the number of loader workers that a rank needs to keep up, at most `most`; 0 if
-    fetching is cheap."""
+    """Number of loader workers that a rank needs to keep up; 0 if fetching is cheap."""
     if fetch_seconds <= MAX_INLINE_FETCH * compute_seconds:
         return 0
     return (
@@ -65,8 +56,8 @@ def loader_workers(fetch_seconds: float, compute_seconds: float, most: int) -> i
 
 
 def prefetch_depth(slowest_seconds: float, compute_seconds: float, workers: int) -> int:
-    """Return the number of microbatches that each loader worker must prefetch, so that computing
-    all prefetched ones takes as long as the slowest fetch."""
+    """Microbatches that each worker prefetches, so that computing all of them takes as long as the
+    slowest fetch."""
     if not workers or compute_seconds <= 0:
         return DEFAULT_PREFETCH
     return min(

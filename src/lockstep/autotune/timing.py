@@ -31,25 +31,24 @@ from lockstep.training.loss import contribution, weights_of
 from lockstep.training.microbatches import Batching
 
 SECONDS = 4.0
-"""Time limit of all timings together, divided evenly. Each timing has at least two repetitions,
-unless these take a quarter of the limit."""
+"""Time limit of all timings together. Each timing has at least two repetitions, unless these take a
+quarter of the limit."""
 FETCH_SECONDS = 1.0
 MAX_REPETITIONS = 5
-"""Largest number of repetitions of one timing, after a first one that warms up."""
 TIMED_FETCHES = 8
 MIN_FREE_MEMORY = 0.1
-"""The share of a GPU's memory that a microbatch must leave free for the rest of a step."""
+"""Share of a GPU's memory that a microbatch must leave for the rest of a step."""
 
 
 @dataclass(slots=True)
 class MicrobatchTiming:
-    """Times microbatches on one rank. Use it in a `with`; all ranks make the same calls."""
+    """Times microbatches on one rank. All ranks make the same calls."""
 
     recipe: Recipe
     model: nn.Module
     context: Context
     timings: int
-    """The number of timings among which the time limit is divided."""
+    """Number of timings that share the time limit."""
     _loader: Loader | StreamLoader = field(init=False)
     _stack: ExitStack = field(default_factory=ExitStack)
     _began: float = field(default_factory=time.perf_counter)
@@ -104,7 +103,7 @@ class MicrobatchTiming:
         return self._loader.fetch(spans)
 
     def is_time_up(self) -> bool:
-        """True if the time limit has passed on rank 0. Every rank calls it."""
+        """Decided by rank 0. Every rank calls it."""
         return bool(
             self.context.mesh.world.value_of(0, time.perf_counter() - self._began > SECONDS)
         )
@@ -112,8 +111,7 @@ class MicrobatchTiming:
     def compute_seconds(
         self, *, microbatch: int | None, precision: Precision, threads: int
     ) -> float | None:
-        """Return the seconds of forward and backward on the slowest rank. None if a rank ran out of
-        memory."""
+        """Time of forward and backward on the slowest rank. None if a rank ran out of memory."""
         case = (microbatch, precision, threads)
         if case not in self._known:
             torch.set_num_threads(threads)
@@ -125,8 +123,8 @@ class MicrobatchTiming:
         return self._known[case]
 
     def fetch_seconds(self, microbatch: int | None) -> tuple[float, float]:
-        """Return the mean and the longest seconds to load a microbatch in the training process, on
-        the slowest rank."""
+        """Mean and longest time to load a microbatch in the training process, on the slowest
+        rank."""
         fetched, took, began = (
             islice(self.fetched(microbatch), 1 + TIMED_FETCHES),
             list[float](),
@@ -141,7 +139,6 @@ class MicrobatchTiming:
         return max(mean for mean, _ in everyone), max(most for _, most in everyone)
 
     def _timed(self, item: Microbatch, precision: Precision) -> float | None:
-        """Return the seconds for a microbatch on this rank. None if it ran out of memory."""
         accelerator.reset_peak_bytes(self.context.device)
         until = time.perf_counter() + SECONDS / self.timings
         took: list[float] = []

@@ -27,15 +27,10 @@ _IN_ENVIRONMENT = {each.name for each in fields(RunOptions)}
 
 
 class Decorator(Protocol):
-    """A decorator that adds options to a click command."""
-
     def __call__(self, command: Command, /) -> Command: ...
 
 
 def together(*options: Decorator) -> Decorator:
-    """Return a decorator that adds several options to a command, in the order in which `--help`
-    shows them."""
-
     def decorate(command: Command) -> Command:
         for option in reversed(options):
             command = option(command)
@@ -45,9 +40,6 @@ def together(*options: Decorator) -> Decorator:
 
 
 def launch_option(name: str, **changed: Any) -> Decorator:
-    """Return a decorator that adds one option of `LaunchOptions` to a command. The option's value
-    is None if the user does not give it. `changed`: arguments of `click.option` that replace the
-    usual ones."""
     option = option_of(_FIELDS[name])
     details: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     if option.kind is bool:
@@ -72,16 +64,12 @@ workers."""
 
 
 def options_from(values: dict[str, Any]) -> LaunchOptions:
-    """Return the `LaunchOptions` from a command's parameters by name; options that are not in
-    `values` have their defaults."""
     given = {name: value for name, value in values.items() if value not in (None, ())}
     return LaunchOptions(**given)
 
 
 def script_arguments(*, required: bool = True) -> Decorator:
-    """Return a decorator that adds the parameter `line`, a `ScriptLine` of the user's script with
-    its arguments; None if no script is given. Everything on the command line after SCRIPT is passed
-    to the script."""
+    """Add the parameter `line`: the user's script, with everything after it on the command line."""
     options = together(
         click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module, as in python -m."),
         click.argument("script", required=required),
@@ -107,7 +95,6 @@ json_option: Decorator = click.option(
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON, with null for NaN and infinity."""
     print(json.dumps(finite(value), indent=2, allow_nan=False))
 
 
@@ -134,15 +121,12 @@ def seconds_option(name: str, field: str, default: float, help: str) -> Decorato
 def count_option(
     name: str, field: str, default: int | None, metavar: str, help: str, *, least: int = 1
 ) -> Decorator:
-    """Return a decorator that adds an option whose value is an integer of at least `least`."""
     details: dict[str, Any] = {"show_default": default is not None, "metavar": metavar}
     kind = click.IntRange(min=least)
     return click.option(name, field, default=default, type=kind, help=help, **details)
 
 
 class NewFile(click.Path):
-    """The click parameter type of a file that the command writes, in an existing directory."""
-
     def __init__(self) -> None:
         super().__init__(dir_okay=False, path_type=Path)
 
@@ -161,7 +145,6 @@ def html_option(help: str) -> Decorator:
 
 
 def write_file(option: str, path: Path, text: str) -> None:
-    """Write text to a file that the user named with `option`. Raises `LaunchError`."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -173,9 +156,8 @@ def unwritable(option: str, path: Path, error: OSError) -> LaunchError:
 
 
 def check_output(path: Path, what: str, is_old: Callable[[bytes], bool]) -> None:
-    """Raise `LaunchError` if the file given by `-o` cannot be written, or exists and was not
-    written by this command. `is_old`: takes the first bytes of the existing file, and returns True
-    if they are those of an earlier output, which may be overwritten."""
+    """Raise `LaunchError` if the file of `-o` cannot be written, or exists and is not an earlier
+    output. `is_old` gets the file's first bytes."""
     try:
         if path.is_dir():
             raise LaunchError(f"-o {path} is a directory; a {what} is one file; name a file in it")
@@ -203,9 +185,9 @@ def keep_option(contents: str) -> Decorator:
 
 @contextmanager
 def work_folder(prefix: str, keep: str | None = None) -> Iterator[Path]:
-    """Yield a temporary folder; or `keep`, a new or empty directory, which is not removed at the
-    end. SIGTERM and SIGHUP raise an exception inside the `with` block, so that leaving it ends the
-    processes that it has started. Raises `LaunchError`."""
+    """A temporary folder; or `keep`, a new or empty directory, which stays. SIGTERM and SIGHUP
+    raise an exception inside the `with` block, so that leaving it ends the processes that it has
+    started."""
     if keep is None:
         with ended_by_signals(), locked_folder(prefix) as folder:
             yield folder
@@ -222,12 +204,11 @@ def work_folder(prefix: str, keep: str | None = None) -> Iterator[Path]:
 
 
 class ScriptCommand(click.Command):
-    """A click command whose options come before SCRIPT, because all arguments after SCRIPT are
-    passed to the script. If the user gives the command's options after SCRIPT, the error names them
-    and prints the corrected command line."""
+    """A click command whose options come before SCRIPT, because all arguments after SCRIPT are the
+    script's. If the user gives the command's options after SCRIPT, the error prints the corrected
+    command line."""
 
     def __init__(self, *arguments: Any, uses_lockstep: bool = True, **settings: Any) -> None:
-        """`uses_lockstep`: True if this command is for scripts that import lockstep."""
         settings["context_settings"] = {"allow_interspersed_args": False}
         super().__init__(*arguments, **settings)
         self._imports = "lockstep" if uses_lockstep else None
@@ -283,7 +264,7 @@ class ScriptCommand(click.Command):
 
 class PlansCommand(ScriptCommand):
     """A click command whose `--plans` takes several values. Arguments between SCRIPT and `--plans`
-    are passed to the script."""
+    are the script's."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         flags = {name for name, option in self.options().items() if option.is_flag}
@@ -296,8 +277,7 @@ class PlansCommand(ScriptCommand):
 def before_script(
     given: Sequence[str], options: dict[str, click.Option], names: Collection[str]
 ) -> list[str]:
-    """Return the arguments of a command line with the options `names`, and their values, moved
-    before SCRIPT."""
+    """Move the options `names`, with their values, before SCRIPT."""
     start = _script_index(given, options)
     moved: list[str] = []
     kept: list[str] = []
@@ -311,7 +291,6 @@ def before_script(
 
 
 def _script_index(given: Sequence[str], options: dict[str, click.Option]) -> int:
-    """Return the index of the first argument that is neither an option nor an option's value."""
     index = 0
     while index < len(given) and given[index].startswith("-"):
         if given[index] == "--":
@@ -322,9 +301,9 @@ def _script_index(given: Sequence[str], options: dict[str, click.Option]) -> int
 
 
 def rearranged(args: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Return the arguments of a command line in the order that click parses: the options, with a
-    `--plans` before each plan, then the script and its arguments, after a `--` if one was given.
-    `flags`: names of options without a value."""
+    """Return arguments in the order that click parses: the options, with a `--plans` before each
+    plan, then the script and its arguments, after a `--` if one was given. `flags`: names of
+    options without a value."""
     own, rest = _leading_options(args, 0, flags)
     script, after = args[rest : rest + 1], list(args[rest + 1 :])
     if list(args[:rest][-1:]) == ["--"]:
@@ -346,8 +325,6 @@ def rearranged(args: Sequence[str], flags: Collection[str]) -> list[str]:
 def _leading_options(
     args: Sequence[str], index: int, flags: Collection[str]
 ) -> tuple[list[str], int]:
-    """Return the options in `args` that begin at `index`, with their values, and the index after
-    them. `flags`: names of options without a value."""
     own: list[str] = []
     while index < len(args) and args[index].startswith("-"):
         option, index = args[index], index + 1

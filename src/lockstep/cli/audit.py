@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from lockstep.audit.run import CompareOptions
 
 _WIDTH = 100
-"""Width of the output in columns, if it is not a terminal."""
 
 
 def _numbers(ctx: click.Context, parameter: click.Parameter, text: str | None) -> list[int] | None:
@@ -183,8 +182,6 @@ def command(
 
 
 def show(audit: Audit) -> None:
-    """Print each fault found with the rule that it breaks and the remedy, then the checks that
-    passed and those that could not be made."""
     from rich.table import Table
     from rich.text import Text
 
@@ -224,8 +221,6 @@ def show(audit: Audit) -> None:
 
 
 def _paragraphs(finding: Finding) -> Iterator[tuple[str, bool]]:
-    """Yield the rule that a fault breaks, and its remedy, as pairs (text, is_code). If `is_code`,
-    the text is lines of code, which must not be wrapped."""
     yield f"law: {finding.law}", False
     head = "remedy: "
     for is_code, lines in groupby(

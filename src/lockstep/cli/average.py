@@ -40,8 +40,7 @@ from lockstep.search.request import direction_of
 from lockstep.search.summary import aligned
 
 METADATA = "lockstep.average"
-"""Key in the metadata of the written safetensors file. Its value is JSON: each run and its weight
-in the mean."""
+"""Key in the written file's metadata; the value is JSON: each run and its weight."""
 Mode = Literal["min", "max"]
 
 
@@ -49,11 +48,8 @@ Mode = Literal["min", "max"]
 class _AveragedRun:
     member: AverageMember
     what: str
-    """Description of the run's weights for messages."""
     file: Path | None
-    """The safetensors file with the weights. None: they are in a checkpoint."""
     parameters: dict[str, Any]
-    """The run's hyper-parameters."""
     metrics: Metrics | None = None
 
     @property
@@ -144,8 +140,6 @@ def command(
 
 
 def _checked(context: click.Context, sources: Sequence[str], path: Path) -> list[float]:
-    """Return the weight of each run in the mean; the weights add up to 1. Raises `LaunchError`,
-    `CheckpointError`."""
     given = context.params
     needs = dict.fromkeys(("greedy", "nproc", "plan", "share_devices", "set"), "line")
     needs |= dict.fromkeys(("metric", "mode"), "greedy")
@@ -208,8 +202,8 @@ def _opened(source: str, module: int | None, part: float) -> _AveragedRun:
 
 
 def _weights(source: str, module: int | None) -> tuple[StateDictReader, str, Path | None]:
-    """Return the model weights of a run, a description of them for messages, and their safetensors
-    file (None if they are in a checkpoint)."""
+    """Return the model weights, a description for messages, and the safetensors file (None: a
+    checkpoint)."""
     path = Path(source)
     if path.is_file():
         if path.suffix != ".safetensors":
@@ -238,8 +232,6 @@ def _weights(source: str, module: int | None) -> tuple[StateDictReader, str, Pat
 
 
 def _check_alike(first: _AveragedRun, other: _AveragedRun) -> None:
-    """Raise `CheckpointError` if the tensors of two runs differ in name, shape or dtype; it names
-    hyper-parameters that differ."""
     try:
         check_alike(first.member, other.member)
     except CheckpointError as error:
@@ -256,8 +248,7 @@ def _check_alike(first: _AveragedRun, other: _AveragedRun) -> None:
 
 
 def _launch_options(runs: Sequence[_AveragedRun], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `lockstep run` with which averages are evaluated, by name.
-    Hyper-parameters have the values that all runs share, or the values given by `--set`."""
+    """Hyper-parameters have the values that all runs share, or the values of `--set`."""
     first = runs[0].parameters
     shared = [
         name for name in first if all(run.parameters.get(name) == first[name] for run in runs)
@@ -276,9 +267,8 @@ class _Evaluations:
     count: int = 0
 
     def greedy(self, runs: Sequence[_AveragedRun], metric: str, mode: Mode) -> Metrics:
-        """Choose the runs of the greedy soup: starting with the best, each run is kept if it
-        improves the average. The runs that are left out get weight 0. Returns the metrics of the
-        average."""
+        """Start with the best run, and keep each run that improves the average. Runs that are left
+        out get weight 0."""
         measured: dict[tuple[int, ...], Metrics] = {
             (index,): run.metrics or {} for index, run in enumerate(runs)
         }

@@ -32,7 +32,6 @@ from lockstep.replay.step import Replay
 from lockstep.scripts.line import ScriptLine
 
 LATER_STEPS = 3
-"""Number of logged steps that are replayed from a later checkpoint."""
 
 
 @click.command("blame", cls=ScriptCommand)
@@ -92,8 +91,6 @@ def command(
 
 
 def _spike_json(step: int, spike: Spike | None) -> dict[str, Any]:
-    """Return, as JSON, the step's unusual loss or gradient norm; None if the run ended in this
-    step, which then has no row in metrics.jsonl."""
     if spike is None:
         return {"step": step, "metric": None, "value": None, "usual": None}
     values = {"metric": spike.metric, "value": spike.value, "usual": spike.usual}
@@ -126,8 +123,7 @@ def _explained(
     *,
     folder: Path,
 ) -> Blame:
-    """Replay step `step` of the run, and return the likely cause of its unusual loss or gradient.
-    If a replay does not reach its step, exits with the replay's status."""
+    """Exits with the replay's status if a replay does not reach the step."""
     rows = rows_of(run)
 
     def again(name: str, at: int, **how: Any) -> Replay:
@@ -157,8 +153,8 @@ def _explained(
 
 
 def _later_step(target: Target, rows: list[dict[str, Any]], first: int) -> int | None:
-    """Return the step up to which the run is replayed from the earliest checkpoint after step
-    `first`, at most `LATER_STEPS` logged steps later; None if no such step is logged."""
+    """Return the step of the last of at most `LATER_STEPS` logged steps after the first checkpoint
+    after `first`; None if no such step is logged."""
     names = sorted(name.step for name in target.names)
     for place, begin in enumerate(names):
         if begin < first:

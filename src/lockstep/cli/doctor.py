@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 _STYLES = {"ok": "green", "skipped": "dim", "slow": "yellow", "failed": "bold red"}
 _MOST_IN_A_MATRIX = 8
-"""Largest number of ranks for which the speed between each pair of ranks is shown."""
 _WIDTH = 100
-"""Width of the output in columns without a terminal; on a terminal, the largest width."""
 
 
 @click.command("doctor")
@@ -171,8 +169,6 @@ def _show(diagnosis: Diagnosis) -> None:
 
 
 def _table(columns: Sequence[str] = ()) -> Table:
-    """Return an empty table without ruled lines. `columns`: headings of the columns of numbers,
-    after a first column with the names of rows."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=bool(columns))
@@ -206,9 +202,6 @@ def _checks(checks: Sequence[CheckResult]) -> Table:
 
 
 def _rows_of(checks: Sequence[CheckResult]) -> list[CheckResult]:
-    """Return the rows to show, where several machines were checked: one row for each check that is
-    ok on at least one, and one for each other result, with the names of all machines that have
-    it."""
     shown: dict[object, CheckResult] = {}
     for check in checks:
         is_ok = check.verdict == "ok"

@@ -34,7 +34,7 @@ from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.process import never_trained
 
 Metrics = dict[str, float | None]
-"""Metrics by name; None for NaN."""
+"""NaN is None."""
 
 
 @click.command("evaluate", cls=ScriptCommand)
@@ -104,11 +104,8 @@ def measure(
     run_dir: Path,
     stdout: TextIO | None,
 ) -> tuple[int, list[Metrics]]:
-    """Evaluate the weights with the script. Returns the exit status and, if it is 0, the metrics of
-    each `ls.train` call of the script. `given`: launch options by name. `folder`: the folder for
-    temporary files. `stdout`: the workers' standard output; None: this process's. Raises
-    `LaunchError` if the script has not evaluated.
-    """
+    """Returns the exit status and, if it is 0, the metrics of each `ls.train` call. `stdout` is the
+    workers' standard output; None: this process's."""
     options = options_from({**given, "run_dir": str(run_dir)})
     processes = count_processes(options.nproc, options.validate(), count_gpus, name="--nproc ")
     status = launch_script(
@@ -129,7 +126,7 @@ def measure(
 
 
 def _is_plain(path: Path) -> bool:
-    """True for a .safetensors file and for a Hugging Face folder; False for a run directory or a
+    """True for a .safetensors file and a Hugging Face folder; False for a run directory or a
     checkpoint."""
     names = (MODEL, f"{MODEL}.index.json")
     return path.is_file() or (

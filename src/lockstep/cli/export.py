@@ -73,8 +73,6 @@ def command(module: int | None, form: str, best: bool, source: str, out: str) ->
 
 
 def _export_folder(source: str, folder: Path, *, module: int | None, best: bool) -> str:
-    """Write the model as a folder that `from_pretrained` of Hugging Face's libraries loads. Returns
-    a message for the user. Raises `CheckpointError`."""
     run = Target.find(source).run or Path(os.path.realpath(source)).parent.parent
     if not (run / CONFIGURATION).is_dir():
         raise CheckpointError(
@@ -125,8 +123,6 @@ def _open_model(source: str, *, module: int | None, best: bool) -> tuple[StateDi
 
 
 def export(source: str, path: Path, *, module: int | None = None, best: bool = False) -> str:
-    """Write the model of a run or checkpoint to a safetensors file. Returns a message for the user.
-    Raises `CheckpointError`."""
     check_out(path)
     with reachable(source):
         model, what = _open_model(source, module=module, best=best)
@@ -166,8 +162,7 @@ def _check_new(path: Path) -> None:
 
 
 def check_out(path: Path) -> None:
-    """Raise `CheckpointError` unless a model can be written to this path without overwriting
-    anything."""
+    """Raise `CheckpointError` if writing a model to `path` would overwrite something."""
     if path.suffix != ".safetensors":
         raise CheckpointError(
             f"OUT is {str(path)!r}; models are exported as safetensors; name it"
@@ -179,8 +174,6 @@ def check_out(path: Path) -> None:
 
 
 def _best(at: Target) -> CheckpointName | None:
-    """Return the checkpoint with the best evaluation (`Saving.best`); None if that is the final
-    model. Raises `CheckpointError` if there is none."""
     known = (at.result() or {}).get("best")
     if known is not None:
         named = known.get("checkpoint")
@@ -203,8 +196,6 @@ def _best(at: Target) -> CheckpointName | None:
 
 
 def final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] | None:
-    """Return the final model of a run, and a description for messages; None if the run has not
-    ended. Raises `CheckpointError` if it is damaged."""
     result = at.result()
     if at.run is None or result is None or "fingerprint" not in result:
         return None
@@ -221,8 +212,8 @@ def final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] |
 
 
 def saved_model(at: Target, module: int | None) -> tuple[StateDictReader, str]:
-    """Return the model of the newest intact checkpoint, and a description for messages. Prints a
-    warning for each damaged checkpoint."""
+    """Model of the newest intact checkpoint, and its description for messages. Warns of each
+    damaged checkpoint."""
     for name in reversed(at.names):
         try:
             stored = StoredCheckpoint(at.storage, name)
@@ -254,8 +245,7 @@ def _choose(modules: list[int], module: int | None) -> int:
 def write_model(
     model: StateDictReader, path: Path, metadata: Mapping[str, str] | None = None
 ) -> tuple[int, int]:
-    """Write a model as a safetensors file: readers see all of it or nothing. Returns the number of
-    tensors, and of bytes. Raises `CheckpointError`."""
+    """Readers see all of the file or nothing. Returns the number of tensors, and of bytes."""
     shards = [
         TensorShard(name, dtype, shape, (0,) * len(shape), shape)
         for name, (dtype, shape) in model.specs.items()

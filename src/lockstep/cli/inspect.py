@@ -41,35 +41,26 @@ _STATES = {
     UnreachableError: "unreachable",
 }
 _DIGITS = 12
-"""Number of digits of a model's fingerprint that the table shows."""
 
 
 @dataclass(slots=True)
 class InspectedCheckpoint:
-    """The contents of a checkpoint, or of the final model of a run, as far as they could be
-    read."""
+    """The contents of a checkpoint, or of a run's final model, as far as they could be read."""
 
     name: str
     step: int
     state: str = "intact"
     """`intact`, `damaged`, `unreadable` or `unreachable`."""
     reasons: list[str] = field(default_factory=list)
-    """The reasons why `state` is not `intact`."""
     saved: str | None = None
-    """Date and time of the save, with its time zone, in ISO format."""
     size_bytes: int = 0
     plan: str | None = None
-    """The plan under which the checkpoint was saved."""
     processes: int | None = None
     score: dict[str, Any] | None = None
-    """Metric, mode and value by which `Saving.best` compares checkpoints. None if the checkpoint
-    was not evaluated."""
     is_best: bool = False
-    """True if no other checkpoint has a better score."""
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """Fingerprint of each model, by its number."""
     other_state: list[str] = field(default_factory=list)
-    """Names of other saved state, from hooks and `session.include`."""
+    """Names of the saved state of hooks and of `session.include`."""
 
 
 @click.command("inspect")
@@ -115,8 +106,7 @@ def command(as_json: bool, target: str) -> int:
 
 
 def inspect_all(storage: Storage, names: list[CheckpointName]) -> list[InspectedCheckpoint]:
-    """Read and check all these checkpoints. Leaves out those that a running training has deleted
-    meanwhile. Raises `OSError`."""
+    """Leave out checkpoints that a running training has deleted meanwhile."""
     inspected = {name: _inspect(storage, name) for name in names}
     if any(each.state != "intact" for each in inspected.values()):
         left = storage.names()
@@ -152,8 +142,6 @@ def _inspect(storage: Storage, name: CheckpointName) -> InspectedCheckpoint:
 
 
 def _final_model(at: Target) -> InspectedCheckpoint | None:
-    """Read and check the final model of a run; None if the run has not ended. It counts as intact
-    if its fingerprint is the one in result.json."""
     result = at.result()
     if at.run is None or result is None or "fingerprint" not in result:
         return None
@@ -175,8 +163,6 @@ def _final_model(at: Target) -> InspectedCheckpoint | None:
 
 
 def _events(run: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a run that are shown, from its events.jsonl. Skips an incomplete last
-    line."""
     return read_rows(run, EVENTS, lambda row: row["event"] in _EVENT_WORDS, {})
 
 
@@ -255,8 +241,6 @@ def _row(found: InspectedCheckpoint) -> dict[str, str]:
 
 
 def _on_processes(count: int | None) -> str:
-    """Return text such as " on 2 processes". `count`: number of processes; None if it is not
-    known."""
     return "" if count is None else f" on {counted(count, 'process')}"
 
 

@@ -102,12 +102,8 @@ def _commands() -> None:
 
 
 def main() -> None:
-    """Run the command line, and end the process with its status: 2, after one message, for a user's
-    mistake.
-
-    A `UserError` is not caught here: the hook of `lockstep.base.errors.install_excepthook` prints
-    it.
-    """
+    """End with status 2, after one message, for a user's mistake. `install_excepthook` prints a
+    `UserError`."""
     _open_closed_streams()
     if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
         # Under PYTHONUNBUFFERED, if a signal interrupts a write, the rest of the text would be

@@ -40,11 +40,10 @@ if TYPE_CHECKING:
     from lockstep.planner.machines.hardware import Device
 
 TOP = 5
-"""Number of plans to show."""
 
 
 class Quantity(click.FloatRange):
-    """The click parameter type of a finite number in a range."""
+    """A finite number in a range."""
 
     name = "number"
 
@@ -169,8 +168,7 @@ class _Found:
 
 
 def _check(target: str, plans: tuple[str, ...], memory: str | None) -> None:
-    """Raise `PlanError` if `--on`, `--plans` or `--memory` cannot be valid. Called before the
-    script runs."""
+    """Check the options before the script runs. Raises `PlanError`."""
     from lockstep.planner.machines.hardware import cluster_of
 
     cluster = cluster_of(target)
@@ -197,8 +195,7 @@ def _predicted(
     line: ScriptLine,
     progress: Callable[[int, str], None] | None,
 ) -> _Found:
-    """Return the machine that `--on` names, and the prediction of each given plan; without plans,
-    of all plans that a search tries."""
+    """Predict the given plans; without plans, all that a search tries."""
     from lockstep.planner.machines.costs import Machine
     from lockstep.planner.machines.hardware import devices_here, named, parse_target
 
@@ -221,7 +218,6 @@ def _predicted(
 
 
 def memory_bytes(text: str) -> int:
-    """Return the bytes of a size such as `80GB` or `79.5GiB`. Raises `PlanError`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT])(i?)B", text.strip())
     if match is None or not float(match[1]):
         raise PlanError(
@@ -234,9 +230,6 @@ def memory_bytes(text: str) -> int:
 def _run(
     line: ScriptLine, request: PlanRequest, progress: Callable[[int, str], None] | None
 ) -> bool:
-    """Run the script in a process in which `ls.train` predicts plans. Returns False if Ctrl-C
-    interrupted it after at least one prediction. Raises `LaunchError` if it fails, or never
-    trains."""
     folder, shown = Path(request.folder), 0
 
     def look() -> bool:
@@ -274,8 +267,6 @@ def _progress(count: int, plan: str) -> None:
 
 
 def _forecast(script: str, found: _Found, tokens: float | None, price: float | None) -> Forecast:
-    """Return the predicted plans with the figures for the whole training, such as its cost. Raises
-    `PlanError` if no plan can be run."""
     from lockstep.planner.forecast import Forecast, struck
     from lockstep.planner.machines.costs import INTERVALS
 

@@ -55,7 +55,6 @@ from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.process import never_trained
 
 MOST_ROWS = 64
-"""Largest number of microbatches in the printed table; --json has all."""
 
 _ROW_KINDS = {
     "loss": NUMBER, "gradient_norm": NUMBER, "lr": NUMBER, CHECKSUM: str, "not_finite": dict,
@@ -75,7 +74,6 @@ replay_options = together(
     click.argument("source", metavar="RUN_DIR"),
     script_arguments(required=False),
 )
-"""The options and arguments that `lockstep replay` and `lockstep blame` share."""
 
 
 @click.command("replay", cls=ScriptCommand)
@@ -142,9 +140,7 @@ def command(
 def replayed_run(
     source: str, checkpoints: str | None, line: ScriptLine | None, given: dict[str, Any]
 ) -> tuple[Target, Path, ScriptLine]:
-    """Return the checkpoints of a run, its directory and its script. `given`: launch options by
-    name; the run's hyper-parameters, and its plan unless another is given, are added to it. Raises
-    `CheckpointError` and `LaunchError`."""
+    """Add the run's hyper-parameters, and its plan unless another is given, to `given`."""
     target = Target.find(source)
     run = target.run
     if run is None:
@@ -172,8 +168,8 @@ def replayed_run(
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
-    """Return the valid rows of a run's metrics.jsonl that belong to steps, each step once. If the
-    run repeated a step after a resume, its last row counts."""
+    """Valid rows of a run's metrics.jsonl, one for each step. If the run repeated a step after a
+    resume, its last row counts."""
     rows: list[dict[str, Any]] = []
     for row in read_rows(run, METRICS, _is_of_a_step, {}):
         while rows and rows[-1]["step"] >= row["step"]:
@@ -183,7 +179,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 def last_step(run: Path, target: Target) -> int:
-    """Return the last step that the run has begun, according to its files."""
+    """The last step that the run has begun, according to its files."""
     if (ended := ended_in(run)) is not None:
         return ended
     rows = [*rows_of(run), *read_rows(run, EVENTS, _is_event, {})]
@@ -192,8 +188,6 @@ def last_step(run: Path, target: Target) -> int:
 
 
 def ended_in(run: Path) -> int | None:
-    """Return the step whose loss or gradient was not finite and so ended the run; None if there is
-    none, or if the run has continued from there."""
     step = 0
     for row in read_rows(run, EVENTS, _is_event, {}):
         if row["event"] == "run-failed":
@@ -216,7 +210,6 @@ def _is_of_a_step(row: Mapping[str, Any]) -> bool:
 
 
 def replay_plan(run_plan: str) -> Plan:
-    """Return a plan for one process that has the same numerics setting as the run's plan."""
     plan = Plan.parse(run_plan)
     return Plan(
         numerics=plan.numerics,
@@ -241,11 +234,9 @@ def replay(
     before: int | None = None,
     quiet: bool = False,
 ) -> tuple[int, Replay | None]:
-    """Repeat step `step` of a run from its nearest earlier checkpoint. Returns the exit status and,
-    if the replay reached the step, what it measured there. `given`: launch options by name.
-    `folder`: the folder for temporary files. `without`: samples to leave out. `by_sample`: index of
-    the microbatch for which the gradient of each sample is measured. `before`: begin at the newest
-    checkpoint with fewer steps; default: `step`. Raises `LaunchError`."""
+    """Returns the exit status and, if the replay reached the step, its measurements. `without`:
+    samples to leave out. `by_sample`: index of the microbatch whose samples' gradients are measured
+    one by one. `before`: begin at the newest checkpoint with fewer steps; default: `step`."""
     run_dir = folder / "run"
     options = options_from({**given, "run_dir": str(run_dir)})
     processes = count_processes(options.nproc or 1, options.validate(), count_gpus, name="--nproc ")
@@ -326,8 +317,6 @@ def _microbatch(values: dict[str, Any]) -> ReplayedMicrobatch:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield, as text, the differences in recipe, code, versions and devices between the run
-    (`before`) and its replay (`now`)."""
     old, new = (each.get("recipe") or {} for each in (before, now))
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:

@@ -85,8 +85,8 @@ def command(
 
 
 Report = tuple[Any, Sequence[str], Callable[[float], str]]
-"""A report in three forms: as JSON, as lines for a terminal, and as a function that returns the
-HTML page for a given time of creation."""
+"""A report as JSON, as lines for a terminal, and as a function from the time of creation to the
+HTML page."""
 
 
 def _of_runs(run_dirs: Sequence[str]) -> Report:

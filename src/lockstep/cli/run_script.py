@@ -12,13 +12,11 @@ from lockstep.recipe.parameters import saved_values, split_assignment
 from lockstep.scripts.line import ScriptLine
 
 OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
-"""Options of the `python` command whose value is the next word."""
 
 
 def script_of(run: Path | None, source: str, needs: str) -> ScriptLine:
-    """Return the command line of the script that made a run. Raises `LaunchError` if the script is
-    unknown. `run`: the run directory; None if `source`, the user's text, names none. `needs`: text
-    that says what needs the script."""
+    """The command line of the script that made a run. `source` is the user's text; `needs` says in
+    messages what needs the script."""
     metadata = {} if run is None else read_metadata(run)
     environment = metadata.get("environment") or {}
     line = [str(word) for word in environment.get("command_line") or []]
@@ -62,8 +60,6 @@ def without_options(words: Sequence[str]) -> Sequence[str]:
 
 
 def assignments(run: Path | None, given: Sequence[str]) -> tuple[str, ...]:
-    """Return the values of hyper-parameters in the form NAME=VALUE of `--set`: those of the run,
-    and those in `given`, which take precedence."""
     values = {} if run is None else saved_values(run)
     texts = {name: str(value) for name, value in values.items()} | dict(
         map(split_assignment, given)

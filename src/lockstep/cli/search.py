@@ -100,7 +100,6 @@ search_options = together(
     click.option("--csv", type=NewFile(), metavar="FILE", help="Write the results as a table."),
     *map(launch_option, LAUNCH),
 )
-"""The options that `lockstep search` and `lockstep sweep` share."""
 
 
 @click.command("search", cls=ScriptCommand)
@@ -168,8 +167,6 @@ def command(
 
 
 def run_search(line: ScriptLine, given: dict[str, Any], **fields: Any) -> int:
-    """Run a search, and print its results. `given`: the values of `search_options`. Returns the
-    exit status."""
     refuse_on_windows("lockstep search")
     check_storage(given["storage"])
     if given["slurm"] is not None:
@@ -199,8 +196,7 @@ def run_search(line: ScriptLine, given: dict[str, Any], **fields: Any) -> int:
 
 
 def _send_to_slurm(options: str, jobs: int | None, line: ScriptLine) -> int:
-    """Submit an array of jobs to Slurm, each of which runs this search command for one trial at a
-    time. Returns the exit status."""
+    """Submit an array of jobs, each of which runs this search command for one trial at a time."""
     from lockstep.cli.slurm import array_of
     from lockstep.launch.slurm import submit
 
@@ -225,8 +221,6 @@ def _send_to_slurm(options: str, jobs: int | None, line: ScriptLine) -> int:
 
 
 def given_options(context: click.Context, *, without: Sequence[str]) -> list[str]:
-    """Return the options on the command line as a list of arguments, except those with the names in
-    `without`."""
     words: list[str] = []
     for option in context.command.params:
         name = str(option.name)

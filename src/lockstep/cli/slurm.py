@@ -21,7 +21,6 @@ from lockstep.launch.slurm import BatchScript, follow, submit
 from lockstep.scripts.line import check_script
 
 _BEGINS = b"#!/bin/bash\n#SBATCH "
-"""First bytes of every batch script that this command writes."""
 
 
 @click.command("slurm")
@@ -126,8 +125,7 @@ def command(
 
 
 def array_of(line: Sequence[str], options: Sequence[str], *, jobs: int, name: str) -> str:
-    """Return the batch script of an array of one-node jobs that each run the command `line`.
-    `options`: options of `lockstep slurm` for each job. Raises `LaunchError`, or a usage error."""
+    """The batch script of an array of one-node jobs that each run the command `line`."""
     given = command.make_context("lockstep search --slurm", [*options, name]).params
     if given["nodes"] != 1 or given["run_options"] or given["output"] or given["is_sent"]:
         raise LaunchError(

@@ -25,23 +25,18 @@ from lockstep.search.request import SEARCH
 class Target:
     storage: Storage
     names: list[CheckpointName]
-    """Names of the checkpoints in `storage`, in order of their steps."""
     run: Path | None
-    """The run directory. None if the target is not one."""
     elsewhere: str | None = None
-    """The URL of the run's checkpoints, from `run.json`. It is not opened, because the user did not
-    name it on the command line."""
+    """URL of the run's checkpoints, from `run.json`. It is not opened, because the user did not
+    name it."""
 
     @classmethod
     def find(cls, text: str) -> Target:
-        """Find the target that `text` names. Raises `CheckpointError`, and `RunDirectoryError` for
-        a URL without a driver."""
         with reachable(text):
             return _at_url(text) if "://" in text else _at_path(text)
 
     @property
     def none_there(self) -> str:
-        """Text for an error: the reason why there is no checkpoint, and what to do."""
         if self.names:
             return "all are damaged; lockstep inspect shows them"
         if self.elsewhere is None:
@@ -53,15 +48,12 @@ class Target:
         )
 
     def result(self) -> dict[str, Any] | None:
-        """The contents of `result.json`; None unless the target is a run that has ended. Raises
-        `RunDirectoryError`."""
         return None if self.run is None else read_result(self.run)
 
 
 @contextmanager
 def reachable(what: str) -> Iterator[None]:
-    """Convert an `OSError` inside the context into a `CheckpointError`, whose text says that `what`
-    cannot be read."""
+    """Convert `OSError` into a `CheckpointError` that says that `what` cannot be read."""
     try:
         yield
     except OSError as error:
@@ -72,9 +64,6 @@ def reachable(what: str) -> Iterator[None]:
 
 
 def fingerprint(model: StateDictReader) -> str:
-    """The fingerprint of a saved model, as `ls.fingerprint` computes it. Raises `DamagedError`,
-    `UnreachableError`."""
-
     def records() -> Iterator[TensorRecord]:
         for name in sorted(model.specs, key=str.encode):
             data = model.read(name)
@@ -84,9 +73,8 @@ def fingerprint(model: StateDictReader) -> str:
 
 
 def best_of(scores: Mapping[CheckpointName, dict[str, Any] | None]) -> CheckpointName | None:
-    """Return the checkpoint with the best evaluation, of equal ones the earliest; None if none was
-    evaluated. `scores`: each checkpoint's record of metric, mode and value. If `Saving.best` was
-    changed during the run, only scores of the latest metric count."""
+    """Return the checkpoint with the best evaluation, of equal ones the earliest. If `Saving.best`
+    was changed during the run, only scores of the latest metric count."""
     given = {name: score for name, score in scores.items() if score is not None}
     if not given:
         return None
@@ -157,5 +145,4 @@ def _of_run(path: Path) -> Target:
 
 
 def _is_remote(place: str) -> bool:
-    """True if reading the path needs a connection: a URL, or another machine's folder (Windows)."""
     return ("://" in place and not place.startswith("file://")) or place.startswith((r"\\", "//"))

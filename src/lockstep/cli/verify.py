@@ -141,7 +141,6 @@ def command(
 
 
 def show(report: Report) -> None:
-    """Print the table of plans, then the tensors that differ and the notes."""
     from rich.table import Table
     from rich.text import Text
 
@@ -193,9 +192,6 @@ def _lines(verdict: Verdict) -> Iterator[str]:
 
 
 def _reports(*, quiet: bool) -> dict[str, Callable[[str], None]]:
-    """Return callbacks for `Runner` that report the start of each run, unless `quiet`, and on a
-    terminal its end."""
-
     def report(line: str) -> None:
         say(f"lockstep verify: {line}")
 

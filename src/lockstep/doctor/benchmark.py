@@ -1,10 +1,7 @@
-"""Measures the bandwidth of collectives, the bandwidth and latency between ranks, and the
-differences of machines' clocks.
-
-Algorithm bandwidth is bytes / seconds, where bytes is the size of the whole array. Bus bandwidth,
-comparable with the hardware's, multiplies it by 2 (n - 1) / n for all-reduce and (n - 1) / n for
-the partitioning collectives, as nccl-tests does (doc/PERFORMANCE.md, src/gather.cu).
-"""
+"""Measures bandwidth of collectives, bandwidth and latency between ranks, and differences of
+machines' clocks. Algorithm bandwidth is the whole array's bytes / seconds. Bus bandwidth multiplies
+it by 2 (n - 1) / n for all-reduce and (n - 1) / n for the partitioning collectives, as nccl-tests
+does (doc/PERFORMANCE.md, src/gather.cu)."""
 
 from __future__ import annotations
 
@@ -26,18 +23,16 @@ from lockstep.doctor.point_to_point import Pair, PairMeasurement, find_outliers,
 SIZES_BYTES = (2**10, 2**16, 2**20, 2**24, 2**28)
 LARGEST_BYTES_ON_CPU = 2**24
 SIZE_SECONDS = 0.06
-"""Approximate seconds for which each collective is repeated with each size."""
 MOST_REPEATS = 20
 LONGEST_SECONDS = 1.0
-"""A size is skipped if one call with it, as estimated from the previous size, takes more than this
-many seconds."""
+"""A size of arrays is skipped if one call, as estimated from the previous size, takes longer."""
 PINGS = 20
 TRANSFER_SECONDS = 0.02
 TRANSFERS = 3
 FIRST_BYTES = 2**16
 MEASUREMENTS = 5
-"""Number of times that a pair of ranks with an outlying result is measured. The best result counts,
-to exclude momentary noise."""
+"""Number of times that a pair of ranks with an outlying result is measured. The best counts, to
+exclude momentary noise."""
 
 _PARTITIONING = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
@@ -52,8 +47,7 @@ def bus_bandwidth(collective: str, size_bytes: int, seconds: float, ranks: int) 
 
 
 def time_collectives(coordinator: ProbeCoordinator, group: RankGroup) -> list[dict[str, Any]]:
-    """Time every collective in float32. Every rank calls it. Returns a row for each collective and
-    size, with the size in bytes as nccl-tests defines it, and the median time of the slowest
+    """Every rank calls it. Sizes are as nccl-tests defines them; times are medians of the slowest
     rank."""
     rows = []
     for collective in COLLECTIVES:
@@ -114,9 +108,8 @@ def measure_pairs(
     machines: Sequence[str],
     kind: Callable[[Pair], str],
 ) -> list[PairMeasurement]:
-    """Measure the bandwidth and latency of every pair of ranks in both directions. Every rank calls
-    it. `machine_of_rank[r]` and `machines[r]`: number and name of rank r's machine. `kind`: returns
-    the kind of link of a pair."""
+    """Every rank calls it. `machine_of_rank[r]`, `machines[r]`: number and name of rank r's
+    machine. `kind`: kind of a pair's link."""
     best: dict[Pair, PairMeasurement] = {}
     rounds = schedule_pairs(machine_of_rank)
     for _ in range(MEASUREMENTS):
@@ -157,8 +150,7 @@ def _measure_rounds(
 
 
 def _measure_both_directions(group: RankGroup, pair: Pair, kind: str) -> list[PairMeasurement]:
-    """Measure one pair of ranks in both directions: the sender measures, and the receiver only
-    answers. Returns the measurements of this rank."""
+    """The sender measures; the receiver only answers. Returns this rank's measurements."""
     measured = []
     for sender, receiver in (pair, pair[::-1]):
         peer = receiver if group.group_rank == sender else sender
@@ -188,7 +180,7 @@ def _ping(group: RankGroup, peer: int) -> float:
 
 
 def _transfer(group: RankGroup, peer: int, count: int) -> float:
-    """Send `count` bytes to `peer`. Returns the seconds until its acknowledgement arrives."""
+    """Seconds until the acknowledgement of `count` bytes arrives."""
     content = torch.zeros(count, dtype=torch.uint8, device=group.device)
     _send_count(group, peer, count)
     _receive(group, peer, 1)
@@ -199,8 +191,7 @@ def _transfer(group: RankGroup, peer: int, count: int) -> float:
 
 
 def _serve(group: RankGroup, peer: int) -> None:
-    """Answer a rank that measures: receive and acknowledge as many bytes as `peer` announces (1 is
-    a ping), again and again until it announces 0."""
+    """Acknowledge as many bytes as `peer` announces (1 is a ping), until `peer` announces 0."""
     while count := int(_receive(group, peer, 8).view(torch.int64)[0]):
         content = torch.empty(count, dtype=torch.uint8, device=group.device)
         _acknowledge(group, peer)
@@ -228,9 +219,8 @@ def _receive(group: RankGroup, peer: int, count: int) -> torch.Tensor:
 def measure_clocks(
     coordinator: ProbeCoordinator, group: RankGroup, first_ranks: Sequence[int]
 ) -> list[tuple[float, float]]:
-    """Return, for each machine, the seconds by which its clock is ahead of the first machine's, and
-    the uncertainty of that difference. Every rank calls it. `first_ranks`: the lowest rank of each
-    machine."""
+    """Every rank calls it. For each machine, the seconds by which its clock is ahead of the first
+    machine's, and the uncertainty. `first_ranks`: lowest rank of each machine."""
     own = (0.0, 0.0)
     reference = first_ranks[0]
     for first in first_ranks[1:]:

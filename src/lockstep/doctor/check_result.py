@@ -22,38 +22,32 @@ class CheckResult:
     section: Section
     check: str
     verdict: Verdict
-    """`skipped`: what is checked is not available here, or the check did not run; this is not a
-    fault by itself."""
+    """`skipped`: not available here, or not checked; not a fault by itself."""
     found: str
     remedy: str = ""
-    """Text that tells the user what to do. Never empty unless the verdict is `ok`."""
+    """Text that is empty only if the verdict is `ok`."""
     machine: str = ""
-    """The machine's name. Empty if all processes made the check together."""
+    """The machine's name; empty if all processes made the check together."""
 
     def __post_init__(self) -> None:
         assert self.remedy or self.verdict == "ok", self
 
     @property
     def is_bad(self) -> bool:
-        """True if training would fail or be slow because of what was found."""
         return self.verdict in _BAD
 
 
 def check_result(
     section: Section, check: str, verdict: Verdict, found: str, remedy: str = ""
 ) -> CheckResult:
-    """Return a `CheckResult`, without the remedy if the verdict is `ok`."""
     return CheckResult(section, check, verdict, found, "" if verdict == "ok" else remedy)
 
 
 def worst(checks: Iterable[CheckResult]) -> Verdict:
-    """Return `failed` if any check failed, else `slow` if any is slow, else `ok`."""
     return max((check.verdict for check in checks if check.is_bad), key=_BAD.index, default="ok")
 
 
 def machine_names(machines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return unique names of the machines: host names, else addresses, else numbered host names.
-    `machines`: one dict each, with the `MachineInfo` as JSON in `info`."""
     hosts, addresses = (
         [str(each["info"][key]) for each in machines] for key in ("host", "address")
     )
@@ -64,7 +58,6 @@ def machine_names(machines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Return a size such as 64 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.3g} {unit}"

@@ -34,10 +34,9 @@ _OPERATIONS = {
     "avg": dist.ReduceOp.AVG,
 }
 _UNSUPPORTED_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError)
-"""Exceptions that backends raise for an unsupported data type or operation."""
 _NOT_CALLED = {"nccl": ("int16",)}
-"""Backend -> data types that are not tested with it. In torch 2.11, send, receive and scatter of
-int16 leave NCCL's group of calls open: later collectives then neither run nor raise."""
+"""Backend -> dtypes that are not tested. In torch 2.11, send, receive and scatter of int16 leave
+NCCL's group of calls open: later collectives then neither run nor raise."""
 _MOST_CONTRIBUTIONS = 85
 """Largest number of ranks whose inputs are not 0 at a position, in averages of bfloat16, so that
 sums are exact."""
@@ -51,7 +50,7 @@ class RankGroup:
     global_ranks: list[int]
     group_rank: int
     process_group: Any
-    """Torch's process group. None: the default group, with all ranks."""
+    """None: the default group."""
     device: torch.device
     backend: str
 
@@ -61,9 +60,8 @@ class RankGroup:
 
 
 def check(coordinator: ProbeCoordinator, group: RankGroup) -> Iterator[dict[str, Any]]:
-    """Call each collective with each data type and operation, and yield a row with the result.
-    Every rank of the group calls it. The row's `outcomes` list the ranks on which the collective is
-    `unsupported` or `wrong`."""
+    """Every rank of the group calls it. A row's `outcomes` list the ranks on which the collective
+    is `unsupported` or `wrong`."""
     for collective in COLLECTIVES:
         if collective == "barrier":
             outcomes = _check_barrier(coordinator, group)
@@ -105,8 +103,6 @@ def _outcome(
 
 
 def call(case: CollectiveCase, group: RankGroup) -> Tensor:
-    """Call a collective with the input that `expected_results.rank_input` defines for this rank.
-    Returns the output, with blocks in rank order."""
     values = torch.from_numpy(rank_input(case, group.global_ranks, group.group_rank))
     own = values * (1 if case.data_type.real else 1 + 1j)
     own = own.to(getattr(torch, case.data_type.name)).to(group.device)
@@ -118,8 +114,7 @@ def call(case: CollectiveCase, group: RankGroup) -> Tensor:
 def exchange(
     collective: Collective, own: Tensor, group: RankGroup, *, operation: Operation | None = "sum"
 ) -> Tensor:
-    """Call one collective of torch.distributed, and return its output. `own`: this rank's input,
-    which may be overwritten."""
+    """`own` may be overwritten."""
     size, process_group = len(group.global_ranks), group.process_group
     block = own.numel() // size
     root_rank = group.global_ranks[root(group.global_ranks)]
@@ -171,8 +166,6 @@ def exchange(
 
 
 def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, size: int) -> str:
-    """Describe the first number in `result` that differs from `expected`; "" if there is none.
-    Averages may differ by the rounding of a sum and a division."""
     if result.numel() != len(expected):
         return f"has {result.numel()} numbers, and must have {len(expected)}"
     if case.data_type.real:
@@ -199,8 +192,8 @@ def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, si
 
 
 def _check_barrier(coordinator: ProbeCoordinator, group: RankGroup) -> list[Any]:
-    """Check the barrier: make ranks enter it one after another, and find ranks that leave before
-    all have entered."""
+    """Let ranks enter the barrier one after another, and find ranks that leave before all have
+    entered."""
     early, size = None, len(group.global_ranks)
     for number in range(_BARRIERS):
         with coordinator.probe(f"barrier{group.suffix}"):

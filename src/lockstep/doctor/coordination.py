@@ -31,15 +31,13 @@ _PREFIX = "lockstep-doctor"
 _ABORT_KEY = "abort"
 _POLL_SECONDS = 0.2
 _STATUS_WAIT_SECONDS = 2.0
-"""Seconds for which a rank that gives up waits for the statuses of others; shorter than the
-launcher's wait after SIGTERM."""
 _STORE_TIMEOUT_SECONDS = 3600
-"""Timeout of the store's requests; longer than any deadline, so that the deadline counts."""
+"""Longer than any deadline, so that the deadline counts."""
 
 
 class ProbeCoordinator:
-    """Barriers, exchanges of JSON values, and deadlines of probes, through torch's store. Used by
-    the main thread of each rank."""
+    """Barriers, exchanges of JSON, and deadlines of probes, through torch's store. Used by the main
+    thread of each rank."""
 
     def __init__(
         self,
@@ -48,9 +46,8 @@ class ProbeCoordinator:
         deadline_seconds: float,
         on_abort: Callable[[list[RankStatus]], None],
     ) -> None:
-        """`deadline_seconds`: the time limit of a probe that gives no other. `on_abort`: called if
-        a rank gives up, in the watching thread, with the collected statuses of ranks; it ends the
-        process."""
+        """`on_abort` is called if a rank gives up, in the watching thread, with the collected
+        statuses; it ends the process."""
         self.rank = rank
         self.world_size = world_size
         self._deadline_seconds = deadline_seconds
@@ -71,8 +68,8 @@ class ProbeCoordinator:
 
     @contextmanager
     def probe(self, name: str, deadline_seconds: float | None = None) -> Iterator[None]:
-        """A context for a step that all ranks take together. If the step raises on a rank, or
-        passes its deadline, all ranks give up and end."""
+        """A step that all ranks take together. If the step raises on a rank, or passes its
+        deadline, all ranks give up and end."""
         with self._lock:
             self._status = RankStatus(rank=self.rank, index=self._status.index + 1, probe=name)
             self._deadline = time.monotonic() + (deadline_seconds or self._deadline_seconds)
@@ -89,14 +86,12 @@ class ProbeCoordinator:
             time.sleep(_STORE_TIMEOUT_SECONDS)  # the watching thread ends the process
 
     def record_error(self, error: Exception) -> None:
-        """Record, in this rank's status, the error that its part of a probe raised."""
         text = (str(error).splitlines() or [""])[0]
         with self._lock:
             self._status = replace(self._status, error=f"{type(error).__name__}: {text}")
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Exchange a JSON value through the store. Returns each rank's value, in rank order. Every
-        rank calls it."""
+        """Every rank calls it. Values are JSON."""
         number, self._exchanges = self._exchanges, self._exchanges + 1
         self._store.set(f"{number}/{self.rank}", json.dumps(value))
         if self.rank == 0:
@@ -106,11 +101,9 @@ class ProbeCoordinator:
         return gathered
 
     def barrier(self) -> None:
-        """Wait, through the store, until every rank calls it."""
         self.all_gather(None)
 
     def add_to_counter(self, name: str, amount: int) -> int:
-        """Add `amount` to a counter in the store, which all ranks share. Returns its new value."""
         return int(self._store.add(f"count/{name}", amount))
 
     def _watch(self, store: Any) -> None:
@@ -141,8 +134,7 @@ class ProbeCoordinator:
 
 
 def _connect() -> Any:
-    """Return a new connection to the launcher's store. A waiting call blocks its connection, so
-    each thread has its own."""
+    """Each thread has its own connection to the store, because a waiting call blocks it."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return PrefixStore(
         _PREFIX,
@@ -160,8 +152,6 @@ def _has_key(store: Any, name: str) -> bool:
 
 
 def _location(frame: FrameType | None) -> str | None:
-    """Return the line of code that a thread executes, as text; None if it belongs to torch or the
-    doctor."""
     if frame is None:
         return None
     file = frame.f_code.co_filename

@@ -50,14 +50,14 @@ from lockstep.options import RunOptions
 
 DEADLINE_SECONDS = 20.0
 WORKER = ("-m", "lockstep.doctor")
-"""The command that starts a rank. A test may pass another script, which first plants a fault."""
+"""Command that starts a rank. A test may pass a script that first plants a fault."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
     checks: list[CheckResult]
     results: Mapping[str, Any]
-    """The JSON that a rank writes, see `lockstep.doctor.worker`."""
+    """JSON that a rank writes, see `lockstep.doctor.worker`."""
     ending: Ending
 
     @property
@@ -66,7 +66,6 @@ class Diagnosis:
 
     @property
     def is_first_machine(self) -> bool:
-        """True on the machine that prints the report."""
         return int(self.results.get("machine", 0)) == 0
 
     @property
@@ -83,9 +82,8 @@ def diagnose(
     worker: Sequence[str] = WORKER,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> Diagnosis:
-    """Check this machine with `nproc` ranks; or several machines together, each of which makes this
-    call. `run_dir=None`: the working directory. `deadline_seconds`: the time limit of each step
-    that all ranks take together. Raises `LaunchError` if the machines cannot connect."""
+    """Each of several machines makes this call. `deadline_seconds` limits each step that all ranks
+    take together."""
     world_size = nproc * (machines.least if machines is not None else 1)
     info = read_machine_info(machines, environ)
     own = [
@@ -133,8 +131,6 @@ _NVIDIA_SECONDS = 10.0
 
 
 def read_machine_info(machines: Machines | None, environ: Mapping[str, str]) -> MachineInfo:
-    """Read this machine's properties: its hardware, limits, versions and network. Raises
-    `LaunchError` if it cannot reach the rendezvous."""
     address = address_towards(machines.resolve(), machines.port) if machines is not None else ""
     interface = interface_of(address) if address else None
     descriptors, hard_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -193,8 +189,6 @@ def _free(path: str) -> int | None:
 
 
 def _gpus() -> tuple[tuple[str, ...], str]:
-    """Return the names of the GPUs that NVIDIA's driver sees, and the driver's version; empty
-    without a driver."""
     rows = [
         line.split(", ")
         for line in _nvidia_smi(

@@ -37,8 +37,6 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 REDUCTIONS: tuple[Collective, ...] = ("reduce", "all-reduce", "reduce-scatter")
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _ONE_BLOCK_INPUTS = ("send/recv", "broadcast", "reduce", "all-reduce", "gather", "all-gather")
-"""Collectives whose input on each rank is one block of `BLOCK_SIZE` numbers; the input of the
-others is one block for each rank of the group."""
 
 BLOCK_SIZE = 13
 
@@ -51,7 +49,6 @@ class DataType:
     signed: bool = True
     real: bool = True
     integer: bool = False
-    """True for an integer type, which has no averages."""
 
 
 DATA_TYPES = (
@@ -84,8 +81,6 @@ class CollectiveCase:
 
 
 def cases(collective: Collective) -> list[CollectiveCase]:
-    """Return the cases in which a collective is checked: each data type with each operation defined
-    for it. The barrier has no cases."""
     if collective not in REDUCTIONS:
         return [CollectiveCase(collective, None, data_type) for data_type in DATA_TYPES]
     pairs = [
@@ -104,13 +99,11 @@ def _is_defined(operation: Operation, data_type: DataType) -> bool:
 
 
 def root(global_ranks: Sequence[int]) -> int:
-    """Return the root's rank in the group, for collectives with a root. It is the last rank,
-    because the first is the default everywhere."""
+    """Return the last rank, because the first is the default everywhere."""
     return len(global_ranks) - 1
 
 
 def rank_input(case: CollectiveCase, global_ranks: Sequence[int], group_rank: int) -> Integers:
-    """Return one rank's input: `BLOCK_SIZE` numbers, or `BLOCK_SIZE` numbers for each rank."""
     blocks = 1 if case.collective in _ONE_BLOCK_INPUTS else len(global_ranks)
     return _values_of_rank(case, global_ranks, group_rank, np.arange(BLOCK_SIZE * blocks))
 
@@ -118,8 +111,7 @@ def rank_input(case: CollectiveCase, global_ranks: Sequence[int], group_rank: in
 def expected_output(
     case: CollectiveCase, global_ranks: Sequence[int], group_rank: int
 ) -> NDArray[Any] | None:
-    """Return the output that a collective must have on one rank; None if it is undefined there. The
-    numbers are integers, except for averages."""
+    """None if the output is undefined on this rank."""
     block, own_block = (
         np.arange(BLOCK_SIZE),
         np.arange(BLOCK_SIZE * group_rank, BLOCK_SIZE * (group_rank + 1)),
@@ -157,8 +149,7 @@ def _values_of_rank(
 def _values(
     case: CollectiveCase, global_ranks: Sequence[int], group_ranks: Integers, positions: Integers
 ) -> Integers:
-    """Return the inputs of some ranks at some positions of the array, with shape (ranks,
-    positions). See [Note: exact]."""
+    """Shape (ranks, positions). See [Note: exact]."""
     limit, seeds = case.data_type.limit, np.array(global_ranks)[group_ranks]
     if case.operation in ("sum", "avg"):
         most = min(limit, 3)
@@ -177,8 +168,7 @@ def _values(
 def _is_contributor(
     group_ranks: Integers, positions: Integers, size: int, most: int
 ) -> NDArray[np.bool_]:
-    """Return, for ranks and positions of the array, True if the rank's input is not 0 there: at
-    most `most` ranks at each position."""
+    """True where a rank's input is not 0: at most `most` ranks at each position."""
     if most == 0:
         return np.zeros((len(group_ranks), len(positions)), dtype=np.bool_)
     contributes: NDArray[np.bool_] = (group_ranks[:, None] + positions) % -(-size // most) == 0
@@ -195,8 +185,7 @@ def _pseudo_random(seeds: Integers, positions: Integers, below: int) -> Integers
 
 
 def subgroups(size: int) -> dict[str, list[list[int]]]:
-    """Return the partitions of `size` ranks into groups that are checked, by name. The groups of a
-    partition run their collectives at the same time."""
+    """Name -> partition of the ranks into groups that run their collectives at the same time."""
     if size < 4:
         return {"a second group": [list(range(size))]}
     return {

@@ -1,5 +1,5 @@
-"""Checks the file system of a run directory: atomic renames, fsync, locks, and the clock of its
-time stamps. It uses real files in a temporary folder."""
+"""Checks the file system of a run directory with real files: atomic renames, fsync, locks, and the
+clock of its time stamps."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ Rename = Callable[[Path, Path], object]
 RENAMES = 40
 FILE_BYTES = 256 << 10
 FILES = 8
-"""Number of files in the folder that is renamed as a test; it imitates a checkpoint."""
 SYNCS = 5
 SLOW_SYNC_SECONDS = 1.0
-"""Longest acceptable seconds of an fsync of `FILE_BYTES` bytes; a checkpoint waits for several."""
 LEAST_FREE_BYTES = 1 << 30
 
 
@@ -38,25 +36,16 @@ LEAST_FREE_BYTES = 1 << 30
 class FileSystemInfo:
     path: str
     kind: str
-    """Type of the file system, such as `ext4` or `nfs4`; empty if unknown."""
     free_bytes: int
     rename_fault: str
-    """The incomplete file or folder that another thread saw during a rename, as text; empty if
-    renames are atomic."""
     sync_seconds: float | None
-    """Median duration of an fsync of a file and its folder; None if it failed."""
     sync_error: str
     lock_fault: str
-    """The fault of flock, such as a lock that a second holder gets; empty if flock works."""
     clock_offset_seconds: float
-    """Seconds by which the file system's clock is ahead of this machine's."""
     lost: str = ""
-    """The reason why files are lost when this container ends; empty if they are kept."""
 
 
 def existing(path: Path) -> Path:
-    """Return `path`, or its nearest parent that exists. Raises `RunDirectoryError` if that is a
-    file."""
     path = path.absolute()
     parent = next(each for each in (path, *path.parents) if each.exists())
     if not parent.is_dir():
@@ -68,7 +57,6 @@ def existing(path: Path) -> Path:
 
 
 def probe(path: Path, *, rename: Rename = os.rename) -> FileSystemInfo:
-    """Check the file system that contains the existing folder `path`. Raises `OSError`."""
     folder = Path(tempfile.mkdtemp(prefix=".lockstep-doctor-", dir=path))
     try:
         sync_seconds, sync_error = _measure_sync(folder)
@@ -90,7 +78,7 @@ def probe(path: Path, *, rename: Rename = os.rename) -> FileSystemInfo:
 
 def _check_file_renames(folder: Path, rename: Rename) -> str:
     """Replace a file by renames while a thread reads it: the thread must always read a complete
-    file. Returns the first fault; "" if there is none."""
+    file. "" if there is no fault."""
     target = folder / "target"
     contents = [bytes([65 + number]) * FILE_BYTES for number in range(2)]
     target.write_bytes(contents[0])
@@ -114,7 +102,7 @@ def _check_file_renames(folder: Path, rename: Rename) -> str:
 
 def _check_folder_renames(folder: Path, rename: Rename) -> str:
     """Rename folders while a thread lists them: a folder must have all its files whenever it is
-    seen. Returns the first fault; "" if there is none."""
+    seen. "" if there is no fault."""
 
     def read() -> str:
         for final in folder.glob("final-*"):
@@ -134,8 +122,6 @@ def _check_folder_renames(folder: Path, rename: Rename) -> str:
 
 
 def _read_during(read: Callable[[], str], change: Callable[[int], None]) -> str:
-    """Call `change` with each number while another thread calls `read`, which returns a fault or
-    "". Returns the first fault; "" if there is none."""
     seen: list[str] = []
     ended = threading.Event()
 

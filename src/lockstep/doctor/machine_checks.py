@@ -23,67 +23,53 @@ from lockstep.options import LAUNCHER_VARIABLES
 
 _check = partial(check_result, "machine")
 SHARED_MEMORY_BYTES = 128 << 20
-"""Bytes in /dev/shm that each process needs, for batches of loader workers and NCCL's buffers."""
 MEMORY_BYTES = 1 << 30
-"""Bytes of memory that each process needs; torch alone takes a third of it."""
 OPEN_FILES = 1024
-"""Number of open files that each process needs, for connections to other ranks and tensors of
-loader workers."""
 CONTAINER_BRIDGE = re.compile(
     r"docker\d+|br-[0-9a-f]{12}|podman\d+|cni-podman\d+|lxcbr\d+|lxdbr\d+|virbr\d+"
 )
-"""Names of the network bridges of Docker, Podman, LXC and libvirt. The bridges of all hosts may
-have the same address."""
+"""Network bridges of Docker, Podman, LXC and libvirt. The bridges of all hosts may have the same
+address."""
 OTHER_THREADS = 32
-"""Number of threads that a process needs beside its compute threads."""
 MAX_CLOCK_OFFSET_SECONDS = 0.5
-"""Largest acceptable difference between the clocks of machines: a recovery waits 0.5 s for all
-machines."""
+"""Small, because a recovery waits 0.5 s for all machines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineInfo:
     host: str
     address: str
-    """The address at which other machines reach this one; empty if there are no other machines."""
     interface: str | None
     interfaces: tuple[str, ...]
     interface_details: str
-    """Text about the network interface; empty if unknown."""
     versions: Mapping[str, str]
     """Versions (of Python, torch, ...) that must be the same on all machines: name -> version."""
     gpus: int
     gpu_names: tuple[str, ...]
-    """Names of the GPUs that the driver sees; empty without a driver."""
     topology: Mapping[str, str]
-    """The link between each pair of GPUs, as `nvidia-smi topo` names it: {"0-1": "NV18"}."""
+    """Link between each pair of GPUs, as `nvidia-smi topo` names it: {"0-1": "NV18"}."""
     container: str | None
-    """The container engine in whose container the doctor runs; None outside a container."""
     process_ids: tuple[str | int, ...]
-    """Result of `process_id_space`: equal for processes that see each other's process ids."""
+    """Equal for processes that see each other's process ids."""
     cores: int
     cpu_quota: float | None
-    """CPU quota in cores; None: no quota."""
     shared_memory_bytes: int | None
     available_memory_bytes: int
-    """Available memory in bytes, of the machine or of the control group, whichever is less."""
+    """Available memory of the machine or of the control group, whichever is less."""
     memory_limit_bytes: int | None
     """Memory limit of the control group; None if it is not below the machine's memory."""
     open_files_limit: int
     open_files_hard_limit: int
     locked_memory_bytes: int | None
-    """Limit of locked memory in bytes; None: no limit."""
     infiniband: tuple[str, ...]
     free_tasks: int | None
-    """Number of processes and threads that may still be started. None: no limit."""
+    """Processes and threads that may still be started. None: no limit."""
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def machine_checks(
     info: MachineInfo, environ: Mapping[str, str], *, nproc: int, world_size: int
 ) -> list[CheckResult]:
-    """Return the results of all checks for one machine. `environ`: the environment of the
-    launcher."""
     versions = ", ".join(f"{name} {value}" for name, value in info.versions.items())
     return [
         _check("versions", "ok", versions),
@@ -221,8 +207,8 @@ def _limits(
 
 
 def _interface(info: MachineInfo, environ: Mapping[str, str]) -> list[CheckResult]:
-    """Check GLOO_SOCKET_IFNAME (names) and NCCL_SOCKET_IFNAME (prefixes; names after `=`; `^`
-    excludes)."""
+    """GLOO_SOCKET_IFNAME lists names; NCCL_SOCKET_IFNAME lists prefixes, names after `=`, and
+    exclusions after `^`."""
     interfaces = ", ".join(info.interfaces)
     gloo, nccl = environ.get("GLOO_SOCKET_IFNAME"), environ.get("NCCL_SOCKET_IFNAME")
     wrong = [name for name in gloo.split(",") if name not in info.interfaces] if gloo else []
@@ -279,8 +265,8 @@ def clock_check(
 def shared_memory_differences(
     machines: Sequence[str], info: Sequence[Mapping[str, Any]]
 ) -> list[CheckResult]:
-    """Return a result if several of the machines are containers of one host that do not share
-    memory. `info`: the `MachineInfo` of each machine as JSON."""
+    """Finds containers of one host that do not share memory. `info`: each machine's
+    `MachineInfo`."""
     by_host: dict[str, dict[int, str]] = {}
     for name, each in zip(machines, info, strict=True):
         host, space = each["process_ids"]
@@ -310,8 +296,6 @@ def version_differences(
 
 
 def difference(machines: Sequence[str], values: Sequence[str]) -> str:
-    """Return text about the first machine whose value differs from that of the first machine in the
-    list; empty if all are equal. `values`: a value for each machine."""
     for machine, value in zip(machines, values, strict=True):
         if value != values[0]:
             return f"is {values[0]} on {machines[0]} and {value} on {machine}"
@@ -319,7 +303,6 @@ def difference(machines: Sequence[str], values: Sequence[str]) -> str:
 
 
 def parse_topology(text: str) -> dict[str, str]:
-    """Return the link of each pair of GPUs, {"0-1": "NV18"}, from `nvidia-smi topo -m`."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     rows = [[cell.strip() for cell in line.split("\t")] for line in plain.splitlines()]
     header = next((row for row in rows if "GPU0" in row[1:] and row[0] != "GPU0"), [])
@@ -405,9 +388,8 @@ _COSTLY_VARIABLES: Sequence[tuple[str, Sequence[str], str, str]] = (
     ),
 )
 _FAILING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING",)
-"""The environment variables in `_COSTLY_VARIABLES` that break training; the others slow it down."""
 _PINNING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
-"""Environment variables that bind the threads of all processes to the same cores."""
+"""Variables that bind the threads of all processes to the same cores."""
 _PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy")
 _RELEVANT_PREFIXES = (
     "NCCL_",
@@ -424,9 +406,6 @@ _RELEVANT_PREFIXES = (
 
 
 def environment_checks(environ: Mapping[str, str], *, nproc: int) -> list[CheckResult]:
-    """Return a result for each harmful environment variable, or a single `ok`. `nproc`: number of
-    processes on this machine."""
-
     def check(name: str, why: str, remedy: str) -> CheckResult:
         verdict: Verdict = "failed" if name in _FAILING else "slow"
         return CheckResult("environment", name, verdict, f"is {environ[name]}: {why}", remedy)
@@ -457,7 +436,6 @@ def environment_checks(environ: Mapping[str, str], *, nproc: int) -> list[CheckR
 
 
 def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that should have the same values on all machines."""
     return {
         name: value
         for name, value in environ.items()

@@ -18,12 +18,11 @@ from typing import Literal, get_args
 from lockstep.doctor.check_result import CheckResult, format_bandwidth, format_duration
 
 SLOW_FACTOR = 3.0
-"""A link is slow if its bandwidth or latency is this many times worse than the median of links of
-its kind."""
+"""A link is slow if it is this many times worse than the median of links of its kind."""
 LATENCY_NOISE_SECONDS = 2e-4
-"""Differences of latency below this many seconds are noise."""
+"""Differences of latency below this are noise."""
 MANY_RANKS = 64
-"""With more ranks than this, only ranks with the same local rank are measured between machines."""
+"""Above this number of ranks, only ranks with the same local rank are measured between machines."""
 
 Pair = tuple[int, int]
 Metric = Literal["bandwidth", "latency"]
@@ -36,30 +35,25 @@ class PairMeasurement:
     latency_seconds: float
     """Half of the shortest round trip of a small message."""
     bytes_per_second: float
-    """Bandwidth of the best of a few transfers."""
     kind: str
-    """Kind of the link: `machines` between machines; within a machine `NV18`, `PHB`, ..., or
-    `local`."""
+    """`machines` between machines; within a machine `NV18`, `PHB`, ..., or `local`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
     metric: Metric
     nodes: tuple[str, ...]
-    """One name: the links of that node in `direction`. Two names: the link from the first to the
+    """One name: all links of that node in `direction`. Two names: the link from the first to the
     second."""
     pairs: tuple[Pair, ...]
     value: float
-    """The measured bandwidth in bytes per second, or latency in seconds."""
     normal: float
-    """The median of the other links, in the same unit."""
     direction: Literal["both", "from", "to"] = "both"
 
 
 def schedule_pairs(machine_of_rank: Sequence[int]) -> list[list[Pair]]:
-    """Return every pair of ranks once, in rounds in which each machine takes part at most once, so
-    that the pairs of a round share no link and can be measured at the same time.
-    `machine_of_rank[r]`: machine of rank r."""
+    """Every pair once, in rounds in which each machine takes part at most once, so that the pairs
+    of a round share no link. `machine_of_rank[r]`: machine of rank r."""
     size = len(machine_of_rank)
     local_ranks = [machine_of_rank[:rank].count(machine_of_rank[rank]) for rank in range(size)]
     rounds: list[list[Pair]] = []
@@ -80,8 +74,6 @@ def schedule_pairs(machine_of_rank: Sequence[int]) -> list[list[Pair]]:
 def find_outliers(
     measurements: Iterable[PairMeasurement], machines: Sequence[str]
 ) -> list[Outlier]:
-    """Return the links and nodes (ranks or machines) that are slower than others of their kind.
-    `machines[r]`: name of the machine of rank r."""
     measurements = list(measurements)
     outliers: list[Outlier] = []
     for metric in get_args(Metric):
@@ -95,8 +87,8 @@ def find_outliers(
 def _outliers(
     measurements: Sequence[PairMeasurement], metric: Metric, node: Callable[[int], str]
 ) -> Iterator[Outlier]:
-    """Yield the outliers among measurements of one kind of link. `node`: returns a rank's node, the
-    rank itself or its machine."""
+    """`measurements` are of one kind of link. `node`: a rank's node, the rank itself or its
+    machine."""
     costs: dict[tuple[str, str], list[float]] = {}
     pairs: dict[tuple[str, str], list[Pair]] = {}
     for each in measurements:
@@ -133,9 +125,8 @@ def _outliers(
 
 
 def _slow_nodes(cost: Mapping[tuple[str, str], float], end: int, noise: float) -> set[str]:
-    """Return the nodes whose best link is much worse than the best links of other nodes. `cost`:
-    (sender, receiver) -> cost of the link, lower is better. `end`: 0 for nodes as senders, 1 as
-    receivers."""
+    """Nodes whose best link is much worse than those of other nodes. `cost`: (sender, receiver) ->
+    lower is better. `end`: 0 for senders, 1 for receivers."""
     by_node: dict[str, list[float]] = {}
     for ends, value in cost.items():
         by_node.setdefault(ends[end], []).append(value)
@@ -155,8 +146,6 @@ def _is_worse(value: float, normal: float, noise: float) -> bool:
 def point_to_point_checks(
     measurements: Sequence[PairMeasurement], machines: Sequence[str]
 ) -> list[CheckResult]:
-    """Return a check result for each kind of link, and one for each outlier. `machines[r]`: name of
-    rank r's machine."""
     results = []
     for kind in sorted({each.kind for each in measurements}):
         same_kind = [each for each in measurements if each.kind == kind]

@@ -23,8 +23,8 @@ from lockstep.launch.failures import Ending
 _check = partial(check_result, "collectives")
 _processes = partial(check_result, "rendezvous", "processes")
 RENDEZVOUS_PROBES = 2
-"""Names of the probes (steps that all ranks take together) that belong to the rendezvous:
-connecting to the store, and creating the process group."""
+"""Probes (steps that all ranks take together) that connect to the store and create the process
+group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,14 +34,13 @@ class RankStatus:
     """Number of the probe: all ranks run the same probes in the same order."""
     probe: str
     location: str | None = None
-    """The line of code that the rank executes, outside of torch and the doctor. None if there is
-    none, as when it waits for other ranks."""
+    """The line of code that the rank executes, outside of torch and the doctor. None while waiting
+    for other ranks."""
     error: str | None = None
 
 
 def summarize(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:
-    """Return all check results. `results`: the JSON that a rank writes, see
-    `lockstep.doctor.worker`. `ending`: how the ranks' processes ended."""
+    """`results`: the JSON that a rank writes, see `lockstep.doctor.worker`."""
     machines = results["machines"]
     names = machine_names(machines)
     checks = [
@@ -100,8 +99,6 @@ def _rendezvous(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]
 
 
 def stalled_check(statuses: Sequence[RankStatus], world_size: int) -> CheckResult:
-    """Return a check result with the reason why the ranks gave up before the end. `statuses`: the
-    statuses of at least one rank."""
     last = max(statuses, key=lambda status: status.index)
     failed = [status for status in statuses if status.error is not None]
     silent = sorted(set(range(world_size)) - {status.rank for status in statuses})
@@ -196,8 +193,6 @@ def _unsupported_cases(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, str 
 def _unsupported_checks(
     by_collective: Mapping[str, Sequence[Mapping[str, Any]]], backend: str
 ) -> Iterator[CheckResult]:
-    """Yield a result about data types that the backend does not support, and one about operations
-    that it does not support for other types."""
     types: dict[str, list[str]] = {}
     operations: dict[str, list[str]] = {}
     for collective, rows in by_collective.items():

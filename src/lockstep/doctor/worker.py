@@ -1,8 +1,6 @@
-"""One rank of the doctor: `python -P -m lockstep.doctor FOLDER DEADLINE_SECONDS`.
-
-FOLDER contains `machine.json`, what the launcher has found out about its machine. Each rank writes
-`results-RANK.json` there; the results of all ranks that reach the end are equal.
-"""
+"""One rank of the doctor: `python -P -m lockstep.doctor FOLDER DEADLINE_SECONDS`. FOLDER has the
+launcher's `machine.json`. Each rank writes `results-RANK.json` there; all ranks that reach the end
+write the same."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from lockstep.launch import worker
 from lockstep.launch.environment import Environment
 
 RENDEZVOUS_SECONDS = 120.0
-"""Seconds in which all ranks must import torch and connect to each other."""
+"""Time in which all ranks must import torch and connect."""
 
 
 def main(folder: Path, deadline_seconds: float) -> None:
@@ -111,8 +109,7 @@ def _run_probes(
 
 
 def _groups(coordinator: ProbeCoordinator, world: World, backend: str) -> list[RankGroup]:
-    """Create the process groups that are checked, and return those to which this rank belongs.
-    Every rank creates every group."""
+    """Every rank creates every group. Returns the groups that contain this rank."""
     everyone = list(range(world.size))
     groups = [RankGroup("all ranks", everyone, world.rank, None, world.device, backend)]
     for name, parts in subgroups(world.size).items():
@@ -126,8 +123,8 @@ def _groups(coordinator: ProbeCoordinator, world: World, backend: str) -> list[R
 
 
 def _ranks_that_share(coordinator: ProbeCoordinator, path: Path) -> list[int]:
-    """Return the ranks that can see a file that rank 0 creates in the folder `path`, because they
-    share its file system. Every rank calls it."""
+    """Every rank calls it. Returns the ranks that see a file that rank 0 creates in the folder
+    `path`."""
     if coordinator.rank == 0:
         with tempfile.NamedTemporaryFile(prefix=".lockstep-doctor-", dir=path) as file:
             coordinator.all_gather(Path(file.name).name)

@@ -34,15 +34,14 @@ LIMITS = {
     "contention": "network (beside computation)",
     "loader": "loader",
 }
-"""Part of a step's time (a key of `Prediction.by_limit`) -> its text in the output. The name of a
-mesh axis stands for communication along that axis."""
+"""A key of `Prediction.by_limit` -> its text. A mesh axis stands for communication along this
+axis."""
 HEAD = (
     *("plan", "step", "80% of such plans", "samples/s", "memory", "limited by"),
     "twice the network",
 )
 SIDE_BY_SIDE = ("devices", *HEAD[:6], "days", "cost")
 LEFT = ("devices", "plan", "limited by")
-"""Columns of the table of plans that are aligned to the left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +50,7 @@ class Budget:
     device_hours: float
     cost: float | None
     goodput: float
-    """Fraction of the wall-clock time spent in training steps that are not lost to a failure and
-    computed again."""
+    """Fraction of the wall-clock time spent in training steps that no failure undoes."""
 
 
 def budget(
@@ -65,10 +63,8 @@ def budget(
     save_seconds: float = SAVE_SECONDS,
     restart_seconds: float = RESTART_SECONDS,
 ) -> Budget:
-    """Return days, device-hours, cost and goodput of a training. `seconds`: time of a step.
-    `hours_between_failures`: mean time between failures of one device. The interval between
-    checkpoints is taken to be optimal (Young, "A first order approximation to the optimum
-    checkpoint interval", 1974)."""
+    """`seconds` is the time of one step. Checkpoints are taken to be saved at the optimal interval
+    (Young, "A first order approximation to the optimum checkpoint interval", 1974)."""
     rate = devices / (hours_between_failures * 3600)
     # At the interval √(2 × save_seconds / rate), saving takes as much time as the steps that a
     # failure loses.
@@ -90,16 +86,12 @@ class Forecast:
     script: str
     cluster: Cluster
     outcomes: Sequence[Outcome]
-    """Sorted: the fastest plan that fits is first."""
     interval: Interval
-    """Range of the ratio of measured to predicted seconds of a step, for 80% of the published
+    """Range of the ratio of measured to predicted step seconds, for 80% of the published
     trainings."""
     tokens: float | None
-    """Number of tokens to train on; None: the tokens of the recipe's steps."""
     price_per_hour: float | None
-    """Price of one device per hour."""
     remarks: Sequence[str] = ()
-    """Lines to print above the table of plans, such as the reason why some devices are not used."""
 
     def __post_init__(self) -> None:
         fastest_first = sorted(self.outcomes, key=lambda each: (each.seconds, each.plan))
@@ -111,7 +103,6 @@ class Forecast:
 
     @property
     def fitting(self) -> list[Prediction]:
-        """Predictions for the plans that fit, fastest first."""
         return [each.prediction for each in self.outcomes if each.prediction and not each.reason]
 
     @property
@@ -124,12 +115,9 @@ class Forecast:
         )
 
     def bounds(self, prediction: Prediction) -> tuple[float, float]:
-        """Return the lowest and the highest expected time of a step in seconds: 80% of measured
-        steps lie between them."""
         return prediction.seconds * self.interval.low, prediction.seconds * self.interval.high
 
     def rows(self, most: int) -> Iterator[tuple[str, ...]]:
-        """Yield the table rows of the `most` fastest plans that fit into memory."""
         for each in self.fitting[:most]:
             low, high = self.bounds(each)
             faster = each.seconds / each.seconds_with_twice["network"]
@@ -144,8 +132,6 @@ class Forecast:
             )
 
     def lines(self, most: int) -> Iterator[str]:
-        """Yield the lines below the table of plans. `most`: number of plans for which details are
-        shown."""
         if not self.fitting:
             yield from self._nothing_fits()
             return
@@ -179,8 +165,6 @@ class Forecast:
         yield from (f"not {each}" for each in reasons[:most])
 
     def _skewed(self, most: int) -> Iterator[str]:
-        """Yield a line on the step with unbalanced routing for each of the `most` fastest plans
-        that use expert parallelism. `most=0`: for all plans."""
         for each in self.fitting[: most or None]:
             if each.skewed is not None:
                 needed = each.needed_for(each.skewed.peak_bytes)
@@ -203,14 +187,12 @@ class Forecast:
         yield from (f"not {each}" for each in struck(others))
 
     def loader_rate(self, prediction: Prediction) -> float:
-        """Return the samples per second that the data loaders of one machine must deliver together.
-        Ranks that compute on the same samples, as in tensor parallelism, each load all of them."""
+        """Samples per second that the data loaders of one machine must deliver together. Each rank
+        of a tensor-parallel group loads the same samples."""
         data = Plan.parse(prediction.plan).resolve(self.cluster.count).data_ranks
         return prediction.samples / prediction.seconds / data * self.cluster.devices_per_node
 
     def budget(self, prediction: Prediction) -> Budget | None:
-        """Return days, cost and goodput of the whole training; None if its number of steps is
-        unknown."""
         steps: float | None = prediction.steps
         if self.tokens is not None:
             steps = None if prediction.tokens is None else self.tokens / prediction.tokens
@@ -224,8 +206,6 @@ class Forecast:
         )
 
     def _budget_json(self, found: Budget) -> dict[str, float | None]:
-        """Return a budget as JSON, with intervals for days and cost. Infinite values become
-        None."""
         fields: dict[str, float | None] = asdict(found)
         for name in ("days", "cost"):
             for end, ratio in asdict(self.interval).items():
@@ -258,8 +238,6 @@ class Forecast:
         )
 
     def _days_and_cost(self, found: Budget) -> tuple[str, str]:
-        """Return the intervals of days and of cost as text; the second is empty if no price was
-        given."""
         low, high = self.interval.low, self.interval.high
         days = f"{_days(found.days * low)} to {_days(found.days * high)}"
         if found.cost is None:
@@ -291,8 +269,6 @@ class Forecast:
 
 
 def side_by_side(forecasts: Sequence[Forecast]) -> Iterator[tuple[str, ...]]:
-    """Yield a table row for the best plan on each cluster; `SIDE_BY_SIDE` has the column
-    headings."""
     for each in forecasts:
         if not each.fitting:
             yield each.target, "no plan fits", *[""] * (len(SIDE_BY_SIDE) - 2)
@@ -304,8 +280,6 @@ def side_by_side(forecasts: Sequence[Forecast]) -> Iterator[tuple[str, ...]]:
 
 
 def struck(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Yield the reasons why plans cannot run or do not fit, each reason once, with the plans that
-    it excludes."""
     plans: dict[str | None, list[str]] = {}
     for outcome in outcomes:
         plans.setdefault(outcome.reason, []).append(outcome.plan)
@@ -319,7 +293,6 @@ def _largest(by_cause: Mapping[str, int], most: int) -> str:
 
 
 def time_in_words(seconds: float) -> str:
-    """Return a time as text with three digits: 81.2 ms, 1.25 s; long times in whole seconds."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"

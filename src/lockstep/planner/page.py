@@ -21,8 +21,6 @@ from lockstep.planner.forecast import (
 
 
 def plan_page(forecasts: Sequence[Forecast]) -> str:
-    """Return the HTML document. If there are forecasts for several clusters, it begins with a table
-    of the best plan for each."""
     first, several = forecasts[0], len(forecasts) > 1
     targets = ", ".join(each.target for each in forecasts)
     best = _plans(SIDE_BY_SIDE, side_by_side(forecasts)) if several else None
@@ -58,8 +56,6 @@ def _bars(
     words: Callable[[str], str],
     quantity: Callable[[float], str],
 ) -> Html:
-    """Return a stacked bar for each plan, below a legend. `plans`: plan -> part -> its size.
-    `words`: the text of a part. `quantity`: the text of a size."""
     names = list(dict.fromkeys(name for parts in plans.values() for name in parts))
     colours = {name: f"line-{place % COLOURS}" for place, name in enumerate(names)}
     longest = max((sum(parts.values()) for parts in plans.values()), default=1.0) or 1.0

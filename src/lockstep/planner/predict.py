@@ -35,39 +35,30 @@ from lockstep.recipe.recipe import Recipe
 from lockstep.training.loop import steps_of
 
 PCIE_BYTES_PER_SECOND = 25e9
-"""Rate of copies from pinned memory over PCIe 4.0 x16, for which
-https://en.wikipedia.org/wiki/PCI_Express gives 31.5e9."""
 HOST_BYTES_PER_SECOND = 25e9
-"""Memory bandwidth of a host for each of its eight devices: an eighth of 200e9."""
+"""An eighth of a host's 200e9, because a host has eight devices."""
 TRACED = 3
 """Number of microbatches that are traced: the first, one that stands for all in the middle, and the
 last."""
 ROUNDS = 3
-"""Number of traced microbatches per pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The layout of a recipe's step under a plan."""
-
     microbatch: int
     count: int
-    """Number of microbatches in a step, on the rank with the most."""
+    """Number of microbatches on the rank with the most."""
     traced: int
-    """Number of microbatches of that rank in the trace."""
     load: float
-    """Total number of microbatches on all ranks, divided by the number if every rank had as many as
-    the rank with the most."""
+    """Total number of microbatches, divided by what it would be if every rank had as many as the
+    busiest."""
     recipe: Recipe
-    """The user's recipe, changed so that a step has only the traced microbatches."""
     plan: Plan
 
 
 def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = True) -> Prediction:
-    """Predict time and memory of a training step. `plan`: axes may have sizes or be `auto`.
-    `is_fake=True` uses fake tensors, which have no values; False computes with values on this CPU.
-    Raises `PlanError` and `RecipeError` like a run, and `ValueNeeded` if the model needs the value
-    of a fake tensor."""
+    """`is_fake` traces with fake tensors; otherwise the model computes on this CPU. Raises what a
+    run would raise, and `ValueNeeded` if the model reads a fake tensor's value."""
     if plan.microbatch_splits and not is_splittable(recipe, model_size(recipe)):
         raise RecipeError(
             f"microbatch_splits={plan.microbatch_splits}; half a microbatch of an ls.Stream has"
@@ -106,31 +97,27 @@ def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = Tru
 
 
 def _skewed(shape: _Shape, machine: Machine, is_fake: bool) -> Skewed:
-    """Predict the step if the experts of one rank get `SKEW` times the mean number of rows: its
-    time, and that rank's peak memory."""
     traces = _traces(shape, machine, is_fake, SKEW)
     step = _simulated(_whole(traces, shape), machine.costs_of(shape.plan), shape, machine)
     return Skewed(seconds=step.seconds, peak_bytes=memory_peak(traces[0]).bytes)
 
 
 def seconds_on_costs(recipe: Recipe, plan: Plan, machine: Machine) -> Callable[[Costs], float]:
-    """Trace a training step. Returns a function that predicts the seconds of this step from the
-    costs of kernels and collectives."""
+    """Trace a training step. Returns a function that predicts its seconds from costs, so that many
+    costs share one trace."""
     shape = _shape(recipe, plan.resolve(machine.cluster.count))
     whole = _whole(_traces(shape, machine, is_fake=True), shape)
     return lambda costs: _simulated(whole, costs, shape, machine).seconds
 
 
 def _whole(traces: Sequence[TracedStep], shape: _Shape) -> Sequence[TracedStep]:
-    """Return the traces extended from the traced microbatches to all microbatches of a step (except
-    for a pipeline), and with fused kernels if the plan uses torch.compile."""
     whole = traces if shape.plan.pipeline != 1 else [repeated(traces[0], shape.traced, shape.count)]
     return [fused(trace) for trace in whole] if shape.plan.compile else whole
 
 
 def is_splittable(recipe: Recipe, size: ModelSize) -> bool:
-    """True if splitting microbatches (`Plan.microbatch_splits`) leaves the training the same: not
-    with an `ls.Stream`, BatchNorm, or a balance loss over microbatches."""
+    """False with an `ls.Stream`, BatchNorm, or a balance loss over microbatches: splitting
+    microbatches would change the training."""
     depends = recipe.balance is not None and recipe.balance.is_of_microbatches
     return not (isinstance(recipe.data, Stream) or size.has_batchnorm or depends)
 
@@ -168,8 +155,6 @@ def _shape(recipe: Recipe, plan: Plan) -> _Shape:
 
 
 def _traces(shape: _Shape, machine: Machine, is_fake: bool, skew: float = 1.0) -> list[TracedStep]:
-    """Return the trace of one rank of each pipeline stage; without a pipeline, of one rank. `skew`:
-    as in `TraceOptions`."""
     cluster = machine.cluster
     options = TraceOptions(
         world_size=cluster.count,
@@ -196,8 +181,6 @@ def _traces(shape: _Shape, machine: Machine, is_fake: bool, skew: float = 1.0) -
 def _simulated(
     traces: Sequence[TracedStep], costs: Costs, shape: _Shape, machine: Machine
 ) -> StepTime:
-    """Simulate the step. Adds the slowdown of kernels by communication that overlaps with them, and
-    the wait for the slowest device."""
     step = simulate(traces, replace(costs, load=shape.load))
     if shape.plan.pipeline != 1:
         step = _extended(step, shape)
@@ -212,9 +195,6 @@ def _simulated(
 
 
 def _offload_seconds(trace: TracedStep, shape: _Shape) -> float:
-    """Return the seconds that CPU offload adds to a step: copies between device and CPU, and the
-    optimizer on the CPU. For each microbatch, parameters are copied for the forward and for the
-    backward, and gradients after the backward."""
     held = dict.fromkeys(ON_HOST, 0)
     for each in trace.allocations:
         if each.bytes > 0 and (cause := trace.causes[each.number]) in held:
@@ -224,8 +204,7 @@ def _offload_seconds(trace: TracedStep, shape: _Shape) -> float:
 
 
 def _extended(step: StepTime, shape: _Shape) -> StepTime:
-    """Extend the time of a pipeline's step from the traced microbatches to all: each further
-    microbatch takes the mean time of a traced one on the slowest stage."""
+    """Extend a pipeline's time from the traced microbatches to all."""
     more = shape.count / shape.traced - 1
     parts = step.by_limit.items()
     added = {name: 0.0 if name == "bubble" else seconds * more for name, seconds in parts}
@@ -238,9 +217,6 @@ def _extended(step: StepTime, shape: _Shape) -> StepTime:
 
 
 def _twice(costs: Costs, what: str) -> Costs:
-    """Return the costs of a machine whose `what` (arithmetic, memory or network) is twice as
-    fast."""
-
     def operation(each: Operation) -> float:
         faster = (what == "memory") == (each.kind == "memory")
         return costs.operation(each) / (2 if faster else 1)

@@ -22,64 +22,54 @@ LESS_MEMORY: tuple[dict[str, Any], ...] = (
     {"checkpointing": "full", "microbatch_splits": 2},
     {"checkpointing": "full", "offload": True},
 )
-"""Changes that are tried in this order on a plan that does not fit into memory: each needs less
-memory and more time than the one before."""
+"""Changes tried in this order on a plan that does not fit. Each needs less memory and more time
+than the one before."""
 SMALLER: tuple[dict[str, Any], ...] = tuple({"microbatch_splits": splits} for splits in (1, 2, 4))
-"""Smaller microbatches, tried before `LESS_MEMORY` if the recipe leaves the size of a microbatch to
-the plan: they save memory without recomputing activations."""
+"""Smaller microbatches, tried before `LESS_MEMORY` if the recipe does not fix the microbatch: they
+save memory without recomputing activations."""
 FILLED = 4
-"""Number of microbatches per pipeline stage, if the recipe leaves the size of a microbatch to the
-plan."""
+"""Microbatches per pipeline stage, if the recipe does not fix the microbatch."""
 SCHEDULED = 3
-"""Number of pipeline plans, the fastest, that are also tried with other schedules."""
+"""Number of the fastest pipeline plans that are also tried with other schedules."""
 SCHEDULES = ("interleaved", "zero-bubble")
 REFINED = 2
-"""Number of plans, the fastest, that are also tried with each change of `REFINEMENTS`."""
+"""Number of the fastest plans that are also tried with each change of `REFINEMENTS`."""
 REFINEMENTS: tuple[dict[str, Any], ...] = ({"sharding": "gradients"}, {"compile": True})
-"""Changes that may make a plan faster; later changes are also tried on the results of earlier
-ones."""
+"""Changes that may make a plan faster. Later ones are also tried on the results of earlier ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The devices and the recipe for which plans are searched."""
+    """Devices and recipe for which plans are searched."""
 
     devices: int
     devices_per_node: int
     samples: int
-    """Number of samples in a global batch."""
     microbatch: int | None
-    """Number of samples in a microbatch. None: the recipe leaves it to the plan, which begins with
-    one microbatch for each data-parallel rank."""
+    """Samples in a microbatch. None: the plan chooses, at first one microbatch for each
+    data-parallel rank."""
     is_splittable: bool
-    """True if microbatches may be split without changing the training."""
     state_bytes: int
-    """Number of bytes of all parameters and gradients of the model."""
     capacity_bytes: int | None
     stages: int
-    """Largest number of pipeline stages. If it is 0 or 1, one pipeline is still tried, to report
-    the reason."""
+    """Largest number of pipeline stages. With 0 or 1, one pipeline is still tried, to report the
+    reason."""
     has_head: bool = False
-    """True if it is known which layer computes the logits, so that they can be computed in
-    chunks."""
     chunks: int | None = None
-    """Number of chunks into which a sequence can be divided for context parallelism; None if the
-    recipe does not say that samples are sequences."""
+    """Chunks into which context parallelism can divide a sequence. None if samples are not
+    sequences."""
     experts: int = 1
-    """Greatest common divisor of the numbers of experts of the layers; 1 without experts."""
+    """Greatest common divisor of the layers' numbers of experts; 1 without experts."""
     expert_bytes: int = 0
-    """Number of bytes of the experts' parameters and gradients."""
 
     @property
     def microbatches(self) -> int:
-        """Number of microbatches in a step, over all ranks; each data-parallel rank needs at least
-        one."""
         return -(-self.samples // (self.microbatch or 1))
 
     @property
     def usable_devices(self) -> int:
-        """The largest number of devices that data and context parallelism can use for this number
-        of microbatches. If it is more than a node, it is a multiple of whole nodes."""
+        """Largest number of devices that data and context parallelism can use. Above one node,
+        whole nodes only."""
         sizes = range(self.devices, 0, -1)
         return next(size for size in sizes if self._is_whole(size) and self.contexts(size))
 
@@ -87,9 +77,7 @@ class Space:
         return devices < self.devices_per_node or devices % self.devices_per_node == 0
 
     def contexts(self, devices: int, each: int = 1) -> list[int]:
-        """Return the possible numbers of context-parallel ranks on `devices` devices, such that
-        every data-parallel rank has at least `each` microbatches. A rank computes at least two
-        chunks of a sequence."""
+        """A context-parallel rank computes at least two chunks of a sequence."""
         most = 1 if self.chunks is None else max(1, self.chunks // 2)
         return [
             size
@@ -98,7 +86,6 @@ class Space:
         ]
 
     def why_fewer(self) -> str:
-        """Return the reason why no plan uses all devices, and what to change."""
         size, smaller = self.microbatch or 1, ""
         if self.devices <= self.samples:
             smaller = f", or microbatch={self.samples // self.devices}"
@@ -113,7 +100,6 @@ class Space:
         )
 
     def most_splits(self, plan: Plan) -> int:
-        """Return the number of times that a plan's microbatches can be halved."""
         size = self.microbatch or self.samples // plan.data_ranks
         return int(math.log2(max(1, size))) if self.is_splittable else 0
 
@@ -122,10 +108,8 @@ Evaluate = Callable[[Sequence[Plan]], Sequence[Outcome]]
 
 
 def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
-    """Search the plans, and return the outcome of each; the fastest that fits into memory comes
-    first. `evaluate` predicts several plans. A plan that fits is not tried with changes that need
-    less memory. A plan whose parameters do not fit is tried only if no other has fewer parameters
-    per device."""
+    """Return the outcome of each plan; the fastest that fits comes first. A plan that fits is not
+    tried with changes that save memory."""
     outcomes: list[Outcome] = []
     plans = {plan: _held_bytes(plan, space) for plan in layouts(space)}
     smallest = min(plans.values(), default=0)
@@ -149,9 +133,9 @@ def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
 
 
 def layouts(space: Space) -> Iterator[Plan]:
-    """Yield a plan for each way to divide all devices among the mesh axes. Tensor parallelism stays
-    inside a node. Parameters are sharded over all data-parallel ranks, over those of a node, or not
-    at all. `context` has the smallest size at which each data-parallel rank has a microbatch."""
+    """Yield a plan for each way to divide the devices among mesh axes. Tensor parallelism stays
+    inside a node. `context` has the smallest size that gives each data-parallel rank a
+    microbatch."""
     for tensor in _divisors(space.devices):
         if tensor > space.devices_per_node or space.devices_per_node % tensor:
             continue
@@ -172,8 +156,6 @@ def layouts(space: Space) -> Iterator[Plan]:
 
 
 def shorter(space: Space) -> Iterator[Plan]:
-    """Yield plans with more context-parallel ranks than `layouts` gives: more ranks divide each
-    sequence, so each holds fewer activations."""
     for context in space.contexts(space.devices)[1:]:
         yield from _sharded(space, context=context)
 
@@ -181,8 +163,6 @@ def shorter(space: Space) -> Iterator[Plan]:
 def _sharded(
     space: Space, *, tensor: int = 1, pipeline: int = 1, context: int = 1
 ) -> Iterator[Plan]:
-    """Yield plans that use all devices: with parameters sharded over all data-parallel ranks, over
-    those of a node, or not at all."""
     data = space.devices // tensor // pipeline // context
     near = max(1, space.devices_per_node // tensor // context)
     within = {near} if data % near == 0 and near < data else set[int]()
@@ -194,9 +174,6 @@ def _sharded(
 
 
 def _with_experts(space: Space, data: int, near: int, **sizes: Any) -> Iterator[Plan]:
-    """Yield plans with expert parallelism over the largest possible number of data-parallel ranks
-    of a node. Over the other data-parallel ranks, the model is replicated or sharded. `sizes`: the
-    sizes of the other axes."""
     expert = max(each for each in _divisors(math.gcd(data, near)) if space.experts % each == 0)
     if expert > 1:
         for shard in sorted({1, data // expert}):
@@ -204,8 +181,6 @@ def _with_experts(space: Space, data: int, near: int, **sizes: Any) -> Iterator[
 
 
 def closest(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """Return the outcome that needs the least memory, to report it if no plan fits; None if no plan
-    was predicted."""
     needed = [(each.prediction.needed_bytes, each) for each in outcomes if each.prediction]
     return min(needed, key=lambda pair: pair[0], default=(0, None))[1]
 
@@ -229,9 +204,8 @@ def _held_bytes(plan: Plan, space: Space) -> int:
 
 
 def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -> Iterator[Outcome]:
-    """Evaluate plans. A plan that does not fit into memory is also evaluated with each change that
-    needs less memory (`SMALLER`, `LESS_MEMORY`). If its parameters, gradients and optimizer state
-    alone do not fit, this is done only if no other plan fits."""
+    """Evaluate plans. A plan that does not fit is also tried with changes that save memory; if its
+    parameters and optimizer state alone do not fit, only if no other plan fits."""
     remaining, one_fits = list(plans), False
     for change in ({}, *(SMALLER if space.microbatch is None else ()), *LESS_MEMORY):
         able = [plan for plan in remaining if _is_able(plan, change, space)]
@@ -253,23 +227,18 @@ def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -
 
 
 def _is_able(plan: Plan, change: dict[str, Any], space: Space) -> bool:
-    """True if a change that needs less memory should be tried on a plan. Chunked logits are not
-    tried if the plan or the model cannot have them."""
     if "logits" in change:
         return space.has_head and bool(_changed(plan, change))
     return _splits(plan, change, space)
 
 
 def _splits(plan: Plan, change: dict[str, Any], space: Space) -> bool:
-    """True unless the change sets a `microbatch_splits` that is not larger than the plan's, or
-    larger than possible."""
     splits = change.get("microbatch_splits")
     return splits is None or plan.microbatch_splits < splits <= space.most_splits(plan)
 
 
 def _may_fit(prediction: Prediction) -> bool:
-    """True if the memory that activation checkpointing cannot free (parameters, gradients,
-    optimizer state, communication buffers) is less than the capacity of a device."""
+    """True if the memory that activation checkpointing cannot free is less than the device's."""
     held = sum(prediction.peak.by_cause.get(cause, 0) for cause in (*ON_HOST, "communication"))
     capacity = prediction.capacity_bytes
     return capacity is None or held + prediction.overhead_bytes < capacity
@@ -282,8 +251,6 @@ def _scheduled(outcomes: Sequence[Outcome]) -> Iterator[Plan]:
 
 
 def _refined(outcomes: Sequence[Outcome], change: dict[str, Any]) -> Iterator[Plan]:
-    """Yield the fastest plans with a change of `REFINEMENTS` applied, without plans that it leaves
-    equal."""
     able = [each for each in outcomes if "sharding" not in change or "shard=" in each.plan]
     for plan in _fastest(able, REFINED):
         yield from (changed for changed in _changed(plan, change) if changed != plan)
@@ -296,8 +263,6 @@ def _fastest(outcomes: Sequence[Outcome], count: int) -> list[Plan]:
 
 
 def _changed(plan: Plan, change: dict[str, Any]) -> list[Plan]:
-    """Return a list of the plan with the given fields replaced; an empty list if that is not a
-    valid plan."""
     try:
         return [replace(plan, **change)]
     except PlanError:

@@ -26,7 +26,6 @@ PADDED = 16
 """torch.compile pads rows of operands to a multiple of this number of bytes."""
 COMPUTED = ("matmul", "attention", "convolution", "memory")
 ON_DEVICE = (*COMPUTED, "launches", "bubble")
-"""Parts of a step's time other than communication, as keys of `StepTime.by_limit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,45 +34,32 @@ class HostCosts:
 
     kernel: float = 0.0
     marks: Mapping[str, float] = field(default_factory=dict)
-    """Name of a `trace.Mark` in the program -> the host seconds spent there, in addition to those
-    of kernels and collectives."""
     collectives: Mapping[str, float] = field(default_factory=dict)
-    """Mesh axis -> host seconds to queue a collective on that axis; for `pipeline`, to queue a
-    message, for the sender and for the receiver."""
+    """Mesh axis -> host seconds to queue a collective; for `pipeline`, a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
     operation: Callable[[Operation], float]
-    """Function that returns the seconds that a kernel takes."""
     collective: Callable[[Collective], float]
-    """Function that returns the seconds that a collective takes, once all ranks of its group have
-    called it."""
+    """Seconds of a collective once all ranks of its group have called it."""
     host: HostCosts = field(default_factory=HostCosts)
-    """Time that the host takes to queue work."""
     is_synchronous: bool = False
-    """True if the device is the CPU: the host computes each operation itself before it
-    continues."""
+    """True on a CPU: the host computes each operation before it continues."""
     processes: int = 1
-    """Number of processes that share this machine's CPU cores."""
     load: float = 1.0
-    """Total number of microbatches of all processes, divided by the number if every process had as
-    many as the one with the most."""
     cores: float = math.inf
-    """Number of processes that can compute at full speed at the same time."""
+    """Processes that can compute at full speed at the same time."""
     slice_seconds: float = 0.0
-    """Seconds of the operating system's time slice: a process uses a core for so long before a
-    waiting process gets it."""
+    """Time slice of the operating system: a waiting process gets a core after it."""
 
     @property
     def processes_per_core(self) -> float:
         return self.processes * self.load / self.cores
 
     def lateness(self, seconds: float) -> float:
-        """Return the seconds by which the slowest process finishes later than if the cores were
-        shared evenly, when each process computes for `seconds` and then waits for all others. A
-        process waits for whole time slices of others. If all need less than a slice, they run one
-        after another; the number of turns is processes per core, rounded up."""
+        """Seconds by which the slowest process finishes later than with evenly shared cores: a
+        process waits for whole time slices of others."""
         if (shared := self.processes_per_core) <= 1:
             return 0.0
         return min(seconds * (math.ceil(shared) / shared - 1), self.slice_seconds / 2)
@@ -83,14 +69,10 @@ class Costs:
 class StepTime:
     seconds: float
     by_limit: dict[str, float]
-    """The seconds of the slowest rank, divided into `matmul`, `attention`, `convolution`, `memory`,
-    `launches`, `bubble`, and for each mesh axis, communication that does not overlap with
-    computation."""
+    """Seconds of the slowest rank: `matmul`, `attention`, `convolution`, `memory`, `launches`,
+    `bubble`, and each mesh axis's communication that does not overlap with computation."""
     overlapped_seconds: float = 0.0
-    """Seconds of communication that overlaps with computation."""
     marks: dict[str, float] = field(default_factory=dict)
-    """Name of a `trace.Mark` -> time at which the program reached it, in seconds from the step's
-    start; of marks with the same name, the last."""
 
 
 @dataclass(slots=True)
@@ -98,8 +80,8 @@ class _Rank:
     place: int
     items: Sequence[Item]
     shift: int
-    """Number that is added to the peer of each message in the trace, because the trace was recorded
-    on another rank of the pipeline."""
+    """Added to the peer of each message, because the trace was recorded on another pipeline
+    rank."""
     position: int = 0
     host: float = 0.0
     streams: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -107,16 +89,15 @@ class _Rank:
     events: dict[int, tuple[float, str]] = field(default_factory=dict)
     ends: dict[int, tuple[float, str]] = field(default_factory=dict)
     late: dict[int, float] = field(default_factory=dict)
-    """Number of a collective -> seconds by which it started late because the host had not queued it
-    yet."""
+    """Number of a collective -> seconds by which the host queued it late."""
     last_axis: dict[int, str] = field(default_factory=lambda: defaultdict(lambda: "communication"))
     messages: Counter[int] = field(default_factory=Counter)
     received: Counter[int] = field(default_factory=Counter)
     expected: dict[int, tuple[tuple[int, int, int], float]] = field(default_factory=dict)
-    """Number of a message that this rank has asked for but not yet waited for -> ((sender,
-    receiver, index), time of the request)."""
+    """Number of a message that is requested but not awaited -> ((sender, receiver, index), time of
+    the request)."""
     together: int = 0
-    """Number of collectives so far with the ranks of the other pipeline stages."""
+    """Collectives so far with the ranks of other pipeline stages."""
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     marks: dict[str, float] = field(default_factory=dict)
     latest: tuple[str, float] = ("launches", 0.0)
@@ -143,8 +124,6 @@ class Simulation:
         self._arrived: dict[int, dict[int, float]] = defaultdict(dict)
 
     def run(self) -> StepTime:
-        """Simulate each rank in turn until it waits for another rank, and repeat until all have
-        ended."""
         while any(rank.position < len(rank.items) for rank in self._ranks):
             if not sum(self._advance(rank) for rank in self._ranks):
                 raise AssertionError("the ranks of a pipeline wait for each other")
@@ -168,8 +147,7 @@ class Simulation:
         return rank.position > before
 
     def _step(self, rank: _Rank, item: Item) -> bool:
-        """Simulate one item of the rank's trace. Returns False if another rank must be simulated
-        first."""
+        """Returns False if another rank must be simulated first."""
         match item:
             case Compute(operation, stream):
                 self._compute(rank, operation, stream)
@@ -189,8 +167,7 @@ class Simulation:
         return True
 
     def _work(self, rank: _Rank, seconds: float, stream: int = 0) -> None:
-        """Add `seconds` of host time; on a CPU the host is also the device, so that its stream is
-        delayed too."""
+        """Add host time. On a CPU the host is the device, so its stream is delayed too."""
         rank.host += seconds
         if self._costs.is_synchronous:
             rank.streams[stream] += seconds
@@ -211,9 +188,8 @@ class Simulation:
             rank.computed += seconds
 
     def _count_as_launches(self, rank: _Rank, idle: float) -> None:
-        """Count the time for which the default stream was idle before a kernel as `launches`, and
-        also the kernel or wait before it: the host was late, so a faster device would gain
-        nothing."""
+        """Count an idle default stream, and the kernel or wait before it, as `launches`: a faster
+        device would gain nothing."""
         kind, seconds = rank.latest
         rank.spent[kind] -= seconds
         rank.spent["launches"] += idle + seconds
@@ -285,9 +261,8 @@ class Simulation:
 
 
 def simulate(traces: Sequence[TracedStep], costs: Costs) -> StepTime:
-    """Return the time of a training step. `traces`: the trace of one rank of each pipeline stage,
-    in order. A trace may be given for several stages: its messages then go to the neighbours of
-    each of these stages."""
+    """`traces`: one for each pipeline stage, in order. Stages may share a trace; its messages then
+    go to each stage's own neighbours."""
     first = {id(trace): place for place, trace in reversed(list(enumerate(traces)))}
     ranks = [_Rank(at, trace.items, at - first[id(trace)]) for at, trace in enumerate(traces)]
     per_core = costs.processes_per_core / len(ranks)
@@ -308,8 +283,8 @@ def simulate(traces: Sequence[TracedStep], costs: Costs) -> StepTime:
 
 
 def fused(trace: TracedStep) -> TracedStep:
-    """Return the trace with kernels fused as by torch.compile: consecutive kernels that only move
-    bytes become one, with the bytes of the largest; rows of operands are padded."""
+    """Fuse as torch.compile does: consecutive kernels that only move bytes become one, with the
+    bytes of the largest; rows of operands are padded."""
     items: list[Item] = []
     for item in trace.items:
         last = items[-1] if items else None
@@ -334,8 +309,8 @@ def _fuses(one: Compute, other: Compute) -> bool:
 
 
 def repeated(trace: TracedStep, traced: int, microbatches: int) -> TracedStep:
-    """Return the trace extended from `traced` (three) to `microbatches` microbatches. In each pass
-    over the microbatches, the second of the three is repeated."""
+    """Extend the trace from `traced` (three) to `microbatches` microbatches by repeating the
+    second."""
     if traced == microbatches:
         return trace
     assert traced == 3, "a shorter step is traced with three microbatches"

@@ -15,7 +15,7 @@ CollectiveKind = Literal[
 ]
 
 ALIGNED = 128
-"""Largest alignment that is told apart, in bytes: the size of a cache line."""
+"""Alignments above the bytes of a cache line are not told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +23,15 @@ class Operation:
     """One kernel in a trace."""
 
     kind: Kind
-    """Kind of the kernel. `memory`: its time is the time to move its bytes."""
+    """The time of a `memory` kernel is the time to move its bytes."""
     dtype: str
-    """Dtype of the arithmetic, such as `bfloat16`."""
     flops: int
-    """Number of FLOPs: two for each multiplication and addition; 0 for `memory`."""
     bytes: int
-    """Number of bytes read and written."""
     shape: tuple[int, ...] = ()
-    """Shape. matmul: (batch, m, n, k). attention: (batch × heads, queries, keys, head dim).
-    convolution: (groups, m, n, k) of the forward's product. Else empty."""
+    """matmul: (batch, m, n, k). attention: (batch × heads, queries, keys, head dim). convolution:
+    (groups, m, n, k) of the forward's product. Else empty."""
     phase: Phase = "other"
     name: str = ""
-    """Torch's name of the operation, such as `aten.mm`."""
     aligned_bytes: int = ALIGNED
     """For matmul: the largest power of two, up to 128, that divides the bytes of each row."""
 
@@ -44,20 +40,18 @@ class Operation:
 class Collective:
     kind: CollectiveKind
     ranks: int
-    """Number of ranks in its group."""
     stride: int
-    """Difference between the ranks of neighbours in the group."""
+    """Difference between neighbouring ranks of the group."""
     bytes: int
-    """Size in bytes. all_reduce, all_gather, reduce_scatter: of the full tensor (the one that is
-    summed, that is returned, that is given). all_to_all: the larger of this rank's two tensors.
-    broadcast, send: of the message."""
+    """all_reduce, all_gather, reduce_scatter: the full tensor. all_to_all: the larger of this
+    rank's two tensors. broadcast, send: the message."""
     axis: str = ""
     phase: Phase = "other"
 
 
 def sent_bytes(collective: Collective) -> int:
-    """Return the number of bytes that a rank sends in a collective, on average over the ranks, with
-    the ring algorithm; for a message, its size."""
+    """Bytes that a rank sends with the ring algorithm, on average over the ranks; for a message,
+    its size."""
     n, total = collective.ranks, collective.bytes
     match collective.kind:
         case "all_reduce":
@@ -102,8 +96,6 @@ class Communicate:
     stream: int
     group: str
     peer: int | None = None
-    """For a point-to-point message, the rank that it goes to or comes from; None for a
-    collective."""
     receives: bool = False
 
 
@@ -131,10 +123,9 @@ class AwaitEvent:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point that the program reaches: `microbatch` (start of a microbatch, in each pass over
-    them), `held` (start of the backwards if they wait for all forwards), `dispatch` (DTensor's
-    dispatch of an operation), `reduced` (DDP's hook for a gradient), `update` (the optimizer's
-    step), `end`."""
+    """A point that the program reaches: `microbatch` (the start of one, in each pass), `held`
+    (start of the backwards if they wait for all forwards), `dispatch` (DTensor dispatches an
+    operation), `reduced` (DDP's hook for a gradient), `update` (the optimizer's step), `end`."""
 
     name: str
 
@@ -144,12 +135,12 @@ Item = Compute | Communicate | Await | RecordEvent | AwaitEvent | Mark
 
 @dataclass(frozen=True, slots=True)
 class MemoryChange:
-    """A memory block that is allocated, or freed if `bytes` is negative."""
+    """An allocated memory block; a freed one if `bytes` is negative."""
 
     number: int
     bytes: int
     at: int
-    """Number of `TracedStep.items` that come before it."""
+    """Number of `TracedStep.items` before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +149,9 @@ class TracedStep:
     items: Sequence[Item]
     allocations: Sequence[MemoryChange]
     causes: dict[int, Cause]
-    """Number of a memory block -> what it is used for."""
     tokens_per_sample: float | None = None
-    """Mean of `Recipe.weight` over this rank's samples; None if the recipe has none."""
 
     def collectives(self) -> list[Collective]:
-        """Return the collectives and messages in order. A message is included on its sender
-        only."""
         return [
             item.collective
             for item in self.items
@@ -172,7 +159,7 @@ class TracedStep:
         ]
 
     def sent_bytes(self) -> dict[str, int]:
-        """Return the bytes that this rank sends in a step, by collective and mesh axis."""
+        """Bytes that this rank sends in a step, by collective and mesh axis."""
         sent: Counter[str] = Counter()
         for each in self.collectives():
             sent[f"{each.kind} on {each.axis}"] += sent_bytes(each)
@@ -180,8 +167,6 @@ class TracedStep:
 
 
 def offloaded(trace: TracedStep) -> TracedStep:
-    """Return the trace without the device memory that CPU offload moves to the host: parameters,
-    gradients and optimizer state."""
     return replace(
         trace,
         allocations=[
@@ -191,9 +176,8 @@ def offloaded(trace: TracedStep) -> TracedStep:
 
 
 def with_more_microbatches(trace: TracedStep, traced: int, count: int) -> TracedStep:
-    """Return the trace with the memory of a step of `count` microbatches, where `traced` were
-    traced. Memory grows with the number of microbatches if every microbatch allocates it and holds
-    it until the last backward, or until the first backward if backwards wait for all forwards."""
+    """Extend the memory of a trace from `traced` to `count` microbatches: each holds some until the
+    last backward (or the first, if backwards wait for all forwards)."""
     backward = [
         place
         for place, item in enumerate(trace.items)
@@ -235,11 +219,9 @@ class Peak:
     bytes: int
     by_cause: Mapping[str, int]
     moment: str
-    """The point in the step at which memory is largest, as text."""
 
 
 def memory_peak(trace: TracedStep) -> Peak:
-    """Return the largest memory that is allocated at the same time, with its bytes by cause."""
     total = most = items_before = changes_before = 0
     for index, each in enumerate(trace.allocations):
         total += each.bytes
@@ -255,8 +237,6 @@ def memory_peak(trace: TracedStep) -> Peak:
 
 
 def _moment(items: Sequence[Item]) -> str:
-    """Return the point in the step after these items, as text, such as "the backward of microbatch
-    2"."""
     marks = [item.name for item in items if isinstance(item, Mark)]
     if "update" in marks:
         return "the optimizer's step"

@@ -1,7 +1,5 @@
-"""Runs instead of `ls.train` in the process of the user's script under `lockstep plan`: predicts
-plans, each in a forked process, and ends the script.
-
-For plans on this machine, the data loader is measured too."""
+"""Replaces `ls.train` in the user's script under `lockstep plan`: predicts plans, each in a forked
+process, and ends the script."""
 
 from __future__ import annotations
 
@@ -38,17 +36,14 @@ from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
 
 MOST_COPIES = 8
-"""A model that fake tensors cannot trace is computed with values only if this many copies of it fit
-into memory."""
+"""A model that fake tensors cannot trace is computed with values only if this many copies fit into
+memory."""
 LOADER = "loader"
 MEASURED_SECONDS = 1.0
 """Seconds for which microbatches are loaded to measure the data loader."""
 PATIENCE_SECONDS = 60.0
-"""Longest time in seconds to wait for the data loader's first microbatch; after it, the measurement
-is given up."""
+"""Longest wait for the data loader's first microbatch; then the loader is not measured."""
 MOST_SAMPLES = 32
-"""Number of samples in a microbatch of the data loader's measurement if the recipe does not give
-its size."""
 
 
 def train(recipe: Recipe) -> None:
@@ -71,8 +66,8 @@ def train(recipe: Recipe) -> None:
 
 
 def _fork(path: Path, compute: Callable[[], float | Outcome]) -> int:
-    """Fork a process that writes the result of `compute` to `path`, as JSON, or its error in one
-    line."""
+    """Fork a process that writes the result of `compute`, or its error in one line, to `path` as
+    JSON."""
     own = os.getpid()
     if process := os.fork():
         return process
@@ -99,8 +94,8 @@ class _Evaluation:
         self._loader = loader if request.is_here else None
 
     def search(self) -> Ended:
-        """Predict all plans that the search tries. If a step has too few microbatches for any plan
-        on all devices, search for plans on fewer devices."""
+        """If a step has too few microbatches for any plan on all devices, searches plans on fewer
+        devices."""
         space = self._space()
         if self._searched(space) or space.usable_devices == space.devices:
             return Ended()
@@ -112,8 +107,6 @@ class _Evaluation:
         return Ended(devices=cluster.count, why=space.why_fewer())
 
     def _searched(self, space: Space) -> bool:
-        """Search the plans, and write the outcome of each to a file. Returns True if a plan can
-        run, given enough memory."""
         outcomes = search(space, self.evaluate)
         for each in outcomes:
             if each.prediction is None and each.plan not in self._known:
@@ -139,8 +132,8 @@ class _Evaluation:
         )
 
     def evaluate(self, plans: Sequence[Plan]) -> list[Outcome]:
-        """Predict the plans, each in a fork of this process, at most `PlanRequest.slots` at the
-        same time."""
+        """Predict each plan in a fork of this process, at most `PlanRequest.slots` at the same
+        time."""
         waiting, running = list(plans), dict[int, tuple[str, Path]]()
         outcomes: dict[str, Outcome] = {}
         while waiting or running:
@@ -212,16 +205,11 @@ def _why_not(prediction: Prediction) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoaderTime:
-    """The measured time to load a sample with one process on this machine."""
-
     seconds: float
     note: str
 
     @classmethod
     def measured(cls, recipe: Recipe, folder: Path, seconds: float) -> LoaderTime:
-        """Measure: load microbatches with the recipe's data and `collate` for `seconds`, in a
-        forked process. Raises `RecipeError` if that fails, or the first microbatch takes longer
-        than `PATIENCE_SECONDS`."""
         path = folder / "loader.json"
         process = _fork(path, lambda: _seconds_of_a_sample(recipe, seconds))
         if not _ends(process, PATIENCE_SECONDS):
@@ -240,9 +228,8 @@ class LoaderTime:
     def added_to(
         self, prediction: Prediction, plan: Plan, *, processes: int, cores: float
     ) -> Prediction:
-        """Return the prediction with the time of data loading included. Without loader workers,
-        each process loads, then computes; with workers, the slower of the two counts. `cores`:
-        number of cores for all processes."""
+        """Add data loading to a prediction. Without loader workers, each process loads, then
+        computes; with workers, the slower of the two counts. `cores`: for all processes."""
         noted = replace(prediction, note="; ".join(filter(None, (prediction.note, self.note))))
         own, samples = cores / processes, prediction.microbatch * prediction.microbatches
         workers = plan.workers if isinstance(plan.workers, int) else max(1, int(own))
@@ -290,7 +277,7 @@ def _seconds_of_a_sample(recipe: Recipe, seconds: float) -> float:
 
 
 def _microbatches(recipe: Recipe, size: int) -> Iterator[Microbatch]:
-    """Yield microbatches of the recipe's data without end, epoch after epoch."""
+    """Microbatches of the recipe's data without end, epoch after epoch."""
     in_step = -(-(recipe.global_batch or size) // size)
     spans = (
         Span(step=at // in_step, index=at % in_step, start=at * size, stop=(at + 1) * size)

@@ -24,8 +24,6 @@ from lockstep.report.losses import (
 
 MAX_ROWS = 200
 _NEARBY = 0.004
-"""Events of the same kind that are closer together than this share of the timeline are drawn as
-one."""
 _ON_CURVES = {"resumed", "recovered", "plan-changed", "preempted", *EVENTS["error"]}
 _ORDER: tuple[Severity, ...] = ("info", "warning", "error")
 _KEYS = (
@@ -57,7 +55,6 @@ class EventGroup:
 
 
 def group_consecutive(events: Iterable[RunEvent]) -> list[EventGroup]:
-    """Return groups of consecutive events of the same kind. Each error is a separate group."""
     groups: list[list[RunEvent]] = []
     for event in events:
         if groups and groups[-1][0].kind == event.kind and severity(event.kind) != "error":
@@ -68,8 +65,6 @@ def group_consecutive(events: Iterable[RunEvent]) -> list[EventGroup]:
 
 
 def curve_marks(events: Iterable[RunEvent]) -> list[EventMark]:
-    """Return marks for the events that explain a change in a curve: errors, restarts and changes of
-    the plan."""
     return [
         EventMark(event.step, severity(event.kind) == "error", f"{event.kind}{_because(event)}")
         for event in events
@@ -78,7 +73,6 @@ def curve_marks(events: Iterable[RunEvent]) -> list[EventMark]:
 
 
 def event_details(event: RunEvent) -> str:
-    """Return the event's details as text, most informative first."""
     main = {name: event.details[name] for name in _MAIN_DETAILS if name in event.details}
     texts = {name: _text(value) for name, value in {**main, **event.details}.items()}
     return ", ".join(
@@ -88,8 +82,6 @@ def event_details(event: RunEvent) -> str:
 
 
 def event_timeline(runs: Sequence[RunHistory]) -> Html:
-    """Return the figure of all events over time, with a lane for each run. Each lane begins at the
-    start of its run."""
     spans = [
         run.last_time - run.began
         for run in runs
@@ -130,8 +122,8 @@ def _time_marks(run: RunHistory, seconds: float) -> Iterator[TimeMark]:
 
 
 def _group_nearby(events: Iterable[RunEvent], seconds: float) -> list[EventGroup]:
-    """Group events of the same kind that would overlap. The most severe groups come last, so that
-    they are drawn on top."""
+    """Events of one kind that would overlap. The most severe groups come last, so that they are
+    drawn on top."""
     found: dict[str, list[list[RunEvent]]] = {}
     for event in events:
         groups = found.setdefault(event.kind, [])
@@ -144,8 +136,8 @@ def _group_nearby(events: Iterable[RunEvent], seconds: float) -> list[EventGroup
 
 
 def event_table(run: RunHistory) -> Html:
-    """Return the table of a run's events, in which consecutive events of the same kind share a row.
-    Of more than `MAX_ROWS` rows, only the first and the last half of this number are shown."""
+    """Consecutive events of one kind share a row. Of more than `MAX_ROWS` rows, only the first and
+    last are shown."""
     groups = group_consecutive(run.events)
     left_out = len(groups) - MAX_ROWS
     half = MAX_ROWS // 2

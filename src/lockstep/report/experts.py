@@ -1,5 +1,4 @@
-"""Heat maps of the loads of a model's experts (the tokens that each gets) over the steps, one for
-each layer. Pure."""
+"""Heat maps, for each layer of a model, of its experts' loads (tokens) over the steps. Pure."""
 
 from __future__ import annotations
 
@@ -12,15 +11,12 @@ from lockstep.report.history import LoadHistory
 from lockstep.report.ranks import Axes, mean_of, rounded
 
 CELLS = 60_000
-"""Approximate number of cells of all layers of a run."""
 LEAST_CELLS = 1_000
 
 
 def expert_heatmaps(
     loads: LoadHistory, *, index: int, last_step: int, title: str
 ) -> list[RenderedFigure]:
-    """Render a heat map of the loads of experts for each layer. `index`: number of the first of
-    these figures on the page."""
     most = max(LEAST_CELLS, CELLS // max(1, len(loads.layers)))
     return [
         _heatmap(loads, name, index + place, last_step, title, most)

@@ -16,15 +16,14 @@ from lockstep.pages.chart import Series
 RunState = Literal["ended", "running", "unfinished", "preempted", "failed"]
 
 PHASES = ("step", "data", "compute", "communication")
-"""Names of the measured parts of a rank's step time, the first of which is the whole step."""
+"""Measured parts of a rank's step time; the first is the whole step."""
 
 MOST_SERIES = 1000
 """Largest number of metrics that are read; a page has a chart for each."""
 _NOT_METRICS = frozenset({"step", "time", "not_finite", CHECKSUM})
 LARGEST = 1e290
 _MOST = 2**53
-"""Largest number of bytes or microseconds, because JavaScript represents no larger integers
-exactly."""
+"""JavaScript represents no larger integers exactly."""
 _LONGEST_SECONDS = 1e9
 _BEGINS = "run-started"
 _ENDS: dict[str, RunState] = {
@@ -41,12 +40,9 @@ class Curves:
     series: dict[str, Series] = field(default_factory=dict)
     first_time: float | None = None
     last_time: float | None = None
-    """Times of the first and the last row, in seconds since 1970."""
     last_step: int = 0
     progress: list[tuple[float, int]] = field(default_factory=list)
-    """Time and step of each row, in the order of the file."""
     left_out: set[str] = field(default_factory=set)
-    """Names of metrics beyond the first `MOST_SERIES`."""
 
 
 @dataclass(slots=True)
@@ -58,8 +54,6 @@ class RankTimes:
     phases: dict[str, list[array[float]]] = field(
         default_factory=lambda: {phase: [] for phase in PHASES}
     )
-    """For each phase and logging step: the values of all ranks. Empty if the phase was not
-    measured."""
     hosts: list[str] = field(default_factory=list)
 
 
@@ -69,26 +63,22 @@ class LoadHistory:
 
     steps: list[int] = field(default_factory=list)
     layers: dict[str, list[array[float]]] = field(default_factory=dict)
-    """For each layer and logging step: the loads of its experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """A rank's memory in the profiled steps, from `profile/memory.json`."""
-
     rank: int
     microseconds: list[int]
-    """Times since the first profiled step began."""
     bytes_by_cause: dict[str, list[int]]
-    """For each cause of allocations (such as parameters or activations): the number of bytes from
-    each time in `microseconds` until the next."""
+    """Cause of allocations (such as parameters or activations) -> bytes from each time in
+    `microseconds` until the next."""
     peak_bytes: int
     peak_seconds: float
     peak_phase: str
     at_peak: dict[str, int]
-    """Number of allocated bytes at the moment of the highest total, by cause of the allocation."""
+    """Cause of allocations -> bytes at the moment of the highest total."""
     largest: list[tuple[int, str, str]]
-    """The largest allocations at the peak: bytes, cause, and name."""
+    """Largest allocations at the peak: bytes, cause, and name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +86,7 @@ class MemoryProfile:
     """Contents of `profile/memory.json`."""
 
     steps: tuple[int, int]
-    """The first profiled step, and the step after the last one."""
     ranks: list[RankMemory]
-    """The memory of each rank whose memory torch counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +94,6 @@ class RunEvent:
     """A row of `events.jsonl`."""
 
     time: float
-    """Time of the event, in seconds since 1970."""
     kind: str
     step: int
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -117,9 +104,7 @@ class Attempt:
     """The time from a start of the run to its end, or to its last record."""
 
     began: float
-    """Time of the start, in seconds since 1970."""
     ended: float
-    """Time of the end, in seconds since 1970."""
     end: RunState | None
 
 
@@ -130,8 +115,7 @@ class LockHolder:
     pid: int
     host: str
     alive: bool | None
-    """True if the process still exists. None if that is unknown, because the process is on another
-    host or in another container."""
+    """None if the process is on another host or in another container."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,16 +126,13 @@ class RunHistory:
     path: str
     metadata: Mapping[str, Any]
     result: Mapping[str, Any] | None
-    """Contents of `result.json`; None if the run has not ended."""
     curves: Curves
     ranks: RankTimes
     events: list[RunEvent]
     holder: LockHolder | None
     loads: LoadHistory = field(default_factory=LoadHistory)
     memory: MemoryProfile | None = None
-    """The memory profile; None if no steps were profiled."""
     unreadable: Mapping[str, int] = field(default_factory=dict)
-    """Number of invalid lines in each file that has any."""
 
     @property
     def state(self) -> RunState:
@@ -166,8 +147,8 @@ class RunHistory:
 
     @property
     def attempts(self) -> list[Attempt]:
-        """The attempts, one for each start of the run's processes. A recovery in place, in which
-        the remaining processes keep running, does not begin an attempt."""
+        """One for each start of the run's processes. A recovery in place, in which the remaining
+        processes keep running, is no start."""
         recoveries = [
             (event.time - seconds_of(event, "open_seconds"), event.time)
             for event in self.events
@@ -193,19 +174,16 @@ class RunHistory:
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps that the run has done, as far as its files show."""
         if self.result is not None:
             return int(self.result.get("steps") or 0)
         return max(self.curves.last_step, self.events[-1].step if self.events else 0)
 
     @property
     def began(self) -> float | None:
-        """Time of the first record, in seconds since 1970. None if there is no record."""
         return min(self._times, default=None)
 
     @property
     def last_time(self) -> float | None:
-        """Time of the last record, in seconds since 1970. None if there is no record."""
         return max(self._times, default=None)
 
     @property
@@ -221,8 +199,6 @@ class RunHistory:
 
 
 def metric_curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
-    """Convert the rows of `metrics.jsonl` to curves. If the step number decreases, the run was
-    resumed: rows of later steps are discarded."""
     curves = Curves()
     for row in rows:
         step = row["step"]
@@ -248,15 +224,13 @@ def metric_curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
 
 
 def _clamp(number: float) -> float:
-    """Return the number, or infinity or 0 if it is so large or small that scales would overflow."""
+    """Replace a number so large or small that scales would overflow by infinity or 0."""
     if abs(number) > LARGEST:
         return math.copysign(math.inf, number)
     return 0.0 if abs(number) < 1 / LARGEST else number
 
 
 def load_history(rows: Iterable[Mapping[str, Any]]) -> LoadHistory:
-    """Convert the rows of `experts.jsonl` to the loads by layer. If the step number decreases, the
-    run was resumed: rows of later steps are discarded."""
     history = LoadHistory()
     for row in rows:
         _add_row(history.steps, history.layers, row["step"], row["loads"])
@@ -264,8 +238,6 @@ def load_history(rows: Iterable[Mapping[str, Any]]) -> LoadHistory:
 
 
 def rank_times(rows: Iterable[Mapping[str, Any]]) -> RankTimes:
-    """Convert the rows of `ranks.jsonl` to the step times by phase. If the step number decreases,
-    the run was resumed: rows of later steps are discarded."""
     times = RankTimes()
     for row in rows:
         values = {phase: row["ranks"].get(phase, ()) for phase in PHASES}
@@ -280,8 +252,7 @@ def _add_row(
     step: int,
     values: Mapping[str, Iterable[float | None]],
 ) -> None:
-    """Add the values of a step to the series of each name. A resumed run repeats steps: their
-    earlier rows are discarded."""
+    """Discard earlier rows of steps that a resumed run repeats."""
     while steps and steps[-1] >= step:
         steps.pop()
         for known in series.values():
@@ -293,8 +264,6 @@ def _add_row(
 
 
 def memory_profile(found: Mapping[str, Any]) -> MemoryProfile:
-    """Read `profile/memory.json`. Raises `ValueError`, `KeyError`, `TypeError` or `OverflowError`
-    if its contents are invalid."""
     ranks = [
         _rank_memory(rank, each) for rank, each in enumerate(found["ranks"]) if each is not None
     ]
@@ -329,15 +298,12 @@ def _rank_memory(rank: int, found: Mapping[str, Any]) -> RankMemory:
 
 
 def _chart_number(number: float) -> int:
-    """Return the number, rounded. Raises `ValueError` or `OverflowError` unless it is a size or a
-    time that charts can show."""
     if not 0 <= round(number) <= _MOST:
         raise ValueError(f"{number} is negative, or too large")
     return round(number)
 
 
 def seconds_of(event: RunEvent, name: str) -> float:
-    """Return a duration from an event's details; 0 for a value that no run would write."""
     value = event.details.get(name)
     return float(value) if isinstance(value, int | float) and 0 <= value < _LONGEST_SECONDS else 0.0
 

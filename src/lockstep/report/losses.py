@@ -1,5 +1,5 @@
-"""Finds in a run's events where worker processes were lost (crashed or unreachable), measures the
-time until the lost steps were repeated, and lists these losses. Pure."""
+"""Finds in a run's events where worker processes were lost (crashed or unreachable), and what each
+loss cost. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from lockstep.pages.scale import format_count, format_duration
 from lockstep.report.history import RunEvent, RunHistory, seconds_of
 
 _Progress = Sequence[tuple[float, int]]
-"""Increasing times, each with the number of optimizer steps done by then."""
 _NO_LOSS = frozenset({"preempted", "out-of-memory"})
-"""Kinds of events: another machine joined, or the plan was changed. No loss caused the start after
-such an event."""
+"""Kinds of events (another machine joined, or the plan was changed) after which a start is no
+loss."""
 
 MAX_LOSSES = 100
 _MOST_STEPS = 2**53
 _PARTS = {"wait": "line-1", "open": "line-0", "steps again": "line-4"}
-"""Parts of the time that the loss of a worker process cost, and their colours on the page."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,36 +32,29 @@ class WorkerLoss:
     record are None."""
 
     time: float
-    """Time at which the loss was detected, or else of the last record before it, in seconds since
-    1970."""
     reason: str
     in_place: bool
     not_in_place: str = ""
-    """The reason why all processes had to start again, although the run was to recover in place;
-    else empty."""
+    """Reason why all processes had to start again, although the run was to recover in place; else
+    empty."""
     state: str
     """Source of the state: "replica", "image", the name of a checkpoint, or empty if the run
     started from step 0 again."""
     step: int
-    """Number of optimizer steps done in the state from which the run continued."""
     wait_seconds: float | None
-    """Time from the loss until all processes, including new ones, were ready."""
+    """From the loss until all processes, including new ones, were ready."""
     open_seconds: float
-    """Time from when all processes were ready until the run was open and its state was loaded."""
+    """From when all processes were ready until the run was open and its state was loaded."""
     repeated_steps: int | None
-    """Number of steps that were computed again."""
     repeated_seconds: float | None = None
-    """Time that the repeated steps took."""
 
     @property
     def seconds(self) -> float:
-        """The time from the loss until the lost steps were repeated: the sum of its parts that are
-        known."""
+        """Sum of the known times from the loss until the lost steps were repeated."""
         return (self.wait_seconds or 0.0) + self.open_seconds + (self.repeated_seconds or 0.0)
 
     @property
     def kind(self) -> str:
-        """CSS class of this loss of a worker on the page."""
         return "in-place" if self.in_place else "restart"
 
     @property
@@ -72,7 +63,7 @@ class WorkerLoss:
 
     @property
     def end(self) -> float:
-        """The time at which the run had done as many steps as before the loss."""
+        """Time at which the run had done as many steps as before the loss."""
         return self.time + self.seconds
 
     def as_json(self) -> dict[str, Any]:
@@ -80,7 +71,6 @@ class WorkerLoss:
 
 
 def losses_of(run: RunHistory) -> list[WorkerLoss]:
-    """Return the losses of worker processes after which the run continued, in order of time."""
     begins = [index for index, event in enumerate(run.events) if event.kind == "run-started"]
     starts = [run.events[begin:end] for begin, end in pairwise([*begins, len(run.events)])]
     steps = ((event.time, event.step) for event in run.events if event.step)
@@ -96,8 +86,6 @@ def losses_of(run: RunHistory) -> list[WorkerLoss]:
 
 
 def loss_summary(run: RunHistory) -> str:
-    """Return a line of text on the worker processes that the run has lost; empty if there were
-    none."""
     losses = losses_of(run)
     if not losses:
         return ""
@@ -130,8 +118,8 @@ def _between(progress: _Progress, begin: float, end: float) -> _Progress:
 def _loss(
     before: Sequence[RunEvent], after: Sequence[RunEvent], progress: _Progress
 ) -> WorkerLoss | None:
-    """Return the loss of a worker between two starts of the run, without the time of the repeated
-    steps; None if no worker was lost. `progress`: the steps done between the two starts."""
+    """Return the loss between two starts, without the time of the repeated steps; None if no worker
+    was lost."""
     if (recovered := _first(after, "recovered")) is not None:
         wait, opening = seconds_of(recovered, "wait_seconds"), seconds_of(recovered, "open_seconds")
         repeated = recovered.details.get("repeated_steps")
@@ -180,11 +168,8 @@ def _restart(
 
 
 def _repetition(loss: WorkerLoss, progress: _Progress, *, goes_on: bool) -> float | None:
-    """Return the seconds that the repeated steps took; None if unknown, or if some are still to
-    come.
-
-    `goes_on`: True if this was the latest start.
-    """
+    """Seconds of the repeated steps; None if some are still to be repeated. `goes_on`: this was the
+    latest start."""
     if not loss.repeated_steps:
         return None if loss.repeated_steps is None else 0.0
     reached, opened = loss.step + loss.repeated_steps, loss.end
@@ -195,8 +180,6 @@ def _repetition(loss: WorkerLoss, progress: _Progress, *, goes_on: bool) -> floa
 
 
 def _time_of(step: int, progress: _Progress) -> float:
-    """Return the time at which `step` steps were done, interpolated between the two nearest
-    records."""
     place = next(
         (place for place, (_, done) in enumerate(progress) if done >= step), len(progress) - 1
     )
@@ -209,8 +192,6 @@ def _first(events: Sequence[RunEvent], *kinds: str) -> RunEvent | None:
 
 
 def loss_list(run: RunHistory) -> Html | None:
-    """Return the list of a run's losses of workers; None if there were none. If there are more than
-    `MAX_LOSSES`, the losses in the middle are only counted."""
     losses = losses_of(run)
     if not losses:
         return None
@@ -231,8 +212,6 @@ def loss_list(run: RunHistory) -> Html | None:
 
 
 def what_was_lost(loss: WorkerLoss, hosts: Sequence[str]) -> str:
-    """Return text with the reason of the loss and, if the run has several hosts, the lost rank's
-    host."""
     named = re.match(r"rank (\d{1,6})\b", loss.reason)
     if named is None or len(set(hosts)) < 2 or int(named[1]) >= len(hosts):
         return loss.reason
@@ -240,8 +219,6 @@ def what_was_lost(loss: WorkerLoss, hosts: Sequence[str]) -> str:
 
 
 def how_it_went_on(loss: WorkerLoss) -> str:
-    """Return text that says from which state the run continued, and why it did not recover in
-    place."""
     if loss.in_place:
         names = {"replica": "a replica's state", "image": "the image in memory"}
         state = names.get(loss.state, loss.state)

@@ -31,10 +31,8 @@ from lockstep.report.repetitions import group_table, repeated_runs
 GENERATOR = generator_tag("lockstep report")
 """The tag that identifies a page as a report."""
 MEMORY_CHARTS = 8
-"""Number of memory charts, of the ranks with the highest peaks. The table has all ranks."""
 MOST_COLUMNS, LEAST_COLUMNS = 600, 60
 POINTS = 60_000
-"""Approximate number of points on the page. If there are many curves, each has fewer points."""
 
 _SPEED = {
     "samples_per_second": "samples/s",
@@ -58,7 +56,7 @@ _ABOUT_LOADS = (
 
 
 def report_page(runs: Sequence[RunHistory], *, made: float) -> str:
-    """Return the HTML document. `made`: time of creation, in seconds since 1970."""
+    """`made`: seconds since 1970."""
     title = "lockstep report: " + ", ".join(run.name for run in runs)
     curves = [run.curves.last_step for run in runs]
     logged = [steps for run in runs for steps in (run.ranks.steps, run.loads.steps)]
@@ -123,8 +121,6 @@ def report_page(runs: Sequence[RunHistory], *, made: float) -> str:
 
 
 def run_charts(runs: Sequence[RunHistory]) -> tuple[list[Chart], list[Chart]]:
-    """Return the charts of training and of throughput. A metric and its evaluation share a
-    chart."""
     names = dict.fromkeys(name for run in runs for name in run.curves.series)
     base = dict.fromkeys(name.removeprefix(_EVALUATION) for name in names)
     same = _sole_term(runs, names)
@@ -141,8 +137,7 @@ def _order(name: str) -> tuple[int, int]:
 
 
 def _sole_term(runs: Sequence[RunHistory], names: Iterable[str]) -> str | None:
-    """Return the name of the loss's only term if, in every run, the term's curve equals that of the
-    loss. Else None."""
+    """The name of the loss's only term, if its curve equals that of the loss in every run."""
     terms = [name for name in names if name.startswith("loss/")]
     series = [run.curves.series for run in runs]
     is_sole = len(terms) == 1 and all(each.get(terms[0]) == each.get("loss") for each in series)
@@ -174,7 +169,6 @@ def _metric(name: str, runs: Sequence[RunHistory], note: str = "") -> Chart:
 
 
 def _step_times(runs: Sequence[RunHistory]) -> list[Chart]:
-    """Return the chart of step times: by phase for one run, of whole steps for several runs."""
     timed = [(index, run) for index, run in enumerate(runs) if run.ranks.steps]
     if not timed:
         return []
@@ -252,8 +246,6 @@ def _heatmaps(
     several: bool,
     below: Callable[[RunHistory], Html | None] = lambda run: None,
 ) -> Html | None:
-    """Return the heat maps of each run, with the contents of `below` under them; None without
-    runs."""
     if not runs:
         return None
     return joined(
@@ -290,8 +282,6 @@ def _memory(runs: Sequence[RunHistory], figures: Sequence[RenderedFigure]) -> Ht
 
 
 def memory_charts(runs: Sequence[RunHistory]) -> list[Chart]:
-    """Return a chart for each rank: its memory over time, in total and by use (such as parameters,
-    gradients or activations)."""
     charts = []
     for run in runs:
         if run.memory is None:

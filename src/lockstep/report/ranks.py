@@ -18,32 +18,27 @@ from lockstep.report.history import PHASES, RankTimes
 CELLS = 12_000
 MOST_COLUMNS, MOST_ROWS = 300, 128
 BARS = 16
-"""Largest number of ranks in the bar chart."""
 _COLOURS = {"data": "line-1", "compute": "line-2", "communication": "line-3", "other": "line"}
 
 
 @dataclass(frozen=True, slots=True)
 class HeatmapGrid:
-    """Step times. A row is a rank, or the slowest of several neighbouring ranks; a column is a mean
-    over steps."""
+    """A row is a rank, or the slowest of several neighbouring ranks; a column is a mean over
+    steps."""
 
     ranks: list[tuple[int, int]]
     last_step: int
     columns: int
     mean: dict[str, list[list[float]]]
-    """Rows of seconds by phase, NaN if not measured. A phase that was never measured is missing."""
+    """Phase -> rows of seconds, NaN if not measured."""
     most: list[list[float]]
-    """Longest recorded time of the whole step, for each cell."""
 
     def steps(self, column: int) -> tuple[int, int]:
-        """Return the first and the last step of a column."""
         first = column * self.last_step // self.columns + 1
         return first, max(first, (column + 1) * self.last_step // self.columns)
 
 
 def make_grid(times: RankTimes, last_step: int) -> HeatmapGrid:
-    """Arrange the step times of ranks in a grid for heat maps, from step 0 to `last_step`, with at
-    most `CELLS` cells."""
     axes = Axes.of(times.steps, times.phases.values(), last_step)
     phases = [phase for phase in PHASES if any(times.phases[phase])]
     return HeatmapGrid(
@@ -57,12 +52,11 @@ def make_grid(times: RankTimes, last_step: int) -> HeatmapGrid:
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """The rows and columns of a heat map."""
+    """Rows and columns of a heat map."""
 
     rows: list[tuple[int, int]]
-    """The first and the last rank, or expert, of each row."""
+    """First and last rank, or expert, of each row."""
     columns: list[list[int]]
-    """The indices of the logging steps in each column."""
 
     @classmethod
     def of(
@@ -73,8 +67,7 @@ class Axes:
         *,
         most_cells: int = CELLS,
     ) -> Axes:
-        """Return axes for heat maps of several quantities. `kinds`: for each quantity, the values
-        of all ranks at each of the `steps`."""
+        """`kinds`: for each quantity, the values of all ranks at each of the `steps`."""
         size = max((len(row) for rows in kinds for row in rows), default=0)
         per_row = -(-size // MOST_ROWS) or 1
         rows = [(first, min(first + per_row, size) - 1) for first in range(0, size, per_row)]
@@ -94,8 +87,6 @@ class Axes:
 
 
 def _rows_by_column(steps: Sequence[int], last_step: int, columns: int) -> list[list[int]]:
-    """Return, for each column, the indices in `steps` of its rows. A row covers the steps since the
-    previous row."""
     columns_of_rows: list[list[int]] = [[] for _ in range(columns)]
     before = 0
     for index, step in enumerate(steps):
@@ -136,7 +127,6 @@ def _at(values: Sequence[float], index: int) -> float:
 
 
 def rank_heatmaps(times: RankTimes, *, index: int, last_step: int, title: str) -> RenderedFigure:
-    """Render a run's heat maps, one for each phase. `index`: their index on the page."""
     cells = make_grid(times, last_step)
     names = [
         _name(first, times) if first == last else f"{first}–{last}" for first, last in cells.ranks
@@ -169,7 +159,6 @@ def rank_heatmaps(times: RankTimes, *, index: int, last_step: int, title: str) -
 
 
 def mean_times(times: RankTimes) -> list[dict[str, float]]:
-    """Return, for each rank, phase -> mean seconds per step."""
     means: list[dict[str, float]] = []
     for phase in PHASES:
         for rank, values in enumerate(_by_rank(times.phases[phase])):
@@ -189,8 +178,6 @@ def mean_over_ranks(times: RankTimes, phase: str) -> Series:
 
 
 def rank_bars(times: RankTimes) -> Html | None:
-    """Return the bars of step times by rank and phase, for the ranks with the longest data and
-    compute time (at most `BARS`)."""
     everyone = [(rank, each) for rank, each in enumerate(mean_times(times)) if "step" in each]
     if not everyone:
         return None
@@ -240,5 +227,4 @@ def _extremes(cells: HeatmapGrid, rows: Sequence[Sequence[float]]) -> str:
 
 
 def rounded(row: Sequence[float]) -> list[float | None]:
-    """Return the values of a row for the page's data; None for NaN."""
     return [float(f"{value:.4g}") if math.isfinite(value) else None for value in row]

@@ -36,16 +36,12 @@ from lockstep.report.history import (
 )
 
 _LATEST_TIME_SECONDS = 2.5e11
-"""Latest valid time, in seconds since 1970: the year 9892."""
 _MOST_PROCESS_ID = 2**31
 _MOST_MEMORY_BYTES = 64 << 20
-"""Largest size of `profile/memory.json`, which has all times of every rank."""
 _MEMORY = "profile/memory.json"
 
 
 def read_runs(paths: Sequence[str]) -> list[RunHistory]:
-    """Read several run directories. Raises `RunDirectoryError` if one is invalid, unreadable, or
-    given twice."""
     folders: dict[Path, str] = {}
     for path in paths:
         folder = Path(os.path.realpath(path))
@@ -59,8 +55,6 @@ def read_runs(paths: Sequence[str]) -> list[RunHistory]:
 
 
 def read_run(folder: Path, name: str) -> RunHistory:
-    """Read one run directory. A missing file counts as empty. `name`: the run's name on the
-    page."""
     unreadable: dict[str, int] = {}
 
     def rows(file: str, fits: Callable[[Mapping[str, Any]], bool]) -> Iterator[dict[str, Any]]:
@@ -147,8 +141,6 @@ def _check(path: str) -> None:
 
 
 def _memory(folder: Path, unreadable: dict[str, int]) -> MemoryProfile | None:
-    """Read the memory of the profiled steps. If its single line is invalid, counts it in
-    `unreadable`."""
     if not is_there(folder, _MEMORY):
         return None
     try:
@@ -160,8 +152,8 @@ def _memory(folder: Path, unreadable: dict[str, int]) -> MemoryProfile | None:
 
 
 def _holder(folder: Path) -> LockHolder | None:
-    """Return the process that is running in the directory. Reads the lock file without locking it,
-    because a lock could make a run fail that starts at that moment."""
+    """Reads the lock file without locking it, because a lock could make a run fail that starts at
+    that moment."""
     try:
         values = read_object(folder, "lock", 4096)
         pid, host = values["pid"], str(values["host"])
@@ -174,8 +166,7 @@ def _holder(folder: Path) -> LockHolder | None:
 
 
 def _is_alive(pid: int) -> bool | None:
-    """True if this machine has a process with this id; None on Windows, where the check could
-    interrupt the process."""
+    """None on Windows, where the check could interrupt the process."""
     if sys.platform == "win32":
         return None
     try:
@@ -188,7 +179,6 @@ def _is_alive(pid: int) -> bool | None:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the last parts of each path, as few as make the names unique."""
     for length in range(1, max(len(folder.parts) for folder in folders) + 1):
         names = ["/".join(folder.parts[-length:]) for folder in folders]
         if len(set(names)) == len(names):

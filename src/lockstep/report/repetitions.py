@@ -15,10 +15,7 @@ from lockstep.pages.scale import format_number
 from lockstep.report.history import LARGEST, RunHistory
 
 OTHERWISE = frozenset({"seed", "data", "fold"})
-"""Fields, at any depth of a recipe, that may differ between two runs that count as repetitions of
-the same recipe."""
 METRICS = 400
-"""Largest number of metrics of a group that are shown."""
 
 _NOT_LEARNED = frozenset(
     {"lr", "gradient_norm", "samples_per_second", "weight_per_second", "mfu", "memory_bytes"}
@@ -36,21 +33,17 @@ class Group:
 
     runs: list[RunHistory]
     values: dict[str, list[float]]
-    """Name of a metric -> its last value in each run of the group."""
 
     @property
     def title(self) -> str:
         return f"{len(self.runs)} runs"
 
     def statistics(self) -> dict[str, tuple[float, float]]:
-        """Return the mean and the sample standard deviation of each metric; NaN if a value is not
-        finite."""
         return {name: _statistics(values) for name, values in self.values.items()}
 
 
 def repeated_runs(runs: Sequence[RunHistory]) -> list[Group]:
-    """Return the groups of two or more ended runs that repeat the same recipe. Runs with the same
-    final model count once."""
+    """Groups of two or more ended runs. Runs with the same final model count once."""
     groups: dict[Any, dict[Any, RunHistory]] = {}
     for run in runs:
         if run.state == "ended" and isinstance(recipe := run.metadata.get("recipe"), Mapping):
@@ -95,7 +88,6 @@ def _statistics(values: Sequence[float]) -> tuple[float, float]:
 
 
 def group_table(found: Sequence[Group]) -> Html | None:
-    """Return the table of means with a column for each group; None without groups."""
     if not found:
         return None
     heads = []

@@ -34,8 +34,6 @@ SERIES = 400
 
 _DIGITS = 12
 _WORDS: dict[RunState, str] = {"unfinished": "interrupted", "preempted": "stopped, resumable"}
-"""State of a run -> the word for it on the page, for states that are not shown by their own
-names."""
 
 
 def state_word(run: RunHistory) -> Html:
@@ -43,8 +41,6 @@ def state_word(run: RunHistory) -> Html:
 
 
 def state_reason(run: RunHistory) -> str:
-    """Return the reason for the run's state, such as why it failed or stopped; empty if there is
-    none."""
     ends = {"failed": "run-failed", "preempted": "preempted", "ended": "stopped"}
     end = next((event for event in reversed(run.events) if event.kind == ends.get(run.state)), None)
     if end is not None:
@@ -62,19 +58,16 @@ def state_reason(run: RunHistory) -> str:
 
 
 def running_seconds(run: RunHistory) -> float:
-    """Return the sum of the attempts' durations in seconds."""
     return sum(each.ended - each.began for each in run.attempts)
 
 
 def planned_steps(run: RunHistory) -> int | None:
-    """Return the recipe's number of steps; None if it counts epochs, or without a recipe."""
     recipe = run.metadata.get("recipe")
     steps = recipe.get("steps") if isinstance(recipe, Mapping) else None
     return steps if isinstance(steps, int) else None
 
 
 def key_figures(run: RunHistory) -> list[tuple[str, Content]]:
-    """Return the most important numbers of a run, by name."""
     series = run.curves.series
     total = planned_steps(run)
     goal = element("small", f" of {format_count(total)}") if total and total > run.steps else None
@@ -127,7 +120,6 @@ def overview(runs: Sequence[RunHistory]) -> Html:
 
 
 def run_key(run: RunHistory, index: int) -> Html:
-    """Return the run's name with the colour of its curves."""
     return legend_key(run.name, "line", f"line-{index % COLOURS}", data_run=index)
 
 
@@ -136,7 +128,6 @@ def _fingerprint(run: RunHistory) -> str:
 
 
 def _digits(run: RunHistory, after: str = "") -> Html | None:
-    """Return the first digits of the run's fingerprint. None if it has none."""
     whole = _fingerprint(run)
     return element("code", whole[:_DIGITS] + after, title=whole) if whole else None
 
@@ -158,7 +149,6 @@ def as_text(value: Any) -> str:
 
 
 def described_fields(run: RunHistory) -> dict[str, dict[str, Any]]:
-    """Return the contents of run.json and result.json, by section."""
     metadata = run.metadata
     plan = {name: value for name, value in (metadata.get("plan") or {}).items() if name != "text"}
     environment = dict(metadata.get("environment") or {})
@@ -178,8 +168,7 @@ def described_fields(run: RunHistory) -> dict[str, dict[str, Any]]:
 
 
 def run_differences(runs: Sequence[RunHistory]) -> list[tuple[str, str, list[Any]]]:
-    """Return the fields that differ between runs: section, field, and each run's value (None if
-    missing)."""
+    """Section, field, and each run's value (None if missing)."""
     described = [described_fields(run) for run in runs]
     differences: list[tuple[str, str, list[Any]]] = []
     for about in ("Recipe", "Plan", "Environment"):
@@ -216,7 +205,6 @@ def difference_table(runs: Sequence[RunHistory]) -> Html:
 
 
 def description(run: RunHistory, index: int, *, several: bool) -> Html:
-    """Return the tables of a run's recipe, plan, environment and result."""
     blocks = []
     for about, values in described_fields(run).items():
         rows = [[name, element("code", breakable(as_text(each)))] for name, each in values.items()]
@@ -228,7 +216,6 @@ def description(run: RunHistory, index: int, *, several: bool) -> Html:
 
 
 def metric_table(runs: Sequence[RunHistory]) -> Html:
-    """Return a table with statistics of every curve, for readers who cannot see the charts."""
     heads = (
         "values",
         "first",
@@ -272,13 +259,12 @@ def _optional(value: float | None, unit: Unit = "") -> str:
 
 
 def breakable(text: str) -> Html:
-    """Return a text that a browser may wrap after commas and slashes, and after dots before
-    underscores."""
+    """Let a browser wrap the text after commas and slashes, and after dots before underscores."""
     return Html(joined(text).replace(",", ",<wbr>").replace("/", "/<wbr>").replace("._", ".<wbr>_"))
 
 
 def report_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
-    """Return the report as JSON. NaN and infinity become null."""
+    """NaN and infinity become null."""
     page = {
         "runs": [
             {
@@ -324,7 +310,6 @@ def _hosts(run: RunHistory) -> list[str | None]:
 
 
 def report_lines(runs: Sequence[RunHistory]) -> list[str]:
-    """Return a line of plain text for each run and each group of repeated runs, for a terminal."""
     lines = []
     for run in runs:
         text = f"{run.name}: {_WORDS.get(run.state, run.state)}, step {run.steps}"
@@ -340,7 +325,6 @@ def report_lines(runs: Sequence[RunHistory]) -> list[str]:
 
 
 def subtitle(run: RunHistory) -> Html:
-    """Return the start time, host, device, plan and fingerprint, as a line below the title."""
     environment = run.metadata.get("environment") or {}
     device = (environment.get("device") or {}).get("name", "")
     began = f"began {format_date(run.began)}" if run.began is not None else ""

@@ -1,5 +1,5 @@
-"""The main loop of a hyper-parameter search: it starts trials, as many as the machine can run at
-the same time, answers the metrics that they report, and records their results."""
+"""The main loop of a hyper-parameter search: starts trials, answers the metrics that they report,
+and records their results."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ from lockstep.search.study import ClaimedTrial, TrialStorage, check_parameters
 
 POLL_SECONDS = 0.2
 IDLE_SECONDS = 0.5
-"""Seconds between two checks, while there is nothing to start, for trials that interrupted searches
-have left unfinished."""
 
 
 @dataclass(slots=True)
@@ -42,10 +40,9 @@ class RunningTrial:
     slot: TrialSlot
     channel: Channel
     is_probe: bool
-    """True if the process does not train: it only reports the hyper-parameters that the script
+    """True if the process does not train, but only reports the hyper-parameters that the script
     declares."""
     has_opened: bool = False
-    """True once its script has reached `ls.train`."""
     began: float = field(default_factory=time.monotonic)
 
 
@@ -59,9 +56,8 @@ class Search:
         processes: int,
         on_end: Callable[[int], None],
     ) -> None:
-        """`slots`: the threads and GPUs of each trial that can run at the same time. `processes`:
-        number of processes of each trial. `on_end`: called with the number of each trial that has
-        ended."""
+        """`slots`: threads and GPUs of each trial that can run at the same time. `processes`: of
+        each trial. `on_end` gets the number of each trial that has ended."""
         self._request, self._storage, self._server = request, storage, server
         self._processes, self._on_end = processes, on_end
         self.proposals = Proposals(request, storage)
@@ -79,9 +75,8 @@ class Search:
         self._ends_early = False
 
     def run(self) -> str | None:
-        """Run trials until all are done, the time limit is reached, or a signal asks to end.
-        Returns the name of the signal, or `--timeout`, if that ended the search early. Raises an
-        error if trial after trial fails because of the script."""
+        """Return the signal, or `--timeout`, that ended the search early. Raises if trial after
+        trial fails because of the script."""
         numbers = signals("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
         with signals_handled(numbers, self._on_signal), reachable(self._storage.url):
             while True:
@@ -102,8 +97,6 @@ class Search:
         return self._ended_by
 
     def _is_done(self) -> bool:
-        """True if no trial is left that this search can run. Searches in other folders that share
-        the storage may still run trials."""
         if time.monotonic() - self._looked < IDLE_SECONDS:
             return False
         self._looked = time.monotonic()
@@ -172,8 +165,8 @@ class Search:
         return replace(given, run_dir=folder, default_run_dir=None, resume="auto", set=assignments)
 
     def _go_on_from_parent(self, claimed: ClaimedTrial) -> None:
-        """In population-based training, copy the checkpoints of the trial from which this one
-        continues into its run directory, unless it already has checkpoints."""
+        """Population-based training: copy the parent trial's checkpoints into this trial's run
+        directory, unless the directory has checkpoints."""
         parent = self.proposals.parent(claimed.number)
         folder = self._storage.run_dir(claimed.number)
         if parent is None or (folder / "checkpoints").exists():
@@ -184,8 +177,7 @@ class Search:
         (folder / "copied").rename(folder / "checkpoints")
 
     def _on_message(self, running: RunningTrial) -> bool:
-        """Receive and answer a message from a trial's process. Returns False if no complete message
-        has arrived."""
+        """Return False if no complete message has arrived."""
         message = running.channel.receive(0.0)
         if message is None:
             if running.channel.has_ended and running.channel in self._selector.get_map():
@@ -202,9 +194,8 @@ class Search:
         return True
 
     def _on_opened(self, running: RunningTrial, message: Mapping[str, Any]) -> None:
-        """Handle a trial's message that its script has reached `ls.train`: record its parameters.
-        Those of the first trial become the parameters of the search. A trial is refused if its
-        script is not that of the search."""
+        """The trial's script has reached `ls.train`. The first trial's parameters become those of
+        the search."""
         running.has_opened = True
         try:
             for name in ("every", "steps"):
@@ -279,7 +270,7 @@ class Search:
             )
 
     def _stop(self, error: UserError) -> None:
-        """Start no more trials, let the running ones save and end, and then raise this error."""
+        """Start no more trials, let the running ones save and end, then raise this error."""
         self._error = self._error or error
         self._ends_early = True
         self._server.signal(signal.SIGTERM)
@@ -292,7 +283,6 @@ class Search:
             self._server.signal(signal.SIGTERM)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """At the first signal, trials save and end; at the second, they end at once."""
         self._signals += 1
         if number == signal.SIGINT and self._signals == 1:
             tell("interrupted: the trials save and end; Ctrl-C again ends them at once")

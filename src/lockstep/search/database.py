@@ -28,20 +28,17 @@ _LOCKS = {
     "postgresql": "SELECT pg_advisory_lock(('x' || :name)::bit(64)::bigint)",
     "mysql": "SELECT GET_LOCK(:name, 1000000)",
 }
-"""SQL dialect -> the statement that waits for a lock in the database, which is released at the end
-of the connection."""
+"""SQL dialect -> statement that waits for a lock in the database. The end of the connection
+releases the lock."""
 _PACKAGES = {
     "MySQLdb": "mysqlclient",
     "psycopg": "'psycopg[binary]'",
     "psycopg2": "psycopg2-binary",
 }
-"""Python module of a database driver -> the package to install, if the names differ."""
 _CONNECT_SECONDS = 10
 
 
 def opened_study(url: str, name: str, direction: Direction) -> optuna.Study:
-    """Open an Optuna study in the database at `url`. It is created if it does not exist. Raises
-    `LaunchError`."""
     is_sqlite = parsed(url).get_backend_name() == "sqlite"
     arguments: dict[str, Any] = {
         "connect_args": _connect_arguments(parsed(url)),
@@ -57,8 +54,7 @@ def opened_study(url: str, name: str, direction: Direction) -> optuna.Study:
 
 
 def existing_study(url: str, name: str) -> optuna.Study:
-    """Open an existing Optuna study for reading, in a database whose URL the user gave, without
-    creating tables. Raises `LaunchError`."""
+    """Open for reading, without creating tables. The user gave the URL."""
     address = parsed(url)
     if address.get_backend_name() == "sqlite" and address.database:
         return study_in_file(Path(address.database).resolve(), name)
@@ -79,9 +75,8 @@ def existing_study(url: str, name: str) -> optuna.Study:
 
 
 def study_in_file(path: Path, name: str) -> optuna.Study:
-    """Open an Optuna study for reading, in an SQLite file that may be untrusted: it is opened
-    read-only, and refused if it contains anything but tables, such as triggers. Raises
-    `LaunchError`."""
+    """The SQLite file may be untrusted: it is opened read-only, and refused if it contains anything
+    but tables, such as triggers."""
 
     def connect() -> sqlite3.Connection:
         os.close(open_below(path.parent, path.name))
@@ -109,8 +104,7 @@ def study_in_file(path: Path, name: str) -> optuna.Study:
 
 
 def _check_schema(url: str, tables: set[str]) -> None:
-    """Raise `LaunchError` unless these are the tables of an Optuna storage, because Optuna would
-    write into another program's database."""
+    """Refuse the tables of another program, to which Optuna would add its own."""
     if not {"studies", "trials", "version_info", "alembic_version"} <= tables:
         raise LaunchError(
             f"{without_password(url)} holds no search; it may be another file or database; give"
@@ -120,7 +114,7 @@ def _check_schema(url: str, tables: set[str]) -> None:
 
 @contextmanager
 def _studies(url: str) -> Iterator[None]:
-    """Convert Optuna's and the database's errors inside the context into `LaunchError`."""
+    """Convert errors of Optuna and the database into `LaunchError`."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     shown = without_password(url)
     try:
@@ -139,12 +133,9 @@ def _studies(url: str) -> Iterator[None]:
 
 @contextmanager
 def alone(url: str, name: str) -> Iterator[None]:
-    """Hold an exclusive lock of the study while the context is entered: other `lockstep search`
-    processes wait for it. Raises `LaunchError`.
-
-    SQLite's transactions, or a lock on the trial's row, would not be enough: the owner of a trial
-    is stored in another row than the trial, so two searches could take the same trial.
-    """
+    """Hold an exclusive lock of the study: other `lockstep search` processes wait. SQLite's
+    transactions, or a lock on the trial's row, would not be enough: the owner of a trial is stored
+    in another row than the trial, so two searches could take the same trial."""
     address = parsed(url)
     backend = "mysql" if address.get_backend_name() == "mariadb" else address.get_backend_name()
     if backend == "sqlite" and address.database:
@@ -226,7 +217,6 @@ def _unreachable(url: str, error: BaseException) -> LaunchError:
 
 
 def parsed(url: str) -> URL:
-    """Parse a database's URL. Raises `LaunchError`."""
     try:
         address = make_url(url)
         address.get_dialect()
@@ -242,5 +232,5 @@ def parsed(url: str) -> URL:
 
 
 def shown(url: str | None) -> str:
-    """Return a URL without a password."""
+    """Without a password."""
     return "its own SQLite file" if url is None else without_password(url)

@@ -1,5 +1,5 @@
-"""Figures on the page of a hyper-parameter search: the best value so far over time, the metric of
-each trial by step, and parallel coordinates of parameters and metric. Pure."""
+"""Figures on a search's page: the best value over time, each trial's metric by step, and parallel
+coordinates of parameters and metric. Pure."""
 
 from __future__ import annotations
 
@@ -31,16 +31,10 @@ from lockstep.recipe.parameters import Parameter, Value
 from lockstep.search.results import SearchResults, State, TrialResult
 
 _SHADES = len(RAMP) - 2
-"""Number of colours of trials' lines, from worse to better: all of the colour ramp except the two
-palest."""
 _FAINT_FROM = 60
-"""Number of lines from which each is drawn paler."""
 _POINTS = 60_000
-"""Approximate total number of points of all curves in a figure. The more curves, the fewer points
-each has."""
 _MOST_COLUMNS, _LEAST_COLUMNS = 400, 20
 _NARROWEST_REM = 7.5
-"""Smallest distance between two axes of the parallel coordinates, in the CSS unit rem."""
 _LONGEST_NAME = 24
 _STATE_COLOURS: dict[State, str] = {"pruned": "faint", "failed": "bad", "running": "live"}
 _LARGEST = 1e290
@@ -48,20 +42,12 @@ _MOST_TICKS, _MOST_CHOICES = 6, 12
 _LONGEST_LABEL = 16
 _WITH_VALUE: tuple[State, ...] = ("complete", "pruned")
 _ENOUGH = 10
-"""Number of metric values from which the worst may lie outside of the axis."""
 _USUAL = 0.9
-"""Fraction of the metric values that always lie within the axis."""
 _FEWEST = 3
-"""Number of complete trials from which only their values, not those of pruned trials, determine the
-axis's range."""
 _FAR = 5.0
-"""The axis ends before the worst value if this is at least so many times as far from the best value
-as the worst of the typical values."""
 
 
 def best_so_far(results: SearchResults) -> Html | None:
-    """Return the figure of the best metric value so far over time, with a mark for each trial that
-    has ended. None if no trial has ended."""
     ended = [(trial, trial.ended) for trial in in_front(results) if is_number(trial.ended)]
     if not ended:
         return None
@@ -106,7 +92,6 @@ def best_so_far(results: SearchResults) -> Html | None:
 
 
 def trial_curves(results: SearchResults) -> Html | None:
-    """Return the figure with the metric of each trial by step. None if no trial was evaluated."""
     trials = [trial for trial in in_front(results) if trial.values]
     if not trials:
         return None
@@ -137,8 +122,6 @@ def trial_curves(results: SearchResults) -> Html | None:
 
 
 def parallel_coordinates(results: SearchResults) -> Html | None:
-    """Return the figure of parallel coordinates: an axis for each hyper-parameter and one for the
-    metric, and a line for each trial. None if there is no parameter, or no trial has ended."""
     axes = parameter_axes(results)
     trials = [
         trial for trial in in_front(results) if trial.state in ("complete", "pruned", "failed")
@@ -201,8 +184,7 @@ def _trial_figure(
 
 
 def shades(results: SearchResults) -> dict[int, int]:
-    """Return the colour of each complete trial, as an index into the colours from worse to better,
-    by the trial's number. It follows from the trial's rank by the metric."""
+    """Number of a complete trial -> index of its colour, from worse to better."""
     ranked = results.ranked
     return {
         trial.number: _SHADES - 1 - place * _SHADES // len(ranked)
@@ -211,8 +193,7 @@ def shades(results: SearchResults) -> dict[int, int]:
 
 
 def polyline(points: Sequence[Point | None]) -> str:
-    """Return the `d` attribute of an SVG path through the points. None is a gap. A point between
-    two gaps becomes a dot."""
+    """The `d` attribute of an SVG path. None is a gap. A point between two gaps becomes a dot."""
     runs = [
         [point for point in run if point is not None]
         for is_there, run in groupby(points, lambda each: each is not None)
@@ -226,9 +207,7 @@ def polyline(points: Sequence[Point | None]) -> str:
 def trial_path(
     trial: TrialResult, kind: str, d: str, shade: Mapping[int, int], best: TrialResult | None
 ) -> Html:
-    """Return the SVG path of a trial's line, empty if `d` is empty. `kind`: a CSS class, beside the
-    class of the trial's state. `shade`: each complete trial's colour (`shades`). `best`: the best
-    trial, which is highlighted."""
+    """Return an empty text if `d` is empty. `kind`: a CSS class. `best`: the trial to highlight."""
     if not d:
         return Html()
     place = shade.get(trial.number)
@@ -243,7 +222,6 @@ def trial_path(
 
 
 def in_front(results: SearchResults) -> list[TrialResult]:
-    """Return the trials in drawing order: the best one last, so that it is in front."""
     ranked = results.ranked
     numbers = {trial.number for trial in ranked}
     order: dict[State, int] = {"pruned": 0, "failed": 1, "running": 2, "waiting": 3, "complete": 4}
@@ -252,8 +230,6 @@ def in_front(results: SearchResults) -> list[TrialResult]:
 
 
 def _line_legend(results: SearchResults, *states: State) -> list[Html]:
-    """Return the legend for the colours of trials' lines: from worse to better, and for each of
-    `states` that occurs."""
     entries = []
     if len(results.ranked) > 1:
         ramp = element("span", "worse", element("b", kind="ramp"), "better", kind="key")
@@ -263,8 +239,6 @@ def _line_legend(results: SearchResults, *states: State) -> list[Html]:
 
 
 def trial_tip(trial: TrialResult, metric: str, names: Sequence[str]) -> str:
-    """Return the lines of text about a trial that are shown next to the pointer. `names`:
-    parameters to include."""
     after = f" after step {trial.steps:,}" if trial.state == "pruned" else ""
     value = [] if trial.value is None else [f"{metric} {format_value(float(trial.value))}"]
     given = [
@@ -276,8 +250,6 @@ def trial_tip(trial: TrialResult, metric: str, names: Sequence[str]) -> str:
 
 
 def _scale_notes(scale: Scale, values: Sequence[float]) -> list[Html]:
-    """Return the notes below a figure on its axis: whether it is logarithmic, and the number of
-    values outside of it."""
     outside = beyond(scale, values)
     notes = ["logarithmic"] if scale.logarithmic else []
     return [
@@ -287,14 +259,12 @@ def _scale_notes(scale: Scale, values: Sequence[float]) -> list[Html]:
 
 
 def _end_height(trial: TrialResult, scale: Scale) -> float | None:
-    """Return the vertical position at which a trial's final metric value is drawn; None if it has
-    none."""
     has_value = trial.state != "failed" and is_number(trial.value)
     return place_on(scale, trial.value) if has_value and is_number(trial.value) else None
 
 
 def _stairs(steps: Sequence[Point]) -> list[Point]:
-    """Return the corners of a step line, which keeps each value until the next one."""
+    """Corners of a step line, which keeps each value until the next one."""
     ends = [x for x, _ in steps[1:]] + [1.0] * bool(steps)
     return [
         corner for (x, y), end in zip(steps, ends, strict=True) for corner in ((x, y), (end, y))
@@ -317,8 +287,8 @@ def _mark_legend(results: SearchResults) -> list[Html]:
 
 
 def _downsampled(trial: TrialResult, last: int, columns: int) -> list[tuple[float, float | None]]:
-    """Return (step, metric value) for the points of a trial's curve, at most about `columns`. A
-    value is None, a gap in the curve, if no value in that range of steps is finite."""
+    """Return (step, value) of at most about `columns` points. A value is None, a gap in the curve,
+    if no value in that range of steps is finite."""
     steps = sorted(trial.values)
     values = (float(trial.values[step]) for step in steps)
     series = Series(
@@ -332,8 +302,6 @@ def _downsampled(trial: TrialResult, last: int, columns: int) -> list[tuple[floa
 
 
 def _place_nearby(step: float, value: float, x_scale: Scale, y_scale: Scale) -> Point:
-    """Return the point at which a value after a step is drawn. It may be slightly outside of the
-    axis, where it is hidden."""
     low, high = y_scale.low, y_scale.high
     least = low if y_scale.logarithmic else low - (high - low)
     return x_scale.position(step), y_scale.position(min(max(value, least), high + (high - low)))
@@ -342,8 +310,7 @@ def _place_nearby(step: float, value: float, x_scale: Scale, y_scale: Scale) -> 
 def _axis_places(
     trial: TrialResult, axes: Sequence[ParameterAxis], scale: Scale
 ) -> list[Point | None]:
-    """Return the points of a trial's line on the parameters' axes and on the metric's axis. None
-    where the trial lacks the parameter or the metric."""
+    """None where the trial lacks the parameter or the metric."""
     given = trial.parameters
     heights = [axis.position(given[axis.name]) if axis.name in given else None for axis in axes]
     heights.append(_end_height(trial, scale))
@@ -356,7 +323,6 @@ def _axis_places(
 def _axis_head(
     place: float, name: str, ticks: Sequence[tuple[float, str]], remark: str
 ) -> list[Html]:
-    """Return the name, remark and ticks of an axis of the parallel coordinates."""
     left = f"left:{100 * place:.2f}%"
     short = Html(re.sub(r"([/._-])", r"\1<wbr>", joined(shorten(name, _LONGEST_NAME))))
     small = element("small", remark) if remark else None
@@ -372,9 +338,7 @@ def _axis_head(
 class ParameterAxis:
     name: str
     ticks: tuple[tuple[float, str], ...]
-    """Position (from 0 to 1) and label of each tick."""
     scale: Scale | None = None
-    """Scale of the axis for numbers. None: the parameter's values are choices."""
     choices: tuple[Value, ...] = ()
 
     @property
@@ -382,7 +346,6 @@ class ParameterAxis:
         return "logarithmic" if self.scale is not None and self.scale.logarithmic else ""
 
     def position(self, value: Value) -> float | None:
-        """Return the value's position, from 0 to 1. None if the value has no position."""
         if self.scale is not None:
             is_inside = is_number(value) and self.scale.low <= value <= self.scale.high
             return self.scale.position(float(value)) if is_inside else None  # type: ignore[arg-type]
@@ -391,13 +354,13 @@ class ParameterAxis:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """True for a number that can be drawn: finite, and not so large that differences overflow."""
+    """True if finite, and not so large that differences overflow."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def metric_scale(values: Sequence[float], sign: float) -> Scale:
-    """Return the scale of the metric's axis for these values. If a few values are far worse than
-    the others, they lie outside of it. `sign`: -1 if a larger value is better."""
+    """Leave a few values that are far worse than the others outside of the axis. `sign`: -1 if a
+    larger value is better."""
     ordered = sorted(values, key=lambda value: sign * value)
     if len(ordered) >= _ENOUGH:
         best, usual = ordered[0], ordered[int(_USUAL * (len(ordered) - 1))]
@@ -408,8 +371,8 @@ def metric_scale(values: Sequence[float], sign: float) -> Scale:
 
 
 def end_scale(results: SearchResults) -> tuple[Scale, list[float]]:
-    """Return the scale of the axis for the final metric values of trials, and these values. Values
-    of pruned trials may lie outside of it."""
+    """Scale for the final metric values of trials, and these values. Values of pruned trials may
+    lie outside of the scale."""
     values = {
         state: [
             each.value for each in results.trials if each.state == state and is_number(each.value)
@@ -423,8 +386,6 @@ def end_scale(results: SearchResults) -> tuple[Scale, list[float]]:
 
 
 def place_on(scale: Scale, value: float) -> float:
-    """Return a value's position on the axis, from 0 to 1. A value outside of the axis is put at its
-    end."""
     return min(1.0, max(0.0, scale.position(min(scale.high, max(scale.low, value)))))
 
 
@@ -433,7 +394,6 @@ def beyond(scale: Scale, values: Sequence[float]) -> int:
 
 
 def parameter_axes(results: SearchResults) -> list[ParameterAxis]:
-    """Return an axis for each hyper-parameter that differs, or could differ, between trials."""
     declared = {parameter.name: parameter for parameter in results.parameters}
     axes = []
     for name in results.varied:
@@ -501,12 +461,11 @@ def _multiples(low: float, high: float, *, whole: bool) -> list[float]:
 
 
 def format_value(value: Value) -> str:
-    """Return a parameter's value as text; a float has four digits."""
     return format_number(value) if isinstance(value, float) else str(value)
 
 
 def shorten(text: str, longest: int = _LONGEST_LABEL) -> str:
-    """Return the text; if it is longer than `longest`, without its middle."""
+    """Leave out the middle of a text that is longer than `longest`."""
     half = (longest - 1) // 2
     return text if len(text) <= longest else f"{text[: longest - 1 - half]}…{text[-half:]}"
 

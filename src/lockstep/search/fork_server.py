@@ -1,9 +1,6 @@
-"""A server process that imports torch and lockstep once, and forks a launcher for each trial of a
-search. The launcher forks the workers, which run the user's script.
-
-A training of a small model thus starts in a fraction of a second, because torch is not imported
-each time. Each process ends with the process that started it. Linux only.
-"""
+"""A server process that imports torch once, and forks a launcher for each trial of a search, which
+forks the workers: a training of a small model starts in a fraction of a second. Each process ends
+with the process that started it. Linux only."""
 
 from __future__ import annotations
 
@@ -44,39 +41,32 @@ from lockstep.scripts.request import write_request
 
 ENDING = "ending.json"
 END_SECONDS = (3.0, 5.0)
-"""Seconds that launchers get to end by themselves, and then after SIGTERM, before they are
-killed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRequest:
     number: int
     folder: str
-    """The existing run directory. The launch writes its output and its ending there."""
+    """The existing run directory, for the launch's output and ending."""
     line: Sequence[str]
-    """The script and its arguments: `[-m] SCRIPT ARGS...`"""
     processes: int
     max_restarts: int
     options: Mapping[str, str]
-    """Environment variables with the `RunOptions` for its workers."""
     request: Mapping[str, Any]
-    """The request to its workers, as JSON. The server sets its `channel`: the descriptor of rank
-    0's channel."""
+    """JSON. The server sets its `channel`: the descriptor of rank 0's channel."""
     environment: Mapping[str, str]
-    """Further environment variables of its workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchEnding:
     status: int
     report: str
-    """The launcher's report on the failure, as text. Empty if nothing failed."""
     kind: str = ""
-    """The class of the exception that failed first, as `module:qualified name`. Empty if there was
+    """Class of the exception that failed first, as `module:qualified name`. Empty if there was
     none."""
     message: str = ""
     where: str = ""
-    """The last frame of that exception's traceback."""
+    """Last frame of the traceback of the exception that failed first."""
 
     @classmethod
     def of(cls, ending: Ending) -> LaunchEnding:
@@ -97,18 +87,13 @@ class LaunchEnding:
 
     @classmethod
     def read(cls, folder: Path) -> LaunchEnding | None:
-        """Return the ending of the latest launch in a folder. None if it has written none."""
         with suppress(OSError, ValueError):
             return from_json(cls, read_object(folder, ENDING))
         return None
 
 
 class ForkServer:
-    """Starts the fork server, and sends it requests, from the process of `lockstep search`. The
-    server is ready when it has imported torch."""
-
     def __init__(self) -> None:
-        """Start the server. Raises `LaunchError` if processes cannot be forked in this way."""
         self.channel, theirs = _open_channel()
         with theirs:
             self._process = subprocess.Popen(
@@ -121,8 +106,6 @@ class ForkServer:
         self._gpus: int | None = None
 
     def gpus(self) -> int:
-        """Return the number of GPUs of this machine. Waits until torch is imported. Raises
-        `LaunchError` if that fails."""
         if self._gpus is None:
             message = self.channel.receive()
             if message is None:
@@ -134,19 +117,16 @@ class ForkServer:
         return self._gpus
 
     def start(self, request: LaunchRequest) -> Channel:
-        """Let the server fork a launcher, which runs the script. Returns the channel to the
-        launch's rank 0."""
         ours, theirs = _open_channel()
         with theirs:
             self.channel.send("start", descriptors=[theirs.fileno()], request=asdict(request))
         return ours
 
     def signal(self, number: int, launch: int | None = None) -> None:
-        """Send a signal to the launch with the number `launch`; None: to all launches."""
+        """`launch=None`: to all launches."""
         self.channel.send("signal", signal=number, number=launch)
 
     def close(self) -> None:
-        """End the server process and all launches that it has started."""
         self.channel.close()
         if self._gpus is None:  # the server is still importing torch, and has started nothing
             self._process.kill()
@@ -163,8 +143,6 @@ def _open_channel() -> tuple[Channel, socket.socket]:
 
 
 def main() -> None:
-    """Run as the server process: import the modules that training needs, and serve the command that
-    started this process."""
     parent, descriptor = map(int, sys.argv[1:])
     die_with_parent(parent)
     adopt_orphans()
@@ -183,8 +161,6 @@ def main() -> None:
 
 
 def _serve(channel: Channel) -> None:
-    """Serve the channel until it is closed: fork a launcher for each message `start`, report its
-    end, and pass each message `signal` on to one launcher or to all."""
     selector = selectors.DefaultSelector()
     selector.register(channel, selectors.EVENT_READ)
     launchers: dict[int, int] = {}
@@ -219,9 +195,8 @@ def _serve(channel: Channel) -> None:
 
 
 def _end(launchers: dict[int, int], selector: selectors.BaseSelector) -> None:
-    """Wait until the launchers have ended, because they may still be removing their temporary
-    folders. Sends SIGTERM to those that take longer. `launchers`: number of a launch -> process id
-    of its launcher. `selector`: contains the pidfd of each launcher, and nothing else."""
+    """Wait for the launchers, which may still be removing their temporary folders; then send
+    SIGTERM. `launchers`: number of a launch -> process id. `selector` has their pidfds."""
     for seconds in END_SECONDS:
         deadline = time.monotonic() + seconds
         while selector.get_map() and (rest := deadline - time.monotonic()) > 0:
@@ -296,8 +271,6 @@ class ForkedWorker:
                     os._exit(1)
 
     def poll(self) -> int | None:
-        """Return None while the process runs; then its exit status, or the negated number of the
-        signal that killed it."""
         if self._returncode is None:
             with suppress(ChildProcessError):
                 pid, status = os.waitpid(self.pid, os.WNOHANG)

@@ -1,5 +1,5 @@
-"""Determines the result of a trial from the files in its run directory, and detects failures that
-the script causes, whatever the values of the hyper-parameters."""
+"""Determines a trial's result from its run directory, and detects failures that the script causes,
+whatever the hyper-parameters."""
 
 from __future__ import annotations
 
@@ -15,37 +15,30 @@ from lockstep.search.request import PRUNED
 from lockstep.search.results import State
 
 MOST_ALIKE = 3
-"""The search ends after this many failures with the same cause, if no trial succeeds."""
 _KILLED = 128 + 9
-"""Exit status of a process killed by SIGKILL: usually because the host's memory ran out."""
 _OF_THE_TRIAL = ("LossError", "MemoryError", "OutOfMemoryError", "HangError")
-"""Exceptions that may be caused by the values of a trial's hyper-parameters, so that other trials
-may succeed."""
+"""Exceptions that hyper-parameter values may cause, so that other trials may succeed."""
 
 _MISTAKES = ("LaunchError", "PlanError", "RecipeError")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialOutcome:
-    """The state in which a trial ended, with its metric or the reason of its failure. The state
-    `running` means that it was interrupted, and will be resumed."""
+    """The state in which a trial ended. `running` means that the trial was interrupted, and will be
+    resumed."""
 
     state: State
     value: float | None = None
     steps: int | None = None
-    """Number of steps of a training without evaluations; the trial's value is then the loss."""
     reason: str | None = None
     is_mistake: bool = False
-    """True for a mistake of the user in the script or the command, which every trial would
-    repeat."""
+    """True for a mistake in the script or the command, which every trial would repeat."""
     alike: str | None = None
     """Text that is the same for all failures with the same cause in the script. None if the trial
-    did not fail, or failed because of its own hyper-parameters."""
+    did not fail, or failed because of its hyper-parameters."""
 
 
 def finished_outcome(folder: Path, metric: str) -> TrialOutcome | None:
-    """Return the outcome of the trial with the run directory `folder` if its run has ended by
-    itself (it has a result.json); else None."""
     try:
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -63,8 +56,8 @@ def finished_outcome(folder: Path, metric: str) -> TrialOutcome | None:
 
 
 def outcome_of(folder: Path, status: int, metric: str) -> TrialOutcome:
-    """Return the outcome of the trial with the run directory `folder`. `status`: exit status of its
-    launcher, or the negated number of the signal that killed it."""
+    """`status`: exit status of the trial's launcher, or the negated number of the signal that
+    killed it."""
     ending = LaunchEnding.read(folder)
     if status == 0:
         reason, alike = "the script ended and did not train", "did not train"
@@ -101,15 +94,15 @@ def _reason_of_pruning(folder: Path) -> str | None:
 
 
 class FailuresAlike:
-    """Counts the failures that have the same cause in the script, until a trial succeeds."""
+    """Counts failures with the same cause in the script, until a trial succeeds."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._is_right = False
 
     def note(self, outcome: TrialOutcome) -> bool:
-        """Count a trial's outcome. Returns True if so many trials have failed for the same reason
-        that the search should end."""
+        """Return True if so many trials have failed for the same reason that the search should
+        end."""
         self._is_right |= outcome.state in ("complete", "pruned")
         if outcome.alike is None or self._is_right:
             return False

@@ -36,13 +36,11 @@ from lockstep.search.summary import STATES, failures, numbers, train_command
 _LONGEST_REASON = 400
 _MOST_FAILURES = 3
 _LONG = 40
-"""Number of rows from which the table of trials scrolls in a box of its own."""
+"""Rows from which the table of trials scrolls in a box."""
 
 
 def search_page(results: SearchResults, importance: Mapping[str, float], made: float) -> str:
-    """Return the HTML document. `importance`: the share of the metric's variation that each
-    parameter explains; empty if it cannot be computed. `made`: time of creation, in seconds since
-    1970."""
+    """`importance`: share of the metric's variation by parameter. `made`: seconds since 1970."""
     over_time = joined(best_so_far(results), trial_curves(results))
     tips = {
         str(trial.number): trial_tip(trial, results.metric, results.varied)
@@ -89,7 +87,6 @@ def _headline(results: SearchResults) -> Html:
 
 
 def _best_trial(results: SearchResults) -> Html:
-    """Return the section on the best trial: its parameters, and the command to train with them."""
     best = results.best
     if best is None:
         return remark("No trial is complete, with a finite value.")
@@ -111,8 +108,6 @@ def _best_trial(results: SearchResults) -> Html:
 
 
 def _importance_bars(importance: Mapping[str, float]) -> Html:
-    """Return a bar for the importance of each parameter; a note if importance could not be
-    computed."""
     shown = sorted(
         ((value, name) for name, value in importance.items() if is_number(value) and value >= 0),
         key=lambda pair: -pair[0],
@@ -204,8 +199,6 @@ def _row(trial: TrialResult, numeric: Mapping[str, bool], is_best: bool, has_par
 
 
 def _number(text: str, value: object) -> Html:
-    """Return a cell of a sortable table that sorts by its number; cells without a number come
-    last."""
     return element("td", text, kind="number", data_value=value if is_number(value) else "")
 
 

@@ -1,10 +1,6 @@
-"""Population-based training (Jaderberg et al. 2017, arXiv:1711.09846): each trial's parent and
-values. Pure.
-
-Trial n is member n % M of generation n // M, and trains one segment of the steps. After each
-generation, members of the worst quarter continue from checkpoints of the best quarter, with changed
-values; the others continue from their own checkpoints.
-"""
+"""Population-based training (Jaderberg et al. 2017, arXiv:1711.09846). Trial n is member n % M of
+generation n // M, and trains one segment of the steps. After each generation, members of the worst
+quarter continue from checkpoints of the best quarter, with changed values."""
 
 from __future__ import annotations
 
@@ -18,12 +14,8 @@ from lockstep.recipe.parameters import Parameter, Value
 from lockstep.search.results import SearchResults
 
 PART = 4
-"""One in this many members, the worst, is replaced after each generation, by copies of as many of
-the best."""
 FACTORS = (0.8, 1.2)
-"""Factors, of which one is drawn, by which a number is multiplied to change it."""
 RESAMPLED = 0.25
-"""Probability that a parameter with choices is drawn anew when values are changed."""
 CHANGEABLE = frozenset(
     {
         "parameters",
@@ -37,8 +29,7 @@ CHANGEABLE = frozenset(
         "clip_norm",
     }
 )
-"""Fields of the recipe whose hyper-parameters population-based training may change in the middle of
-a training."""
+"""Fields of the recipe whose hyper-parameters may change in the middle of a training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,14 +37,9 @@ class Population:
     members: int
     generations: int
     segment: int
-    """Number of training steps of each trial in a generation; the last generation ends with the
-    training."""
 
     @classmethod
     def of(cls, *, trials: int, members: int, steps: int | None, every: int | None) -> Population:
-        """Divide `trials` trials into generations of `members`. `steps`: number of steps of the
-        training. `every`: steps between evaluations. Raises `LaunchError` if these do not fit
-        together."""
         if steps is None or every is None:
             raise LaunchError(
                 "--sampler pbt on a recipe without a known number of steps, of the training or"
@@ -80,14 +66,10 @@ class Population:
         return number // self.members
 
     def until(self, number: int) -> int | None:
-        """Return the training step after which trial `number` ends; None: it ends with the
-        training."""
         generation = self.generation(number)
         return None if generation == self.generations - 1 else self.segment * (generation + 1)
 
     def ready(self, results: SearchResults) -> int:
-        """Return the number of trials that may have begun: those of all completed generations, and
-        of the one after them."""
         ended = {
             trial.number for trial in results.trials if trial.state not in ("waiting", "running")
         }
@@ -99,8 +81,8 @@ class Population:
         return (done + 1) * self.members
 
     def parent(self, number: int, results: SearchResults, seed: int) -> int | None:
-        """Return the number of the trial from whose checkpoint trial `number` continues; None in
-        the first generation. Raises `LaunchError` if the previous generation has failed."""
+        """The trial from whose checkpoint trial `number` continues; None in the first
+        generation."""
         generation = self.generation(number)
         if generation == 0:
             return None
@@ -136,8 +118,7 @@ class Population:
         parameters: Sequence[Parameter],
         seed: int,
     ) -> dict[str, Value]:
-        """Return the hyper-parameters of trial `number`. `given`: those of its parent, the trial
-        from which it continues; they are changed if the parent is another member."""
+        """`given`: the parent's values. They are changed if the parent is another member."""
         if parent == number - self.members:
             return {each.name: given[each.name] for each in parameters}
         chance = self._random(number, seed, "values")

@@ -1,5 +1,4 @@
-"""Proposes the hyper-parameter values of each trial: sampled, or from a grid, a sweep or
-population-based training."""
+"""Proposes the hyper-parameters of each trial: sampled, or from a grid, a sweep or a population."""
 
 from __future__ import annotations
 
@@ -47,27 +46,20 @@ class Proposals:
 
     @property
     def are_known(self) -> bool:
-        """True if a trial's values can be given before its script runs: in a sweep, or once the
-        script's parameters are known."""
         self._look()
         return bool(self._request.sweep) or self._storage.parameters is not None
 
     @property
     def need_probe(self) -> bool:
-        """True if even the first trial can only start when the script's parameters are known, so
-        that a process must report them first."""
         return self._request.sampler in ("grid", "pbt")
 
     @property
     def searched(self) -> list[Parameter]:
-        """The script's parameters that have bounds or choices, and that `--set` does not fix."""
         self._look()
         fixed = {text.partition("=")[0] for text in self._request.launch.set}
         return [each for each in self._parameters if each.is_searched and each.name not in fixed]
 
     def check(self) -> None:
-        """Raise `LaunchError` if the script has no parameter to search or the generations of a
-        population do not fit the training, `RecipeError` for an infinite grid."""
         if self._request.sweep:
             return
         if not self.searched:
@@ -92,8 +84,8 @@ class Proposals:
 
     @property
     def ready(self) -> int:
-        """Number of trials that may have begun by now. It is less than all in population-based
-        training, where trials wait for the previous generation."""
+        """Number of trials that may begin. In population-based training, trials wait for the
+        previous generation."""
         self._look()
         if self._request.sampler != "pbt" or not self._parameters:
             return self.wanted
@@ -105,13 +97,11 @@ class Proposals:
         return Population.of(trials=self.wanted, members=self._request.population, **facts)
 
     def parent(self, number: int) -> int | None:
-        """Return the number of the trial from whose checkpoint trial `number` continues in
-        population-based training, else None."""
         return self.population.parent(number, self._storage.results(), self._request.seed)
 
     def values(self, claimed: ClaimedTrial) -> Mapping[str, Value]:
-        """Return the hyper-parameter values of a trial. Empty for the first trial while the
-        script's parameters are unknown: it has their defaults."""
+        """Empty for the first trial while the script's parameters are unknown: the script uses
+        their defaults."""
         distributions = {each.name: distribution_of(each) for each in self.searched}
         for name, texts in self._request.sweep:
             distributions[name] = CategoricalDistribution(texts)
@@ -119,8 +109,7 @@ class Proposals:
         return {name: trial._suggest(name, each) for name, each in distributions.items()}
 
     def _given(self, number: int) -> Mapping[str, Value] | None:
-        """Return the hyper-parameter values of trial `number` if no sampler chooses them (the
-        defaults, or those of a grid, sweep or population); else None."""
+        """Return None if a sampler chooses the trial's values."""
         if self._request.sweep:
             return dict(map(split_assignment, self._request.combinations[number]))
         if self._request.sampler == "grid":
@@ -132,16 +121,14 @@ class Proposals:
 
 
 _KEPT = 3
-"""At each pruning, ASHA keeps one in this many trials."""
 
 Given = Callable[[int], Mapping[str, Value] | None]
 """Number of a trial -> its values; None if they are to be sampled."""
 
 
 class PerTrialSampler(BaseSampler):
-    """An Optuna sampler that makes a new sampler for each trial, seeded with the search's seed and
-    the trial's number. So the proposals of a search that was killed and continued do not depend on
-    the interruption."""
+    """Makes a sampler for each trial, seeded with the search's seed and the trial's number, so that
+    interruptions of a search do not change its proposals."""
 
     def __init__(self, make: Callable[[int], BaseSampler], seed: int, given: Given) -> None:
         self._make, self._seed, self._given = make, seed, given
@@ -193,8 +180,6 @@ def sampler_of(name: SamplerName, *, seed: int, given: Given) -> BaseSampler:
 
 
 def pruner_of(name: PrunerName, every: int | None, steps: int | None) -> BasePruner:
-    """Return Optuna's pruner of this name. `every`: training steps between evaluations. `steps`:
-    number of steps of a training. None: unknown."""
     match name:
         case "asha":
             return SuccessiveHalvingPruner(
@@ -207,12 +192,9 @@ def pruner_of(name: PrunerName, every: int | None, steps: int | None) -> BasePru
 
 
 def first_rung(every: int | None, steps: int | None) -> int | None:
-    """Return the number of steps after which ASHA first prunes; None: unknown.
-
-    Two thirds of the trials end after about 1/9 of the training, two thirds of the remaining trials
-    after 1/3. Optuna's defaults would end three quarters of the trials after the first evaluation,
-    even if it is very early.
-    """
+    """Return the step at which ASHA first prunes; None: unknown. Two thirds of the trials end after
+    about 1/9 of the training, two thirds of the rest after 1/3. Optuna's defaults would end three
+    quarters of the trials after the first evaluation, even if it is very early."""
     if every is None or steps is None:
         return every
     # the third pruning would then be after the end of the training
@@ -233,8 +215,6 @@ def distribution_of(parameter: Parameter) -> BaseDistribution:
 
 
 def grid_of(parameters: Sequence[Parameter]) -> list[dict[str, Value]]:
-    """Return all combinations of the parameters' values, for grid search; the last parameter
-    changes fastest. Raises `RecipeError` if there are infinitely many."""
     for parameter in parameters:
         if parameter.values is None:
             raise RecipeError(

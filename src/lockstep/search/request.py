@@ -1,5 +1,5 @@
-"""The request for a search, with the checked options of `lockstep search` and `lockstep sweep`; and
-the request for a trial."""
+"""The request for a search, from the options of `lockstep search` and `lockstep sweep`; and for one
+trial."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from lockstep.search.results import Direction
 SamplerName = Literal["tpe", "random", "grid", "cma", "pbt"]
 PrunerName = Literal["asha", "median", "none"]
 SEARCH = "search.json"
-"""File in the folder of a search, with storage, name, and an identifier of the folder."""
+"""File in a search's folder, with the storage, the name, and an identifier of the folder."""
 PRUNED = "pruned: "
-"""Beginning of the text that a run directory has as the reason why a pruned trial stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,40 +30,31 @@ class SearchRequest:
     metric: str
     direction: Direction
     trials: int | None
-    """Number of trials, including trials of earlier starts of the search. None: all trials of a
-    grid."""
     parallel: int | None
-    """Largest number of trials at the same time. None: as many as fit on the machine."""
     sampler: SamplerName
     pruner: PrunerName
     seed: int
     folder: Path
-    """The folder of the search, with the run directories of the trials."""
     storage: str | None
-    """URL of Optuna's storage. None: an SQLite file in `folder`."""
     name: str
-    """Optuna's name of the study in the storage."""
     timeout_seconds: float | None
     launch: LaunchOptions
-    """The launch options of each trial. Its `set` contains the parameters that are not searched."""
+    """Launch options of each trial. `set` contains the parameters that are not searched."""
     sweep: Sequence[tuple[str, Sequence[str]]] = ()
-    """For `lockstep sweep`: the hyper-parameters, each with its values as text."""
     population: int = 8
-    """Number of members of a population, for population-based training."""
 
     def __post_init__(self) -> None:
         check_storage(self.storage)
 
     @property
     def combinations(self) -> list[tuple[str, ...]]:
-        """The assignments of each trial of a sweep, in the form of `--set`; the last name changes
-        fastest."""
+        """Assignments of each trial of a sweep, as for `--set`. The last name changes fastest."""
         texts = [[f"{name}={value}" for value in values] for name, values in self.sweep]
         return list(itertools.product(*texts)) if texts else []
 
     def identity(self) -> Mapping[str, Any]:
-        """The fields that must be the same when the search is continued, or when several searches
-        share its trials, as JSON."""
+        """Fields that must be the same when the search is continued, or shared by several
+        searches."""
         return {
             "script": self.line.words,
             "metric": self.metric,
@@ -81,21 +71,18 @@ class SearchRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialRequest(ScriptRequest):
-    """The request of a search to the processes of a trial: to report evaluations, or to report the
-    parameters that the script declares instead of training."""
+    """Tells the processes of a trial to report evaluations, or to report the script's parameters
+    instead of training."""
 
     answered_by: ClassVar[str] = "lockstep.search.trial_hook"
     metric: str
     can_be_pruned: bool
     until: int | None = None
-    """The training step after whose evaluation the trial ends. None: at the end of the training."""
+    """Training step after whose evaluation the trial ends. None: at the end of the training."""
     channel: int = -1
-    """The descriptor over which rank 0 reports. The fork server sets it."""
 
 
 def check_storage(url: str | None) -> None:
-    """Raise `LaunchError` if the URL of a database contains a password, because every user of a
-    machine can see the command lines of processes."""
     if url is not None and has_password(url):
         raise LaunchError(
             f"--storage {without_password(url)} has a password in it, and every user of this"
@@ -106,8 +93,7 @@ def check_storage(url: str | None) -> None:
 
 
 def direction_of(metric: str, mode: str | None) -> Direction:
-    """Return whether the metric is minimized or maximized, from `--mode` or the metric's name.
-    Raises `LaunchError` if neither `mode` nor the metric's name determines it."""
+    """Use `mode`, or else the metric's name."""
     if mode is not None:
         return "minimize" if mode == "min" else "maximize"
     if metric.rpartition("/")[2] == "loss" or "loss/" in metric:
@@ -119,8 +105,6 @@ def direction_of(metric: str, mode: str | None) -> Direction:
 
 
 def sweep_of(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the names and values of options such as `--set lr=1e-3,3e-3`. Raises `LaunchError`,
-    `RecipeError`."""
     if not texts:
         raise LaunchError(
             "a sweep without --set; it trains with each combination of values; give --set"

@@ -21,34 +21,27 @@ class TrialResult:
     state: State
     parameters: Mapping[str, Value]
     value: float | None = None
-    """Value of the metric at the end of the training; for a pruned trial, at its last
-    evaluation."""
+    """Metric at the end of the training; for a pruned trial, at its last evaluation."""
     values: Mapping[int, float] = field(default_factory=dict)
-    """Training step of an evaluation -> value of the metric."""
+    """Training step of an evaluation -> metric."""
     started: float | None = None
-    """Time of the start, in seconds since 1970."""
     ended: float | None = None
     reason: str | None = None
-    """The reason why the trial failed or was pruned."""
     run_dir: str = ""
     parent: int | None = None
-    """Number of the trial from whose checkpoint this one continued, in population-based
-    training."""
+    """Population-based training: the trial from whose checkpoint this one continued."""
 
     ran: float | None = None
-    """Seconds for which the trial's processes ran; None: unknown."""
 
     @property
     def seconds(self) -> float | None:
-        """Duration of the trial in seconds, without interruptions if these are known; None: it has
-        not ended."""
+        """Duration without interruptions, if these are known; None: the trial has not ended."""
         if self.started is None or self.ended is None:
             return None
         return self.ended - self.started if self.ran is None else self.ran
 
     @property
     def steps(self) -> int:
-        """Number of training steps at the trial's last evaluation."""
         return max(self.values, default=0)
 
 
@@ -56,13 +49,11 @@ class TrialResult:
 class SearchResults:
     name: str
     script: str
-    """The script with its arguments, in shell syntax."""
     metric: str
     direction: Direction
     wanted: int
     parameters: Sequence[Parameter]
     trials: Sequence[TrialResult]
-    """Sorted by number."""
 
     @property
     def best(self) -> TrialResult | None:
@@ -70,7 +61,6 @@ class SearchResults:
 
     @property
     def ranked(self) -> list[TrialResult]:
-        """Complete trials with a finite value, best first."""
         done = [
             trial
             for trial in self.trials
@@ -80,12 +70,11 @@ class SearchResults:
 
     @property
     def sign(self) -> float:
-        """1 if a smaller value is better, else -1."""
         return 1.0 if self.direction == "minimize" else -1.0
 
     @property
     def varied(self) -> list[str]:
-        """Names of the parameters that are searched, or whose values differ between trials."""
+        """Names of parameters that are searched, or whose values differ between trials."""
         names = dict.fromkeys(
             [*self.searched, *(name for trial in self.trials for name in trial.parameters)]
         )
@@ -99,15 +88,12 @@ class SearchResults:
 
     @property
     def searched(self) -> list[str]:
-        """Names of the parameters with bounds or choices, which the search varies."""
         return [parameter.name for parameter in self.parameters if parameter.is_searched]
 
     def count(self, *states: State) -> int:
         return sum(trial.state in states for trial in self.trials)
 
     def best_over_time(self) -> list[tuple[float, float, int]]:
-        """Return the trials that improved on all earlier ones, each as (time of its end, value of
-        the metric, number of the trial)."""
         improvements: list[tuple[float, float, int]] = []
         done = [
             (trial.ended, trial.number, trial.value)
@@ -122,7 +108,6 @@ class SearchResults:
         return improvements
 
     def check_kinds(self) -> None:
-        """Raise `TypeError` if a value has a type that no search writes."""
         texts = [
             self.name,
             self.script,
@@ -143,7 +128,6 @@ class SearchResults:
             raise TypeError(f"{self.direction!r} is not a direction")
 
     def as_json(self) -> dict[str, Any]:
-        """Return JSON; values that are not finite are None."""
         best = self.best
         return {
             "name": self.name, "script": self.script, "metric": self.metric,

@@ -1,5 +1,5 @@
-"""The number of trials that the machine runs at the same time (its slots), and the GPUs and threads
-of each. Pure."""
+"""Slots: the trials that the machine runs at the same time, and the GPUs and threads of each.
+Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from lockstep.base.errors import LaunchError
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialSlot:
     threads: int
-    """Number of intra-op threads of each process of the trial."""
     gpus: Sequence[str] = ()
-    """The trial's GPUs, as entries of CUDA_VISIBLE_DEVICES."""
+    """Entries of CUDA_VISIBLE_DEVICES."""
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment variables of the trial's processes. `environ`: the environment of
-        the search, whose OMP_NUM_THREADS is kept."""
         threads = {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(self.threads)}
         return threads | ({"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {})
 
@@ -32,10 +29,8 @@ def slots(
     visible: str | None,
     share_devices: bool = False,
 ) -> list[TrialSlot]:
-    """Divide the machine's CPUs and GPUs among trials that run at the same time. `processes`:
-    number of processes of each trial. `parallel`: largest number of trials at the same time; None:
-    one GPU (or one CPU, without GPUs) for each process. `visible`: CUDA_VISIBLE_DEVICES.
-    `share_devices`: processes may share GPUs. Raises `LaunchError`."""
+    """`processes`: of each trial. `parallel=None`: one GPU (or one CPU, without GPUs) for each
+    process. `visible`: CUDA_VISIBLE_DEVICES."""
     if gpus and gpus < processes and not share_devices:
         raise LaunchError(
             f"a trial of {processes} processes on {gpus} GPUs; each process needs its own GPU;"

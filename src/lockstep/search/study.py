@@ -54,8 +54,7 @@ _OPTUNA_STATES = {state: theirs for theirs, state in _STATES.items()}
 class ClaimedTrial:
     trial: Trial
     is_resumed: bool
-    """True if an interrupted search has begun the trial, so that it resumes from its
-    checkpoints."""
+    """True if an interrupted search began the trial, so that it resumes from its checkpoints."""
 
     @property
     def number(self) -> int:
@@ -63,11 +62,7 @@ class ClaimedTrial:
 
 
 class TrialStorage:
-    """The trials of one search. Raises `LaunchError` if the storage cannot be used."""
-
     def __init__(self, request: SearchRequest) -> None:
-        """Open the storage and the study. Raises `RecipeError` if the study belongs to another
-        search."""
         self._request = request
         self.folder = request.folder
         self._make_folder()
@@ -109,8 +104,6 @@ class TrialStorage:
             ) from error
 
     def _read_folder(self) -> dict[str, Any]:
-        """Return the folder's `search.json`; empty if it is new. Raises `LaunchError` for another
-        search."""
         try:
             stored = read_object(self.folder, SEARCH)
         except (OSError, ValueError):
@@ -124,8 +117,8 @@ class TrialStorage:
         return stored
 
     def _check_search(self) -> None:
-        """Raise `RecipeError` if the study belongs to another search. Until a trial has reported
-        its parameters, the metric can still be corrected."""
+        """Check that the study belongs to this search. Until a trial has reported its parameters,
+        the metric can still be corrected."""
         identity, before = self._request.identity(), self.study.user_attrs.get("search")
         is_same_way = self.study.direction.name.lower() == self._request.direction
         is_open = "parameters" not in self.study.user_attrs and is_same_way
@@ -143,8 +136,7 @@ class TrialStorage:
 
     @property
     def parameters(self) -> list[Parameter] | None:
-        """The hyper-parameters that the script declares; None before a trial has reported them.
-        Raises `RecipeError` if the storage has those of another search."""
+        """Hyper-parameters that the script declares; None before a trial has reported them."""
         stored = self.study.user_attrs.get("parameters") if self._parameters is None else None
         if stored is not None:
             self._check_search()  # another search that began at the same time may have stored them
@@ -152,16 +144,14 @@ class TrialStorage:
         return self._parameters
 
     def note_parameters(self, described: Sequence[Mapping[str, Any]]) -> None:
-        """Store the hyper-parameters that the script declares, unless a search has stored them
-        already. Raises `RecipeError` if the stored ones belong to a different search."""
         with alone(self.url, self._request.name):
             self._check_search()
             if "parameters" not in self.study.user_attrs:
                 self.study.set_user_attr("parameters", list(described))
 
     def check_programs(self, programs: Mapping[str, str]) -> None:
-        """Raise `RecipeError` if the script has changed since the first trial with a metric value;
-        before that the user may correct it. `programs`: digests of the script's source."""
+        """Raise `RecipeError` if the script has changed since the first trial with a metric value.
+        `programs`: digests of the script's source."""
         with alone(self.url, self._request.name):
             before, trials = self.study.user_attrs.get("programs"), self._trials()
             has_values = any(each.intermediate_values or each.value is not None for each in trials)
@@ -183,13 +173,12 @@ class TrialStorage:
             self._wanted = wanted
 
     def note_seconds(self, claimed: ClaimedTrial, seconds: float) -> None:
-        """Add to the recorded number of seconds for which a trial's processes have run."""
         before = claimed.trial.user_attrs.get("seconds", 0.0)
         claimed.trial.set_user_attr("seconds", before + seconds)
 
     def claim(self, wanted: int) -> ClaimedTrial | None:
-        """Take a trial to run, of the first `wanted`: an interrupted one, else a new one. None if
-        none is left."""
+        """Take a trial, of the first `wanted`: an interrupted one, else a new one. None if none is
+        left."""
         with alone(self.url, self._request.name):
             trials, storage = self._trials(), self.study._storage
             for trial in trials:
@@ -216,8 +205,8 @@ class TrialStorage:
         return {"folder": self._identity, "run_dir": str(self.run_dir(number).absolute())}
 
     def _is_interrupted(self, trial: FrozenTrial) -> bool:
-        """Try to lock a trial of this folder that is marked as running in the storage. Returns True
-        if no other search runs it; this search then holds its lock, and can resume it."""
+        """Try to lock a trial that is marked as running. True: no other search runs the trial, and
+        this search now holds its lock."""
         if trial.user_attrs.get("folder") != self._identity or not self._lock(trial.number):
             return False
         if self.study._storage.get_trial(trial._trial_id).state == TrialState.RUNNING:
@@ -226,7 +215,6 @@ class TrialStorage:
         return False
 
     def _begin(self, number: int, trial_id: int) -> bool:
-        """Take a trial that waits in the storage. Returns False if another search was faster."""
         storage = self.study._storage
         if not self._lock(number):
             return False
@@ -245,8 +233,7 @@ class TrialStorage:
         return self.folder / f"trial-{number:04d}"
 
     def report(self, claimed: ClaimedTrial, step: int, value: float) -> bool:
-        """Record the metric of an evaluation after a training step. Returns True if the trial
-        should be pruned."""
+        """Return True if the trial should be pruned."""
         self._note_value(claimed, step, value)
         return bool(claimed.trial.should_prune())  # some pruners return numpy's bool
 
@@ -255,8 +242,7 @@ class TrialStorage:
             claimed.trial.report(value, step)
 
     def end(self, claimed: ClaimedTrial, outcome: TrialOutcome) -> None:
-        """Record the end of a trial, and release its lock. An interrupted trial stays marked as
-        running, to be resumed."""
+        """Release the trial's lock. An interrupted trial stays marked as running, to be resumed."""
         if outcome.state != "running":
             if outcome.reason is not None:
                 claimed.trial.set_user_attr("reason", outcome.reason[:2000])
@@ -267,8 +253,6 @@ class TrialStorage:
         self.release(claimed.number)
 
     def has_unfinished(self, wanted: int) -> bool:
-        """Return True if trials are left for a search of this folder: waiting trials, or trials
-        that began in this folder."""
         trials = [trial for trial in self._trials() if trial.number < wanted]
         if len(trials) < wanted or any(each.state == TrialState.WAITING for each in trials):
             return True
@@ -276,13 +260,11 @@ class TrialStorage:
         return any(trial.user_attrs.get("folder") == self._identity for trial in running)
 
     def note(self, name: str, value: Any) -> None:
-        """Store a fact about the search. Does nothing if `value` is None or the fact is stored
-        already."""
+        """Do nothing if `value` is None or the fact is stored already."""
         if value is not None and name not in self.study.user_attrs:
             self.study.set_user_attr(name, value)
 
     def fact(self, name: str) -> Any:
-        """Return a fact stored by `note`; None if there is none."""
         return self.study.user_attrs.get(name)
 
     def results(self) -> SearchResults:
@@ -301,13 +283,11 @@ class TrialStorage:
         return True
 
     def release(self, number: int) -> None:
-        """Release the lock of the trial, so that another search can run it."""
         os.close(self._locks.pop(number))
 
 
 def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) -> None:
-    """Raise `RecipeError` unless the script now declares the same parameters as when the search
-    began (`searched`)."""
+    """Raise `RecipeError` unless the script declares the parameters with which the search began."""
     before = {each.name: each.describe() for each in searched}
     after = {each.name: each.describe() for each in now}
     changes = [f"{name} is new" for name in after if name not in before]
@@ -327,8 +307,7 @@ def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) ->
 
 
 def results_of(study: optuna.Study) -> SearchResults:
-    """Return the results of an Optuna study: its trials up to the requested number, and any beyond
-    it that have begun."""
+    """Include trials up to the requested number, and any beyond it that have begun."""
     attributes = study.user_attrs
     identity, wanted = attributes["search"], attributes.get("wanted", 0)
     trials = [
@@ -368,8 +347,8 @@ def _result(trial: FrozenTrial) -> TrialResult:
 
 
 def importance_of(study: optuna.Study) -> dict[str, float]:
-    """Return the share of the metric's variation that each parameter explains, by PED-ANOVA
-    (Watanabe et al. 2023). Empty if there are Optuna warns of too few trials."""
+    """Share of the metric's variation that each parameter explains, by PED-ANOVA (Watanabe et al.
+    2023). Empty if Optuna warns of too few trials."""
     if len(study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])) < 2:
         return {}
     # imports scikit-learn, if it is installed
@@ -384,9 +363,8 @@ def importance_of(study: optuna.Study) -> dict[str, float]:
 
 
 def study_of(folder: Path, storage: str | None = None) -> optuna.Study:
-    """Open the study of a search's folder for reading. `storage`: the URL of its database, if the
-    user named one. (The folder may come from others, so no other database is contacted.) Raises
-    `LaunchError`."""
+    """Open a study for reading. The folder may come from others, so no database is contacted but
+    `storage`, which the user named."""
     told = _told(folder)
     if storage is not None:
         study = existing_study(storage, told["name"])
@@ -407,8 +385,6 @@ def study_of(folder: Path, storage: str | None = None) -> optuna.Study:
 
 
 def results_in(folder: Path, storage: str | None) -> tuple[SearchResults, dict[str, float]]:
-    """Return the results of a search's folder, and the importance of its parameters. See
-    `study_of`. Raises `LaunchError`."""
     study = study_of(folder, storage)
     try:
         with reachable(storage or str(folder / DATABASE)):
@@ -445,5 +421,4 @@ def _told(folder: Path) -> dict[str, Any]:
 
 
 def own_file(folder: Path) -> str:
-    """Return the URL of the SQLite file of a search without `--storage`."""
     return f"sqlite:///{folder.absolute() / DATABASE}"

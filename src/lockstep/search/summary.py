@@ -19,8 +19,6 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
 def summary_lines(results: SearchResults) -> list[str]:
-    """Return lines with the best trial, a table of the best few trials, and the reasons of failed
-    ones."""
     counts = ", ".join(
         f"{results.count(state)} {state}" for state in STATES if results.count(state)
     )
@@ -48,8 +46,6 @@ def summary_lines(results: SearchResults) -> list[str]:
 
 
 def progress_line(results: SearchResults, seconds_left: float | None) -> str:
-    """Return one line on the progress of a search. `seconds_left`: estimated seconds until its end;
-    None if that is unknown or 0."""
     parts = [
         f"{results.count('running')} running",
         f"{results.count('pruned')} pruned",
@@ -68,8 +64,6 @@ def progress_line(results: SearchResults, seconds_left: float | None) -> str:
 
 
 def seconds_left(results: SearchResults, *, parallel: int, now: float) -> float | None:
-    """Return an estimate of the seconds until all trials have ended, from the mean duration of
-    ended trials. None if no trial, or every trial, has ended."""
     took = [
         trial.seconds
         for trial in results.trials
@@ -103,8 +97,8 @@ def train_command(results: SearchResults, trial: TrialResult) -> str:
 
 
 def failures(results: SearchResults) -> list[tuple[str, list[int]]]:
-    """Return the reasons why trials failed, most frequent first, each with the numbers of the
-    trials. Reasons that differ only in numbers count as one."""
+    """Reasons of failures, most frequent first. Reasons that differ only in numbers count as
+    one."""
     by_reason: dict[str, tuple[str, list[int]]] = {}
     for trial in results.trials:
         if trial.state == "failed":
@@ -114,15 +108,12 @@ def failures(results: SearchResults) -> list[tuple[str, list[int]]]:
 
 
 def numbers(trials: Sequence[int]) -> str:
-    """Return the numbers of trials as text: trial 3; 8 trials (1, 2, 3, 4, 5 and 3 more)."""
     if len(trials) == 1:
         return f"trial {trials[0]}"
     return f"{len(trials)} trials ({first_few(trials)})"
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
-    """Return the rows as lines with aligned columns, of which the first `left` are aligned to the
-    left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     marks = ["<" if place < left else ">" for place in range(len(widths))]
     return [

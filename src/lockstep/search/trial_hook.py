@@ -34,8 +34,6 @@ _trainings = 0
 
 
 def install(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
-    """Return no overrides, and the hook of a trial, which reports to the search. Called when the
-    run is opened, see `lockstep.opening.read_probe`."""
     global _trainings
     _trainings += 1
     request = _request(environ)
@@ -43,7 +41,7 @@ def install(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
 
 
 def train(recipe: Recipe) -> NoReturn:
-    """Report the script's parameters to the search, instead of training, and end the process."""
+    """Replaces `ls.train`: report the script's parameters to the search, and end the process."""
     channel = _channel(_request(os.environ), os.environ)
     if channel is not None:
         channel.send("opened", **_script(), every=_interval(recipe, ""), steps=steps_of(recipe))
@@ -51,9 +49,8 @@ def train(recipe: Recipe) -> NoReturn:
 
 
 def _interval(recipe: Recipe, metric: str) -> int | None:
-    """Return the number of training steps between two evaluations that measure the metric (`""`:
-    any metric). None if it is measured only at the end of the training, or each epoch when epochs
-    differ in their number of steps."""
+    """Training steps between two evaluations with this metric (`""`: any). None if the metric is
+    measured only at the end, or each epoch when epochs differ in their steps."""
     found = [
         interval_of(recipe, each)
         for prefix, each in recipe.evaluations.items()
@@ -77,7 +74,6 @@ def _request(environ: Mapping[str, str]) -> TrialRequest:
 
 
 def _channel(request: TrialRequest, environ: Mapping[str, str]) -> Channel | None:
-    """Return rank 0's end of the trial's channel. None on other ranks."""
     os.set_inheritable(request.channel, False)
     is_first = environ.get("RANK", "0") == "0"
     return Channel(socket.socket(fileno=os.dup(request.channel))) if is_first else None
@@ -85,8 +81,6 @@ def _channel(request: TrialRequest, environ: Mapping[str, str]) -> Channel | Non
 
 class TrialHook(Hook):
     def __init__(self, request: TrialRequest, channel: Channel | None, *, number: int) -> None:
-        """`channel`: the channel of rank 0. `number`: number of the training in the script, from
-        1."""
         self._request, self._channel, self._number = request, channel, number
 
     def on_start(self, run: Run) -> None:

@@ -1,9 +1,5 @@
-"""Seconds of a kernel (a roofline with tiles) and of a collective (latency and bandwidth) on
-devices from data sheets, and the machine that is built from these.
-
-A rate is the peak in the data sheet, times the fraction that the best kernel reaches
-(`hardware.py`), times a fitted factor (`fitted.toml`).
-"""
+"""Seconds of a kernel (a roofline with tiles) and of a collective (latency and bandwidth), from
+data sheets. A rate is the data sheet's peak, times a fitted factor (`fitted.toml`)."""
 
 from __future__ import annotations
 
@@ -23,35 +19,30 @@ from lockstep.planner.trace import ALIGNED, Collective, Operation, sent_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """Fitted factors for rates in a training step, which data sheets do not give."""
-
     matmul: Mapping[str, float]
     """Rate of matrix products in a long run, relative to the best in the data sheet, by generation:
-    heat and power limit newer devices more. `other`: any other generation."""
+    heat and power limit newer devices more."""
     attention: float
-    """Rate of fused attention, relative to the data sheet's."""
     backward_attention: float
-    """Rate of the backward of attention, relative to its forward."""
     memory: float
-    """Rate of kernels that move bytes, relative to a plain copy."""
     inner: float
-    """Inner dimension at which a product runs at half its rate."""
+    """Inner dimension at which a matrix product runs at half its rate."""
     waves: float
-    """Fraction of a partly filled last wave of tiles that is actually lost."""
+    """Fraction of a partly filled last wave of tiles that is lost."""
     misaligned: float
-    """Rate of a product whose rows are not a multiple of 16 bytes, relative to an aligned one."""
+    """Rate of a matrix product whose rows are not a multiple of 16 bytes, relative to an aligned
+    one."""
     misaligned_batch: float
-    """Rate of such products in a batch, as in attention that is not fused, relative to aligned
-    products."""
+    """Rate of unaligned batched matrix products, as in unfused attention, relative to aligned
+    ones."""
     short_lines: float
-    """Fraction of a product's rate that is lost for each halving, below 128 bytes, of the largest
+    """Fraction of a matrix product's rate lost for each halving, below 128 bytes, of the largest
     power of two that divides its row size."""
     eager: float
-    """Bytes that eager element-wise kernels actually move, relative to the bytes in their list."""
+    """Bytes that eager element-wise kernels move, relative to the bytes of their tensors."""
     contention: float
-    """Fraction of a collective's time, if it overlaps with computation, that still costs time."""
     tensor_overlap: float
-    """Fraction of the time of tensor parallelism's collectives that software with overlap hides."""
+    """Fraction of tensor parallelism's communication that overlapping kernels hide."""
     jitter: float
     """Fraction of a step that each doubling of the number of devices adds, because all wait for the
     slowest."""
@@ -72,7 +63,6 @@ def _sheet(name: str) -> dict[str, Any]:
 
 FITTED = Fitted(**_sheet("fitted.toml")["fitted"])
 INTERVALS = {kind: Interval(**each) for kind, each in _sheet("fitted.toml")["interval"].items()}
-"""Intervals of `seconds` and `memory`."""
 TILES = (
     (256, 128, 1.0),
     (128, 256, 1.0),
@@ -81,12 +71,9 @@ TILES = (
     (64, 128, 0.8),
     (64, 64, 0.6),
 )
-"""Sizes of tiles, and the relative rate of a multiprocessor on each."""
 ATTENTION_KEYS, ATTENTION_HEAD = 400, 32
 """Number of keys, and head dimension, at which fused attention runs at half its rate."""
 LOADED = 16
-"""Number of bytes that a thread loads at once; rows that are not a multiple of it are loaded in
-pieces."""
 CONVOLUTION = 0.6
 """Rate of convolutions, relative to matrix products."""
 OVERHEAD_BYTES = 1_300_000_000
@@ -94,19 +81,14 @@ OVERHEAD_BYTES = 1_300_000_000
 
 
 def operation_seconds(operation: Operation, device: Device, fitted: Fitted = FITTED) -> float:
-    """Return the time of an operation: the longer of arithmetic and memory traffic, but at least
-    the launch of a kernel."""
+    """The longer of arithmetic and memory traffic, but at least a kernel launch."""
     bandwidth = device.memory_bytes_per_second * device.memory_fraction * fitted.memory
     arithmetic = _arithmetic_seconds(operation, device, fitted)
     return max(arithmetic, operation.bytes / bandwidth, device.launch_seconds)
 
 
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
-    """Return the time of a collective that uses its links alone.
-
-    Ranks of a node are consecutive. A group with several ranks in each node uses the network
-    adapters of all of them, as rings and trees do.
-    """
+    """Seconds of a collective that uses its links alone. Ranks of a node are consecutive."""
     n = collective.ranks
     if n < 2:
         return 0.0
@@ -139,15 +121,12 @@ def _arithmetic_seconds(operation: Operation, device: Device, fitted: Fitted) ->
 
 
 def matmul_rate(product: Operation, device: Device, fitted: Fitted = FITTED) -> float:
-    """Return the rate of a product relative to the best shape, at most 1."""
     *_, k = product.shape
     lost = fitted.waves * (1 / _filled(product.shape, device.multiprocessors) - 1)
     return k / (k + fitted.inner) / (1 + lost) * _aligned(product, fitted)
 
 
 def _aligned(product: Operation, fitted: Fitted) -> float:
-    """Return the relative rate of a product, which depends on the power of two that divides its row
-    size: cores load 16 bytes at once, memory 128."""
     if product.aligned_bytes < LOADED:
         return fitted.misaligned_batch if product.shape[0] > 1 else fitted.misaligned
     rate: float = (1 - fitted.short_lines) ** log2(ALIGNED / product.aligned_bytes)
@@ -156,7 +135,6 @@ def _aligned(product: Operation, fitted: Fitted) -> float:
 
 @cache
 def _filled(shape: tuple[int, ...], multiprocessors: int) -> float:
-    """Return the fraction of the multiprocessors' time that the best tiles use."""
     batch, m, n, _ = shape
     time = min(
         ceil(batch * ceil(m / a) * ceil(n / b) / multiprocessors) * a * b / rate
@@ -194,14 +172,10 @@ class Machine:
     overhead_bytes: int
     is_gpu: bool = True
     contention: float = 0.0
-    """Fraction of communication that still costs time when it overlaps with computation."""
     jitter: float = 0.0
-    """Fraction of a step that each doubling of the number of devices adds."""
 
     @classmethod
     def of(cls, cluster: Cluster, memory_bytes: int | None) -> Machine:
-        """Return the machine for a cluster from data sheets. `memory_bytes`: memory of a device;
-        None: as in the data sheet."""
         return cls(
             cluster=cluster,
             costs=Costs(
@@ -223,8 +197,7 @@ class Machine:
 
 @cache
 def host_costs(*, is_compiled: bool = False) -> HostCosts:
-    """Return the costs of a host. `is_compiled`: leave out the work of Python and autograd for each
-    operation."""
+    """`is_compiled` leaves out the host time of Python and autograd for each operation."""
     sheet = _sheet("host.toml")
     launch, marks = sheet["launch"], dict[str, float](sheet["marks"])
     collectives = {axis: launch + seconds for axis, seconds in sheet["collectives"].items()}

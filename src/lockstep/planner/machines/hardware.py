@@ -1,9 +1,5 @@
-"""Devices, links and clusters: data sheets as values, and parsing of the text that names a cluster,
-which may be this machine's accelerators.
-
-The figures, with sources, are in TOML files in `devices/` and `links/`. A text may also contain the
-path of a user's file with the same keys.
-"""
+"""Devices, links and clusters from data sheets in TOML files (`devices/`, `links/`, or a user's
+file)."""
 
 from __future__ import annotations
 
@@ -26,7 +22,6 @@ NEEDED: Mapping[str, frozenset[str]] = {
     "peak_flops": frozenset({"float32"}),
     "attention_fraction": frozenset({"flash", "cudnn"}),
 }
-"""Keys that each table of a data sheet must have."""
 TARGET = re.compile(r"\s*(?:(\d+)\s*[x×*]\s*)?(\S.*?)(?:\s+over\s+(\S.*?))?\s*")
 THIS = re.compile(r"\s*(?:(\d+)\s*[x×*]\s*)?this\s*")
 
@@ -38,25 +33,19 @@ class Device:
     name: str
     generation: str
     peak_flops: Mapping[str, float] = field(hash=False)
-    """Peak FLOP/s of dense matrix products, by operand dtype."""
+    """FLOP/s of dense matrix products by operand dtype."""
     matmul_fraction: float
-    """Fraction of the peak that the best shape of a product reaches."""
+    """Fraction of the peak that the best matrix product reaches."""
     attention_fraction: Mapping[str, float] = field(hash=False)
-    """Fraction of the peak that fused attention reaches on long sequences, by kernel: `flash`,
-    `cudnn`."""
+    """Fraction of the peak on long sequences, by kernel: `flash`, `cudnn`."""
     memory_bytes: int
     memory_bytes_per_second: float
     memory_fraction: float
-    """Fraction of the bandwidth that is reached by a kernel that only moves bytes."""
     launch_seconds: float
-    """Shortest time of a kernel."""
     multiprocessors: int
-    """Number of units that each work on a tile."""
     devices_per_node: int
     inside: str
-    """Name of the link between devices of a node."""
     between: str
-    """Name of the link between nodes."""
     aliases: tuple[str, ...] = ()
     source: str
 
@@ -65,25 +54,22 @@ class Device:
 class Link:
     name: str
     bytes_per_second: float
-    """Bandwidth in one direction, for one device."""
     fraction: float
     """Fraction of the bandwidth that large collectives reach."""
     latency_seconds: float
-    """Time of an empty collective between two ranks."""
     hop_seconds: float
-    """Time that each further rank adds; for links between nodes, time for each doubling of their
+    """Time that each further rank adds. For links between nodes, time for each doubling of their
     number."""
     few_ranks: float = 0.0
     """Groups of n ranks take 1 + few_ranks / n times as long, because they use fewer channels."""
     all_reduce_gain: float = 1.0
-    """Rate of an all-reduce inside a node relative to other collectives, above 1 if switches
+    """Rate of an all-reduce inside a node relative to other collectives. Above 1 if switches
     compute sums."""
     aliases: tuple[str, ...] = ()
     source: str
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of large collectives."""
         return self.bytes_per_second * self.fraction
 
 
@@ -98,7 +84,6 @@ class Cluster:
     between: Link
 
     def of(self, count: int) -> Cluster:
-        """Return the cluster with only `count` of its devices."""
         return replace(self, count=count, devices_per_node=min(count, self.devices_per_node))
 
 
@@ -106,8 +91,8 @@ T = TypeVar("T", Device, Link)
 
 
 def parse_target(text: str) -> Cluster:
-    """Return the cluster of a text such as `64 x H100`, `A100-80GB` or `16 x B200 over Ethernet`.
-    Paths of TOML files may stand for names."""
+    """Parse a text such as `64 x H100` or `16 x B200 over Ethernet`. A path of a TOML file may
+    stand for a name."""
     match = TARGET.fullmatch(text)
     if not match:
         raise PlanError(
@@ -140,7 +125,6 @@ def parse_target(text: str) -> Cluster:
 
 
 def known_devices() -> list[str]:
-    """Return the sorted names of the library's data sheets."""
     return _names("devices")
 
 
@@ -174,14 +158,10 @@ def _sheet(folder: str, kind: str, name: str) -> dict[str, Any]:
 
 
 def is_known_device(name: str) -> bool:
-    """True if a data sheet has this name (with or without its vendor), or if the name is the path
-    of a file."""
     return name.endswith(".toml") or _sheet_of("devices", name) is not None
 
 
 def _sheet_of(folder: str, name: str) -> dict[str, Any] | None:
-    """Return the sheet of this name or alias."""
-
     def plain(name: str) -> str:
         return re.sub(r"[\s_-]", "", name).lower().removeprefix("nvidia").removeprefix("amd")
 
@@ -215,7 +195,6 @@ def _built(kind: type[T], sheet: dict[str, Any], name: str) -> T:
 
 
 def _rule_broken(key: str, value: Any, annotation: str) -> str | None:
-    """Return the rule that a value breaks; None if it breaks none."""
     rule = "it must be a string"
     holds = isinstance(value, str)
     if annotation in ("int", "float"):
@@ -240,8 +219,6 @@ def _is_quantity(value: Any, *, is_whole: bool = False, or_zero: bool = False) -
 
 
 def devices_here(text: str) -> tuple[int, str] | None:
-    """Return the number and the product name of this machine's accelerators, if a target names
-    them; None if it names other devices. Raises `PlanError`."""
     match = THIS.fullmatch(text)
     if match is None:
         return None
@@ -265,17 +242,15 @@ def devices_here(text: str) -> tuple[int, str] | None:
 
 
 def cluster_of(text: str) -> Cluster | int:
-    """Return the devices of a target; only their number if they belong to this machine and have no
-    data sheet. Raises `PlanError`."""
+    """Returns an int, the number of this machine's accelerators, if they have no data sheet."""
     if (here := devices_here(text)) is None:
         return parse_target(text)
     return parse_target(f"{here[0]} x {here[1]}") if is_known_device(here[1]) else here[0]
 
 
 def named(text: str, folder: Path) -> str:
-    """Return the target, with this machine's accelerators replaced by the name of their data sheet.
-    Without a sheet, measures them and writes one into `folder`. Raises `PlanError`,
-    `LaunchError`."""
+    """Replace this machine's accelerators in `text` by the name of their data sheet. If there is
+    none, measures them and writes one into `folder`."""
     if (here := devices_here(text)) is None:
         return text
     count, name = here

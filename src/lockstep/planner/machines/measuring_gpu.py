@@ -1,8 +1,4 @@
-"""Measures accelerators (matrix products, attention, copies, launches, collectives), and writes
-their data sheets for `--on`.
-
-Sizes are doubled until a call is long enough to be timed, so that slow devices do not take longer.
-"""
+"""Measures accelerators, and writes their data sheets for `lockstep plan --on`."""
 
 from __future__ import annotations
 
@@ -27,19 +23,17 @@ from lockstep.planner.machines.hardware import Device, Link
 from lockstep.planner.trace import Collective, CollectiveKind, sent_bytes
 
 LONG_SECONDS = 5e-3
-"""A call of this length hides its launch."""
+"""A call of this length hides the time of its launch."""
 REPEATS = 5
-"""Number of repetitions; the shortest one counts, because other load only adds time."""
 WIDTHS = (512, 1024, 2048, 4096, 8192)
-"""Numbers of rows, columns and inner dimension of products."""
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-"""Numbers of queries and keys in attention."""
 HEADS, HEAD_DIM = 16, 128
 COPIED_BYTES = tuple(2**power for power in range(20, 31, 2))
 LAUNCHED = 400
 """Number of small kernels in one measurement: fewer than a stream accepts before the host waits."""
 AHEAD_SECONDS = 0.03
-"""Time for which the device computes, while the host launches the small kernels."""
+"""Seconds of device work queued first, so that the host launches the small kernels ahead of the
+device."""
 GENERATIONS = {70: "Volta", 75: "Turing", 80: "Ampere", 86: "Ampere", 89: "Ada", 90: "Hopper"}
 """10 × major + minor compute capability -> generation."""
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -53,12 +47,10 @@ MEASURED: Mapping[str, CollectiveKind] = {
 """Collectives from which a link's bandwidth is computed, by their names in the doctor."""
 Call = Callable[[], Any]
 Timer = Callable[[Call], float]
-"""A function that returns the seconds that a call takes on the device."""
 
 
 def write_gpu_sheets(path: Path, devices: int) -> list[Path]:
-    """Measure accelerators. Writes the data sheet of the device to `path`, and the link's data
-    sheet next to it. Returns the files. Raises `LaunchError`."""
+    """Measure accelerators. Writes the device's data sheet to `path`, and the link's next to it."""
     readings = spawn(measure_accelerator, nproc=1)
     sheets: dict[Path, Device | Link] = {}
     inside = ALONE
@@ -73,8 +65,6 @@ def write_gpu_sheets(path: Path, devices: int) -> list[Path]:
 
 
 def timed_collectives(ranks: int) -> list[dict[str, Any]]:
-    """Return the times of collectives, measured by the doctor. Raises `LaunchError` if there are
-    none."""
     from lockstep.doctor.diagnose import diagnose  # imported here, because it reads Linux's /proc
 
     diagnosis = diagnose(nproc=ranks)
@@ -109,7 +99,6 @@ def measure_accelerator(timer: Timer | None = None) -> GpuReadings:
 
 
 def call_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the shortest time until the device has done a call."""
     call()
     times = []
     for _ in range(REPEATS):
@@ -136,7 +125,6 @@ def _matmul_rate(dtype: torch.dtype, device: torch.device, seconds: Timer) -> fl
 
 
 def _best_rate(calls: Iterable[tuple[int, Call]], seconds: Timer) -> float:
-    """Return the best rate of `calls`, which are (work, call) pairs, up to the first long call."""
     best = 0.0
     for work, call in calls:
         elapsed = seconds(call)
@@ -157,7 +145,6 @@ def _float32_in_tensor_cores() -> Iterator[None]:
 
 
 def _attention_rates(dtype: torch.dtype, device: torch.device, seconds: Timer) -> dict[str, float]:
-    """Return the rate of causal attention by kernel, or the rate of torch's alternative."""
     rates = {}
     for kernel, backend in KERNELS.items():
         # torch raises it if it does not have the kernel
@@ -187,7 +174,6 @@ def _copy_rate(total_bytes: int, device: torch.device, seconds: Timer) -> float:
 
 
 def _launch_seconds(device: torch.device, seconds: Timer) -> float:
-    """Return the device's time for an empty kernel when the host is ahead of the device."""
     large, small = torch.randn(2048, 2048, device=device), torch.ones(1, device=device)
     times = max(1, round(AHEAD_SECONDS / seconds(partial(torch.mm, large, large))))
 
@@ -226,16 +212,12 @@ class GpuReadings:
     memory_bytes: int
     multiprocessors: int
     matmul: Mapping[str, float]
-    """FLOP/s of the best product, by dtype; `float32` is always included."""
     attention: Mapping[str, float]
-    """FLOP/s of attention on a long sequence, by kernel: `flash`, `cudnn`, or both."""
     attention_dtype: str
     copied_bytes_per_second: float
-    """Bytes per second of a copy, counting bytes read and written."""
     launch_seconds: float
 
     def device(self, *, devices_per_node: int, inside: str) -> Device:
-        """Return the device. `inside`: name or file of the link inside a machine."""
         peak = self.matmul[self.attention_dtype]
         reached = {kernel: rate / peak for kernel, rate in self.attention.items()}
         slowest = min(reached.values())
@@ -263,8 +245,6 @@ class GpuReadings:
 
 
 def link_of(name: str, timed: Mapping[int, Sequence[Mapping[str, Any]]]) -> Link:
-    """Return the link. `timed`: number of ranks -> the doctor's rows; for two ranks, and perhaps
-    for all."""
     few, most = min(timed), max(timed)
     latency = {
         ranks: min(row["seconds"] for row in rows if row["collective"] == "all-reduce")
@@ -304,7 +284,6 @@ def as_toml(sheet: Device | Link) -> str:
 
 
 def link_path(path: Path) -> Path:
-    """Return the path of the link's file, next to the device's."""
     return path.with_name(f"{path.stem}-link.toml")
 
 
@@ -313,8 +292,6 @@ def _toml(value: Any) -> str:
 
 
 def _rate(rows: Sequence[Mapping[str, Any]], collective: str, ranks: int, latency: float) -> float:
-    """Return the bytes per second of a rank in the largest collective, after subtracting its
-    latency."""
     sizes = (row for row in rows if row["collective"] == collective)
     row = max(sizes, key=lambda row: row["size_bytes"])
     kind = MEASURED.get(collective, "all_reduce")

@@ -39,7 +39,6 @@ _recorder: TraceRecorder | None = None
 
 @contextmanager
 def recorded_by(recorder: TraceRecorder) -> Iterator[None]:
-    """Report the collectives of these groups to `recorder`."""
     global _recorder
     before, _recorder = _recorder, recorder
     try:
@@ -78,8 +77,6 @@ class FakeWork(dist.Work):
 
 
 class RecordedGroup(PythonProcessGroup):
-    """A process group without its other ranks."""
-
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._place, self._ranks = rank, size
@@ -100,8 +97,8 @@ class RecordedGroup(PythonProcessGroup):
     pg_name = group_name
 
     def _get_backend(self, device: torch.device) -> RecordedGroup:
-        """Return an object without `supports_coalescing`, about which torch 2.15 asks before it
-        sends several messages."""
+        """Return an object without `supports_coalescing`, which torch 2.15 reads before it sends
+        several messages."""
         return self
 
     def _done(
@@ -174,7 +171,6 @@ class RecordedGroup(PythonProcessGroup):
 
 
 def _fill(output: Tensor, given: Tensor) -> None:
-    """Fill a tensor, if it has values, by repeating this rank's values."""
     size = output.numel()
     if size and given.numel() and not isinstance(output, FakeTensor):
         with disable_current_modes(), torch.no_grad():
@@ -184,8 +180,7 @@ def _fill(output: Tensor, given: Tensor) -> None:
 
 
 class RecordedMemory(SharedMemoryGroup):
-    """The shared memory of a host without its other processes. The caller does the work, so the
-    host waits for each collective at once."""
+    """Shared memory of a host without other processes."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size, self._group = group.rank(), group.size(), group
@@ -223,11 +218,9 @@ class RecordedMemory(SharedMemoryGroup):
         _fill(output, tensor)
         self._note("all_to_all", max(tensor, output, key=lambda each: each.nbytes), output, tensor)
 
-    def finish(self) -> None:
-        """Do nothing: no collective is in progress."""
+    def finish(self) -> None: ...
 
-    def close(self) -> None:
-        """Do nothing: there is no memory."""
+    def close(self) -> None: ...
 
     def _note(self, kind: CollectiveKind, tensor: Tensor, *buffers: Tensor) -> int:
         number = _begin(kind, self._group, tensor.nbytes, buffers=buffers)
@@ -240,8 +233,7 @@ class FakeWorld(World):
     """A `World` in which all ranks have this rank's values. Exchanges of JSON and flags are not
     recorded."""
 
-    def leave(self) -> None:
-        """Do nothing: there is no other rank to wait for."""
+    def leave(self) -> None: ...
 
     def any(self, flag: bool) -> bool:
         return flag
@@ -262,7 +254,7 @@ class FakeWorld(World):
 
 @contextmanager
 def fake_world(rank: int, size: int, local_size: int) -> Iterator[FakeWorld]:
-    """Make the default process group of `size` ranks, of which only `rank` exists."""
+    """Make a default process group of `size` ranks, of which only `rank` exists."""
     excepthook = sys.excepthook
     with temporary_backend(BACKEND, lambda store, rank, size, timeout: RecordedGroup(rank, size)):
         if size > 1:

@@ -21,7 +21,6 @@ WITHOUT_KERNEL = frozenset(
         f" random_ _has_compatible_shallow_copy_type movedim swapaxes _conj conj {ITEM}"
     ).split()
 )
-"""Operations that do not change data on the device."""
 READS_ONE_ROW = frozenset({"embedding", "index_select", "gather", "index"})
 """Operations that read only as much of their first argument as they write."""
 
@@ -29,7 +28,7 @@ READS_ONE_ROW = frozenset({"embedding", "index_select", "gather", "index"})
 def kernel(
     function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any, phase: Phase
 ) -> Operation | None:
-    """Return the kernel of a torch operation, if it has one."""
+    """Return None if the operation has no kernel."""
     name = function.overloadpacket.__name__
     if name in WITHOUT_KERNEL or function.is_view or function.namespace == "prim":
         return None
@@ -83,20 +82,19 @@ def _kind(name: str, arguments: Sequence[Any], result: Any) -> tuple[Kind, tuple
 
 
 def _aligned_bytes(arguments: Sequence[Any], written: Sequence[Tensor]) -> int:
-    """Return the power of two that divides the row sizes of a product's operands and result."""
     operands = [each for each in arguments if isinstance(each, Tensor)][-2:]
     return gcd(ALIGNED, *(_row_bytes(each) for each in (*operands, *written[:1])))
 
 
 def _row_bytes(matrix: Tensor) -> int:
-    """Return the number of bytes between rows (between columns, if columns are contiguous)."""
+    """Bytes between rows; between columns, if columns are contiguous."""
     *_, rows, columns = matrix.stride() if matrix.dim() > 1 else (1, 1)
     return (rows if columns == 1 and matrix.shape[-1] > 1 else columns) * matrix.element_size()
 
 
 def _convolution_shape(name: str, arguments: Sequence[Any], result: Any) -> tuple[int, ...]:
-    """Return (groups, m, n, k) of a forward convolution's product: rows are positions, and sums run
-    over channels and kernel positions."""
+    """(groups, m, n, k) of a forward convolution's product: rows are positions; sums run over
+    channels and kernel positions."""
     is_backward = "backward" in name
     written, read, weight = arguments[:3] if is_backward else (result, *arguments[:2])
     is_transposed, groups = arguments[7 if is_backward else 6], arguments[9 if is_backward else 8]
@@ -107,8 +105,7 @@ def _convolution_shape(name: str, arguments: Sequence[Any], result: Any) -> tupl
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the number of bytes of the tensors. Each counts once; of an expanded tensor, only
-    distinct elements count."""
+    """Bytes of distinct tensors. Only distinct elements of an expanded tensor count."""
 
     def distinct(tensor: Tensor) -> int:
         sizes = zip(tensor.shape, tensor.stride(), strict=True)

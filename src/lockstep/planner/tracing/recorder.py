@@ -47,22 +47,22 @@ FUNCTIONAL: Mapping[str, CollectiveKind] = {
     "all_to_all_single": "all_to_all",
     "broadcast": "broadcast",
 }
-"""Torch's functional collectives, for distributed tensors."""
+"""Torch's functional collectives, which DTensor calls."""
 WITHOUT_LABEL: tuple[Cause, ...] = ("activations", "temporary")
-"""Causes of memory that are determined by the time of allocation alone."""
 PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
 P = ParamSpec("P")
 
 
 class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations while the context is entered. `axes`: name of a group -> mesh axis."""
+    """Records operations while the context is entered. `axes`: name of a process group -> mesh
+    axis."""
 
     def __init__(self, axes: Mapping[str, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.items: list[Item] = []
         self.phase: Phase = "other"
         self.loss: Cause | None = None
-        """The cause of memory that the loss allocates, while it is computed from the output."""
+        """Cause of the memory that the loss allocates."""
         self._is_recording = False
         self.streams = Streams(self._note)
         self.allocations: list[MemoryChange] = []
@@ -159,8 +159,8 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peer: int | None = None,
         receives: bool = False,
     ) -> int:
-        """Record a collective of `size` bytes. `buffers`: tensors that it fills, or that were made
-        for sending. Returns its number."""
+        """`buffers`: tensors that the collective fills, or that were made for sending. Returns the
+        collective's number."""
         for each in buffers:
             number = self._note_storage(each.untyped_storage())
             if self.causes[number] in WITHOUT_LABEL:
@@ -176,20 +176,17 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._collectives
 
     def wait(self, number: int) -> None:
-        """Record that the current stream waits for a collective."""
         self._outstanding.discard(number)
         self._note(Await(number, self.streams.current.number))
 
     def wait_for_all(self) -> None:
-        """Record a wait for all collectives, because DDP waits for its buckets in C++."""
+        """DDP waits for its buckets in C++, which no hook of ours sees."""
         for number in sorted(self._outstanding):
             self.wait(number)
 
     # Memory
 
     def labelling(self, function: Callable[P, Tensor], cause: Cause) -> Callable[P, Tensor]:
-        """Return `function` with its result labelled."""
-
         def labelled(*arguments: P.args, **keywords: P.kwargs) -> Tensor:
             result = function(*arguments, **keywords)
             self.label(result, cause)
@@ -198,8 +195,6 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return labelled
 
     def label(self, tensors: Any, cause: Cause) -> None:
-        """Set the cause of the memory of tensors. Tensors that are never computed have no
-        memory."""
         for each in tree_leaves(tensors):
             local = each.to_local() if isinstance(each, DTensor) else each
             if type(local) in PLAIN:
@@ -209,7 +204,6 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.causes[self._note_storage(storage)] = cause
 
     def _note_storage(self, storage: torch.UntypedStorage) -> int:
-        """Record the storage's size, if it is new or has changed. Returns its number."""
         identity, size = id(storage), storage.nbytes()
         if identity not in self._numbers:
             number = len(self.causes)
@@ -248,8 +242,7 @@ class RecordedStream:
         event.record(self)
         return event
 
-    def synchronize(self) -> None:
-        """Do nothing: the host is not simulated as waiting."""
+    def synchronize(self) -> None: ...
 
 
 class RecordedEvent:
@@ -267,12 +260,11 @@ class RecordedEvent:
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None:
-        """Do nothing: the host is not simulated as waiting."""
+    def synchronize(self) -> None: ...
 
 
 class Streams:
-    """The simulated streams of one process. `note`: called with each event that is recorded or
+    """The simulated streams of one process. `note` is called with each event that is recorded or
     waited for."""
 
     def __init__(self, note: Callable[[Item], object]) -> None:

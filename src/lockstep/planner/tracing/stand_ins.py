@@ -1,7 +1,4 @@
-"""Stand-ins for what a trace does not have: values of tensors, a GPU and other ranks.
-
-If lockstep's checks read a value, they get a finite number; if the script reads one, an error is
-raised."""
+"""Stand-ins for what a trace lacks: values of tensors, a GPU and other ranks."""
 
 from __future__ import annotations
 
@@ -67,10 +64,7 @@ TORCH = str(Path(torch.__file__).parent)
 TRACING = str(Path(__file__).parent)
 LOCKSTEP = str(Path(__file__).parents[2])
 PRODUCTS = frozenset({"mm", "addmm", "mv", "addmv", "bmm", "baddbmm", "addbmm", "dot"})
-"""Operations whose last two tensors must have the same dtype, which torch's shape functions often
-do not check."""
 TORCHS_NAMES = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
-"""Names of dtypes in torch's errors."""
 SHORT = (torch.bfloat16, torch.float16)
 IN_FLOAT32 = frozenset(
     getattr(owner, name)
@@ -87,10 +81,9 @@ IN_FLOAT32 = frozenset(
 https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference"""
 IS_CPU = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 PACKED = "find_packed_sequence_indices"
-"""Name of a function in transformers 5.x that looks for several texts in one sequence."""
 
 Patch = tuple[Any, dict[str, Any]]
-"""A class or module, with the functions that replace its own in a trace."""
+"""A class or module, and the functions that replace its own in a trace."""
 
 
 class ValueNeeded(RecipeError):
@@ -98,8 +91,6 @@ class ValueNeeded(RecipeError):
 
 
 class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Returns values when they are read in a `FakeTensorMode`."""
-
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -129,7 +120,7 @@ def tolist(tensor: torch.Tensor) -> Any:
 
 
 def _value_instead(function: Any, args: Any, error: Exception) -> Any:
-    """Return a finite value for lockstep or torch. Raises `ValueNeeded` for the script."""
+    """Return a finite number to lockstep and torch; raise `ValueNeeded` in the script."""
     frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(2))]
     torchs = (TORCH, TRACING, "<")
     callers = (each for each in frames if not each.f_code.co_filename.startswith(torchs))
@@ -145,8 +136,7 @@ def _value_instead(function: Any, args: Any, error: Exception) -> Any:
 
 
 class GpuSemantics(TorchFunctionMode):
-    """Makes torch choose autocast and attention as on a GPU, for tensors that represent a GPU's
-    tensors. Their `device` is not a CPU."""
+    """Makes torch choose autocast and attention as on a GPU, for tensors that represent a GPU's."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -168,8 +158,7 @@ def _widened(value: Any) -> Any:
 
 
 def without_others(boundaries: Sequence[Sequence[Boundary]], skew: float) -> Iterator[Patch]:
-    """Yield replacements for functions that would communicate with other ranks. `boundaries`: as in
-    `StageSplit`. `skew`: as in `TraceOptions`."""
+    """Replacements for functions that would communicate with other ranks."""
     # The original compares the values of sharded and of full layers.
     yield FirstForwardCheck, {"compare": lambda *_: None}
     # The originals compare outputs and losses of cut sequences and of whole ones.
@@ -208,19 +197,15 @@ def _without_gradients(boundary: Boundary) -> Boundary:
 
 
 def without_masks() -> Patch:
-    """Return the stand-in for the causal mask of a chunk: on a GPU, this mask takes no memory."""
     return attention, {"causal_lower_right": lambda *_: None}
 
 
 def unrecorded() -> Patch:
-    """Return the replacement for computations that torch makes only for the shapes of distributed
-    tensors."""
+    """Do not record computations that torch makes only for the shapes of DTensors."""
     return propagation_methods(with_values)
 
 
 def with_short_first_step() -> Patch:
-    """Return the replacement with which each rank computes one microbatch in the first step, which
-    is not recorded."""
     original = Batching.spans
 
     def spans(batching: Batching, step: int) -> Spans:
@@ -255,8 +240,6 @@ def without_values() -> Iterator[Patch]:
 
 
 def marked_backwards(recorder: TraceRecorder) -> Patch:
-    """Return a replacement for the function that computes the backwards that waited for all
-    forwards. The replacement marks its beginning, and each backward."""
     release, terms = Step._release, ExpertBalance.terms
 
     def marked_terms(balance: ExpertBalance, *given: Any) -> Any:
@@ -276,7 +259,7 @@ def _with_values(owner: type, name: str) -> Patch:
 
 
 def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `function` with values."""
+    """Call `function` with tensors that have values, although a `FakeTensorMode` is entered."""
 
     def outside(*arguments: Any, **keywords: Any) -> Any:
         with disable_current_modes():
@@ -299,8 +282,8 @@ def _routed(skew: float) -> Callable[..., tuple[list[int], list[int], Tensor]]:
     def exchange_counts(
         dispatch: Dispatch, world: World, routing: Routing, index: Tensor | None
     ) -> tuple[list[int], list[int], Tensor]:
-        """Return the numbers of rows if the experts of the first rank are chosen `skew` times as
-        often as the mean, and all others equally often."""
+        """Choose the first rank's experts `skew` times as often as the mean, all others equally
+        often."""
         rows, others = len(routing.order), world.size - 1
         most = min(rows, round(skew * len(contiguous_range(rows, 0, world.size))))
         rest = [len(contiguous_range(rows - most, rank, others)) for rank in range(others)]
@@ -319,7 +302,6 @@ def _own_stages(
     compute: Callable[[int, tuple[Tensor, ...], Sequence[Boundary]], Any],
     count: int,
 ) -> tuple[Sequence[Boundary], Any]:
-    """Compute only this rank's stages of the next forward."""
     route, found = forwards.popleft(), None
     for stage in discovery._forwards.own:
         received = route[stage - 1].tensors(discovery.world.device) if stage else ()

@@ -32,7 +32,6 @@ else:
 
 
 def group_name(group: Any) -> str:
-    """Return the name that torch gives a process group."""
     name: str = dist.distributed_c10d._world.pg_names[group]
     return name
 
@@ -53,7 +52,6 @@ def replaced(owner: Any, **names: Any) -> Iterator[None]:
 
 
 def temporary_backend(name: str, create: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Register a backend for CPU tensors while the context is entered."""
     return replaced(
         dist.Backend,
         backend_list=[*dist.Backend.backend_list, name],
@@ -66,7 +64,6 @@ def temporary_backend(name: str, create: Callable[..., Any]) -> AbstractContextM
 
 
 def foreach_on_the_cpu() -> AbstractContextManager[None]:
-    """Make optimizers choose foreach for CPU tensors, as for GPU tensors."""
     module = sys.modules["torch.optim.optimizer"]
     return replaced(
         module,
@@ -81,7 +78,6 @@ def cpu_streams(
     current: Callable[..., Any],
     entered: Callable[..., Any],
 ) -> AbstractContextManager[None]:
-    """Replace the streams and events of `torch.cpu`, which do nothing."""
     return replaced(torch.cpu, Stream=stream, Event=event, current_stream=current, stream=entered)
 
 
@@ -105,7 +101,7 @@ def chunks_on_demand() -> AbstractContextManager[None]:
 
 
 def mesh_methods(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[str, Any]:
-    """Return `DeviceMesh`'s methods that read ranks as numbers, wrapped."""
+    """`DeviceMesh`'s methods that read ranks as numbers, wrapped."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return {
@@ -117,7 +113,6 @@ def mesh_methods(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
 def propagation_methods(
     wrapped: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the class that computes shapes of distributed tensors, and its wrapped method."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     name = "_propagate_tensor_meta_non_cached"
@@ -138,7 +133,6 @@ class _KeepsBuckets:
 
 
 def keeping_buckets() -> dict[str, Any]:
-    """Return a replacement for DDP's method that rebuilds buckets."""
     from torch.nn.parallel import DistributedDataParallel
 
     original: Any = DistributedDataParallel._pre_forward

@@ -68,7 +68,7 @@ from lockstep.training.train_module import TrainModule
 
 
 class _Traced(Exception):
-    """The step has been traced; the run need not continue."""
+    """Raised to end the run after the traced step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,29 +76,23 @@ class TraceOptions:
     rank: int = 0
     world_size: int = 1
     local_size: int = 8
-    """Number of ranks on each machine."""
     is_gpu: bool = True
-    """Choose autocast, attention and optimizers as torch does on a GPU."""
     is_fake: bool = True
-    """False: real tensors, for a script that needs values."""
+    """False: real tensors, for a script that reads values."""
     boundaries: Sequence[Sequence[Boundary]] = ()
-    """See `StageSplit`."""
     skew: float = 1.0
-    """Rows that go to the first rank of `expert`, in multiples of the mean over its ranks."""
+    """Rows of the first rank of `expert`, in multiples of the mean over its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageSplit:
     boundaries: Sequence[Sequence[Boundary]]
-    """For each forward of the run, the tensors that each stage, except the last, passes on. Before
-    the first step, a model of sequences is tried with other lengths."""
+    """For each forward of the run, the tensors that each stage, except the last, passes on."""
     kinds: Sequence[tuple[int, ...]]
-    """For each rank, the parts in each of its stages."""
 
 
 def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit:
-    """Split the whole model as the pipeline does, and find the tensors that stages pass on. Raises
-    `RecipeError`."""
+    """Split the whole model as the pipeline does, and find the tensors that stages pass on."""
     boundaries: dict[str, list[Boundary | Chunks]] = {}
     splits: list[Stages] = []
     ranks = int(plan.pipeline or 1)
@@ -133,18 +127,14 @@ def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit
 class ModelSize:
     parameter_bytes: int
     parts: int
-    """Number of parts for a pipeline; 0 if their order is unknown."""
     has_batchnorm: bool
     """True if BatchNorm computes statistics over a microbatch, which then cannot be split."""
     has_head: bool
-    """True if the layer that computes logits is known."""
     experts: int
-    """Greatest common divisor of the numbers of experts of the layers; 1 without experts."""
     expert_bytes: int
 
 
 def model_size(recipe: Recipe) -> ModelSize:
-    """Return the size of the model, which is built without values. Raises `RecipeError`."""
     mesh = Mesh.of(World(0, 1, 0, 1, torch.device("cpu"), owns_group=False), Plan(replicate=1))
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = InitialModel.build(recipe.model, 0, mesh, without_values=True).module
@@ -174,7 +164,6 @@ def _note_boundary(
     inputs: Any,
     output: Any,
 ) -> None:
-    """Record the output of a part for each forward, or for each chunk of a forward."""
     several, sequence = found.setdefault(part, []), active()
     boundary: Boundary | Chunks = Boundary.of(output, part)
     if sequence is not None and isinstance(axis := sequence.layout.world, ChunkAxis):
@@ -187,8 +176,8 @@ def _note_boundary(
 def trace_step(
     recipe: Recipe, plan: Plan, options: TraceOptions, watch: Callable[[Run], object] | None = None
 ) -> TracedStep:
-    """Trace the second step on one rank, without other ranks. `plan`: a resolved plan. `watch`:
-    called before the first step. Raises the errors that the run would raise, and `ValueNeeded`."""
+    """Trace the second step on one rank, without other ranks. Raises what the run would raise, and
+    `ValueNeeded`."""
     with ExitStack() as stack:
         stack.enter_context(PreservedGenerators())
         folder = str(stack.enter_context(locked_folder("lockstep-plan-")))
@@ -295,7 +284,6 @@ class StepTraceHook(ControlHook):
     mesh: Mesh
     watch: Callable[[Run], object] | None = None
     fake: FakeTensorMode | None = None
-    """The mode in which tensors have no values."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -303,7 +291,6 @@ class StepTraceHook(ControlHook):
         self._tokens_per_sample: float | None = None
 
     def begin(self, mesh: Mesh) -> None:
-        """Called when the mesh has been made."""
         self.mesh, self.recorder = mesh, TraceRecorder(axes_of(mesh))
 
     def before_steps(self, run: Run) -> None:
@@ -311,8 +298,6 @@ class StepTraceHook(ControlHook):
             self.watch(run)
 
     def before_step(self, run: Run) -> None:
-        """Record the second step, because the first one makes checks and allocations that happen
-        only once."""
         if run.step < 1:
             return
         for module in run.training.modules:
@@ -328,9 +313,6 @@ class StepTraceHook(ControlHook):
                 self.recorder.label(states, "optimizer")
 
     def labelled(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """Return the loss function; the memory of the output and of tensors in the loss is labelled
-        as logits, or as chunked logits."""
-
         def computed(output: Any, batch: Any) -> Any:
             self.recorder.label(output, "logits")
             is_chunked = any(isinstance(leaf, ChunkedLogits) for leaf in tensors_in(output))
@@ -360,8 +342,8 @@ class StepTraceHook(ControlHook):
             self.recorder.mark(REDUCED)
 
     def after_backward(self, run: Run, model: torch.nn.Module) -> None:
-        """Record the memory that holds summed gradients: DDP's permanent buckets, or the gradients
-        of this step."""
+        """Record the memory of summed gradients: DDP's permanent buckets, or this step's
+        gradients."""
         for module in run.training.modules:
             cause: Cause = "communication" if _reduces_in_buckets(module) else "gradients"
             self.recorder.label([each.grad for each in module.parameters], cause)
@@ -382,7 +364,7 @@ class StepTraceHook(ControlHook):
         raise _Traced
 
     def end_recording(self) -> None:
-        """Stop recording. May be called again."""
+        """May be called again."""
         self._stack.close()
 
     def trace(self) -> TracedStep:
@@ -395,7 +377,7 @@ def _reduces_in_buckets(module: TrainModule) -> bool:
 
 
 def axes_of(mesh: Mesh) -> Mapping[str, str]:
-    """Return, for each process group of a mesh, name -> axes (`data` for the data ranks)."""
+    """Name of a process group -> its mesh axes (`data` for the data ranks)."""
     return {
         group_name(world.group or dist.group.WORLD): (
             "data" if len(names) > 1 and world is mesh.data else "_".join(names)
