@@ -31,8 +31,8 @@ class Style:
     """`replicated`: equal full tensors on all ranks. `sharded`: this rank's shard of the last dim,
     the features. `sequence`: this rank's shard of dim 1, the tokens."""
     output_layout: Literal["replicated", "sharded", "sequence", "classes"]
-    """As `input_layout`, or `classes`, this rank's shard of the logits. The outputs `sequence` and
-    `classes` are DTensors, sharded along dim 1 and along the last dim."""
+    """One of `input_layout`'s, or `classes`, this rank's shard of the logits. The outputs
+    `sequence` and `classes` are DTensors, sharded along dim 1 and along the last dim."""
     slices_input: bool = False
     """True if the user's code gives the layer a full tensor, from which it takes this rank's shard
     of the features."""
