@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import tree_leaves
-from lockstep.model.tensor.random_functions import draws
+from lockstep.model.random_functions import draws
 
 _LIKE = frozenset({torch.randn_like, torch.rand_like, torch.randint_like})
 _FILLING = frozenset(

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import tree_leaves
-from lockstep.model.tensor.random_functions import draws
+from lockstep.model.random_functions import draws
 
 
 class StageDraws(TorchFunctionMode):

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.base.errors import RecipeError
+from lockstep.model.random_functions import RANDOM
 from lockstep.model.tensor.marks import UNKNOWN, mark_of, mark_sharded, sharded_dim
-from lockstep.model.tensor.random_functions import RANDOM
 from lockstep.model.tensor.sharded_features import ShardedFeatures
 
 BATCH, TOKENS, WIDTH = 2, 5, 3

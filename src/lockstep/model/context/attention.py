@@ -122,7 +122,7 @@ class ChunkedAttention:
         whole = range(self._layout.tokens)
         match self._kernel(query, value, whole_rows=True):
             case "documents":
-                return self._documents.by_document(self._document, query, key, value, dim=2)
+                return self._documents.by_document(self._document, query, key, value)
             case "mask":
                 return self._masked(whole, 0, query, key, value)
             case kernel:

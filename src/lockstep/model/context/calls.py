@@ -4,6 +4,7 @@ one length by chance is not mistaken for it."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lockstep.model.context.active import active
-from lockstep.model.context.draws import OF_A_SHAPE, OF_A_TENSOR, draws, shape_of
+from lockstep.model.context.draws import draws_by_default, shape_of
 from lockstep.model.pipeline.boundary import Around
 
 Kind = Literal["attention", "arange", "slice", "draw"]
@@ -66,10 +67,8 @@ def call_of(
     if function is torch.arange:
         span = arange_span(args, keywords)
         return None if span is None else Call(_site("arange", caller), (len(span),))
-    if function in OF_A_TENSOR or function in OF_A_SHAPE:
-        keywords = dict(keywords)
-        if draws(function, args, keywords):
-            return Call(_site("draw", caller), tuple(shape_of(function, args, keywords)))
+    if draws_by_default(function, args, keywords):
+        return Call(_site("draw", caller), tuple(shape_of(function, args, keywords)))
     return None
 
 
@@ -91,6 +90,14 @@ def outside_modes(frame: FrameType) -> FrameType:
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame
+
+
+def line_of(caller: FrameType) -> str:
+    """Return the file and line of the model's code that made a call."""
+    frame = outside_modes(caller)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"
 
 
 def _argument(args: Sequence[Any], keywords: Mapping[str, Any], place: int, name: str) -> Any:

@@ -19,6 +19,7 @@ from lockstep.base.torch_private import keeps_graph
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.world import BUCKET_NUMBERS
 from lockstep.model.context.chunk_axis import ChunkAxis
+from lockstep.model.context.label_shift import scalars_of
 from lockstep.model.pipeline.unused import given_or_unused
 from lockstep.recipe.recipe import Loss, Sum
 from lockstep.tree import LeavesInAnyOrder, cover, fold
@@ -46,7 +47,7 @@ class ChunkInputs:
 def sum_losses(values: Sequence[Any], inputs: ChunkInputs) -> Any:
     """Every process calls it, and runs the backward of the result. `values`: the losses of this
     process's chunks. If they are no numbers, the first of them is returned."""
-    rows = [list(_scalars_of(value)) for value in values]
+    rows = [list(scalars_of(value)) for value in values]
     if not all(_is_number(each) for row in rows for each in row):
         return values[0]
     axis = inputs.axis
@@ -256,19 +257,10 @@ def _buckets(places: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[li
         yield bucket
 
 
-def _scalars_of(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        for term in value.values():
-            yield from _scalars_of(term)
-    elif isinstance(value, Loss):
-        yield from (value.total, value.weight)
-    else:
-        yield value.total if isinstance(value, Sum) else value
-
-
 def _with_scalars(value: Any, scalars: Iterator[Any]) -> Any:
     if isinstance(value, dict):
-        return {name: _with_scalars(term, scalars) for name, term in value.items()}
+        terms = {name: _with_scalars(value[name], scalars) for name in sorted(value)}
+        return {name: terms[name] for name in value}
     if isinstance(value, Loss):
         return Loss(next(scalars), next(scalars))
     return Sum(next(scalars)) if isinstance(value, Sum) else next(scalars)

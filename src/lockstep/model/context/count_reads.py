@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from lockstep.base.nested import tensors_in
 from lockstep.comm.world import World
@@ -221,8 +220,3 @@ def first_different_counts(everyone: Sequence[Mapping[int, Noted]]) -> Different
         if lines := differing_lines(noted):
             return DifferentCounts(microbatch, lines)
     return None
-
-
-def shapes_of(result: Any) -> list[tuple[int, ...]]:
-    several = result if isinstance(result, tuple | list) else (result,)
-    return [tuple(each.shape) for each in several if isinstance(each, Tensor)]

@@ -162,7 +162,8 @@ class SequenceCut:
 
     def arguments_of(self, arguments: Any, cut: MicrobatchCut) -> Arguments:
         dim, layout = self.dim, cut.layout
-        own = self._map_sequences(arguments, layout.tokens, lambda tensor: layout.take(tensor, dim))
+        known = self._know_sequences(arguments, layout.tokens)
+        own = map_known(arguments, known, lambda tensor: layout.take(tensor, dim))
         return self.call_of(own, self._active(cut, Chosen()).places())
 
     def inputs_of(self, arguments: Any, cut: MicrobatchCut) -> Arguments | Chunks:
@@ -370,7 +371,8 @@ class SequenceCut:
         with unchanged(self._model, self._world.device):
             self._call_first(arguments, layout.local)
         with unchanged(self._model, self._world.device), all_in_use(self._model):
-            output = self._proved(sample, whole)
+            cut_trial, whole_trial = self._cut_trial(sample, compared), self._trial(sample, whole)
+            output = prove(cut_trial, whole_trial, self.dim, self._provers)
 
             def find_shift() -> None:
                 if self._forwards.has_output and self._shifts.get(loss) is None:
@@ -382,10 +384,6 @@ class SequenceCut:
     @property
     def _world_of_one(self) -> World:
         return replace(self._world, rank=0, size=1, group=None, owns_group=False)
-
-    def _proved(self, sample: Any, whole: TokenLayout) -> Any:
-        cut = self._cut_trial(sample, whole.tokens)
-        return prove(cut, self._trial(sample, whole), self.dim, self._provers)
 
     def _cut_trial(self, sample: Any, tokens: int) -> Trial:
         return self._trial(sample, self._layout_of(tokens))
@@ -455,11 +453,6 @@ class SequenceCut:
             for leaf, was in zip(leaves, known, strict=True)
         ]
         return self._labels[kind]
-
-    def _map_sequences(
-        self, arguments: Any, tokens: int, function: Callable[[Tensor], Tensor]
-    ) -> Any:
-        return map_known(arguments, self._know_sequences(arguments, tokens), function)
 
     def _first_tokens(self, arguments: Any, tokens: int, *, rows: int = 1) -> Any:
         samples, length = self._size_of(arguments)
@@ -545,25 +538,24 @@ class SequenceCut:
             self._compared.put(loss, True)
 
     def _know_dims(self, arguments: Any) -> None:
-        if self._model.training not in self._dims:
-            check_call(self._model, *self.call_of(arguments))
-            self._dims[self._model.training] = self._find_dims(arguments)
-
-    def _find_dims(self, arguments: Any) -> Mapping[int, Dims]:
-        size = self._size_of(arguments)
-        if size[1] < 2:
+        if self._model.training in self._dims:
+            return
+        check_call(self._model, *self.call_of(arguments))
+        _, tokens = self._size_of(arguments)
+        if tokens < 2:
             raise DataError(
-                f"a sequence of {size[1]} token; two lengths are needed to see what depends on the"
+                f"a sequence of {tokens} token; two lengths are needed to see what depends on the"
                 " length; give sequences of several tokens"
             )
-        lengths = min(LENGTHS[0], size[1] - 1), min(LENGTHS[1], size[1])
+        lengths = min(LENGTHS[0], tokens - 1), min(LENGTHS[1], tokens)
         with unchanged(self._model, self._world.device):
-            return find_dims(partial(self._call_first, arguments), lengths)
+            dims = find_dims(partial(self._call_first, arguments), lengths)
+        self._dims[self._model.training] = dims
 
     def _call_first(
         self, arguments: Any, tokens: int, around: Around = lambda _: nullcontext()
     ) -> None:
-        size = self._size_of(arguments)
+        _, length = self._size_of(arguments)
 
         @contextmanager
         def with_reason(stage: int) -> Iterator[None]:
@@ -574,7 +566,7 @@ class SequenceCut:
                 if SHARDED.search(str(error)):
                     raise  # the error does not come from the length
                 raise RecipeError(
-                    f"the model cannot compute the first {tokens} of {size[1]} tokens:"
+                    f"the model cannot compute the first {tokens} of {length} tokens:"
                     f" {error}; a model of sequences takes any length: slice its tables, such as"
                     " self.positions[:, :tokens]; or it fails with whole sequences too"
                 ) from error

@@ -82,19 +82,16 @@ class Documents:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        dim: int,
     ) -> Tensor:
         """Return the attention of whole rows, computed for one document after another. `compute`:
-        (row, index of the first token, query, key, value) -> the attention of a document, with its
-        tokens along `dim`."""
+        (row, index of the first token, query, key, value) -> the attention of a document."""
         rows = []
         samples = zip(*(torch.split(each, 1) for each in (query, key, value)), strict=True)
         for row, (sample, lengths) in enumerate(zip(samples, self.lengths, strict=True)):
             parts = zip(*(torch.split(each, lengths, 2) for each in sample), strict=True)
             firsts = accumulate(lengths, initial=0)
             outputs = [compute(row, first, *part) for first, part in zip(firsts, parts)]  # noqa: B905  # one more first
-            rows.append(torch.cat(outputs, dim))
+            rows.append(torch.cat(outputs, 2))
         return torch.cat(rows)
 
     def earliest_key(self, token: int) -> int:

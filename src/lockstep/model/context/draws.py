@@ -5,7 +5,7 @@ index seed the chunk's generator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -16,19 +16,21 @@ from torch.nn import functional as F
 from lockstep.base import accelerator
 from lockstep.base.torch_private import disable_current_modes
 from lockstep.keys import key
+from lockstep.model.random_functions import draws
 
-DROPOUTS: dict[Any, bool] = {
-    F.dropout: True,
-    torch.dropout: True,
-    F.dropout1d: True,
-    F.dropout2d: True,
-    F.dropout3d: True,
-    F.alpha_dropout: False,
-    F.feature_alpha_dropout: False,
-    F.rrelu: False,
-}
-"""Functions of torch that draw random numbers only in training -> the default of their argument
-`training`."""
+DROPOUTS = frozenset(
+    [
+        F.dropout,
+        torch.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        F.rrelu,
+    ]
+)
+"""Functions of torch that draw random numbers only in training."""
 OF_A_TENSOR = frozenset(
     [
         *DROPOUTS,
@@ -48,27 +50,24 @@ OF_A_TENSOR = frozenset(
 OF_A_SHAPE = frozenset([torch.rand, torch.randn])
 
 
-def draws(function: Any, args: Sequence[Any], keywords: dict[str, Any]) -> bool:
-    if keywords.get("generator") is not None:
-        return False
-    if function not in DROPOUTS:
-        return True
-    # (input, p, training), but (input, lower, upper, training)
-    place = 3 if function is F.rrelu else 2
-    named = keywords.get("training", keywords.get("train", DROPOUTS[function]))
-    training = args[place] if len(args) > place else named
-    rate = 1.0 if function is F.rrelu else args[1] if len(args) > 1 else keywords.get("p", 0.5)
-    return bool(training) and rate != 0
+def draws_by_default(function: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """True if this call draws from a default generator, by a function in `OF_A_TENSOR` or
+    `OF_A_SHAPE`."""
+    return (
+        (function in OF_A_TENSOR or function in OF_A_SHAPE)
+        and keywords.get("generator") is None
+        and draws(function, args, keywords)
+    )
 
 
-def shape_of(function: Any, args: Sequence[Any], keywords: dict[str, Any]) -> torch.Size:
+def shape_of(function: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> torch.Size:
     if function in OF_A_SHAPE:
         return torch.Size(sizes_of(args, keywords))
     given = args[0] if args else keywords["input"]
     return given.shape  # type: ignore[no-any-return]
 
 
-def sizes_of(args: Sequence[Any], keywords: dict[str, Any]) -> list[int]:
+def sizes_of(args: Sequence[Any], keywords: Mapping[str, Any]) -> list[int]:
     is_one = bool(args) and isinstance(args[0], list | tuple)
     sizes = keywords["size"] if "size" in keywords else args[0] if is_one else args
     return [int(size) for size in sizes]

@@ -5,7 +5,6 @@ all ranks must read the same number. Counts of chosen tokens may differ (`count_
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
@@ -18,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.base.errors import RecipeError
 from lockstep.comm.world import World
-from lockstep.model.context.calls import is_call_of_model, outside_modes
+from lockstep.model.context.calls import is_call_of_model, line_of
 from lockstep.model.context.chunk_axis import ChunkAxis
-from lockstep.model.context.count_reads import PartCounts, numbers_in, shapes_of
+from lockstep.model.context.count_reads import PartCounts, numbers_in
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.part_digests import PartDigests
 from lockstep.model.host_values import ARRAYS, READS, functions_named
@@ -76,15 +75,15 @@ class PartReads:
         ):
             self._mark(result)
         if self.counts is not None and _is_shape_a_count(function, args):
-            self._note_count(shapes_of(result), caller)
+            self._note_count(_shapes_of(result), caller)
 
     def _note_read(self, value: Any, caller: FrameType) -> None:
         if is_call_of_model(caller):
-            self._add(Read(_line_of(caller), repr(value)))
+            self._add(Read(line_of(caller), repr(value)))
 
     def _note_count(self, value: Any, caller: FrameType) -> None:
         if self.counts is not None and is_call_of_model(caller):
-            self.counts.note(_line_of(caller), value)
+            self.counts.note(line_of(caller), value)
 
     def _add(self, read: Read) -> None:
         self.digest.update("\n".join(read).encode())
@@ -237,15 +236,13 @@ def _is_several(value: Any) -> bool:
     return isinstance(value, list) and len(list(numbers_in(value))) != 1
 
 
+def _shapes_of(result: Any) -> list[tuple[int, ...]]:
+    several = result if isinstance(result, tuple | list) else (result,)
+    return [tuple(each.shape) for each in _tensors_of(several)]
+
+
 def _is_shape_a_count(function: Any, args: Any) -> bool:
     if function is Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(each, Tensor) and each.dtype is torch.bool for each in index)
     return function in _SHAPED or (function is torch.where and len(args) == 1)
-
-
-def _line_of(caller: FrameType) -> str:
-    frame = outside_modes(caller)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
-        frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"

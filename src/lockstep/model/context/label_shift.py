@@ -163,7 +163,7 @@ def find_shift(loss: LossFunction, output: Any, batch: Any, cut: BatchCut) -> in
                 " the tokens, and rounding hides whether these sum to the whole; sum in float32:"
                 " output.float()"
             )
-        whole = _numbers(value)
+        whole = [*map(float, scalars_of(value))]
         for shift in (0, 1):
             try:
                 sums.append(_totals_by_part(loss, output, batch, cut, shift))
@@ -246,6 +246,18 @@ def total_of(value: Any) -> Any:
     return value.total if isinstance(value, Loss | Sum) else value
 
 
+def scalars_of(value: Any) -> Iterator[Any]:
+    """Yield the total of each term in the result of a loss function, and the weight of an
+    `ls.Loss`."""
+    if isinstance(value, dict):
+        for name in sorted(value):
+            yield from scalars_of(value[name])
+    elif isinstance(value, Loss):
+        yield from (value.total, value.weight)
+    else:
+        yield value.total if isinstance(value, Sum) else value
+
+
 def _map_totals(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {name: _map_totals(term, function) for name, term in value.items()}
@@ -265,7 +277,7 @@ def _totals_by_part(
     total: list[float] = []
     for rank in range(cut.layout.world.size):
         part = _part(output, cut.layout, rank, cut.dim)
-        totals = _numbers(loss_of_part(loss, part, batch, cut, rank, shift))
+        totals = [*map(float, scalars_of(loss_of_part(loss, part, batch, cut, rank, shift)))]
         total = [a + b for a, b in zip(total, totals, strict=True)] if total else totals
     return total
 
@@ -300,13 +312,3 @@ def _short_dtype(value: Any) -> str | None:
     total = value.total if isinstance(value, Sum | Loss) else value
     is_short = isinstance(total, Tensor) and total.dtype in (torch.bfloat16, torch.float16)
     return str(total.dtype).removeprefix("torch.") if is_short else None
-
-
-def _numbers(value: Any) -> list[float]:
-    if isinstance(value, dict):
-        return [number for name in sorted(value) for number in _numbers(value[name])]
-    if isinstance(value, Sum):
-        return [float(value.total)]
-    if isinstance(value, Loss):
-        return [float(value.total), float(value.weight)]
-    return [float(value)]

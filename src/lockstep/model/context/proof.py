@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -26,7 +25,7 @@ from lockstep.comm.first_failure import PeerError
 from lockstep.comm.world import World
 from lockstep.model.chunked_logits import hidden_states
 from lockstep.model.context.active import handled
-from lockstep.model.context.calls import is_call_of_model
+from lockstep.model.context.calls import is_call_of_model, line_of
 from lockstep.model.context.count_reads import PartCounts
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.label_shift import has_tokens
@@ -358,7 +357,7 @@ class _Results(TorchFunctionMode):
         if self._expected is not None and number < len(self._expected):
             known, whole = self._expected[number]
             if known == name and (is_attention := self._differs(result, whole)) is not None:
-                line = _line(caller)
+                line = line_of(caller)
                 self.first = _Result(self._stage, number, name, line, is_attention)
 
     def _differs(self, part: Tensor, whole: _Tensor) -> bool | None:
@@ -393,9 +392,3 @@ def _sum_of_squares(tensor: Tensor, dim: int | None) -> Tensor:
         if dim is None
         else squares.movedim(dim, 0).reshape(tensor.shape[dim], -1).sum(1)
     )
-
-
-def _line(frame: FrameType) -> str:
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith("torch."):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"

@@ -65,7 +65,9 @@ def open_transformers(model: nn.Module) -> bool:
     models = pretrained_models(model)
     for _, each in models:
         own = _checked_implementation(each)
-        _register(own)
+        library = import_module("transformers")
+        library.AttentionInterface.register(PREFIX + own, partial(_attention, own))
+        library.AttentionMaskInterface.register(PREFIX + own, partial(_mask, own))
         each.set_attn_implementation(PREFIX + own)  # type: ignore[operator]  # of a PreTrainedModel
         complete = partial(_complete_call, inspect.signature(each.forward))
         each.register_forward_pre_hook(complete, prepend=True, with_kwargs=True)
@@ -118,12 +120,6 @@ def _rope_kinds(config: Any) -> Iterator[str]:
             *(value for value in parameters.values() if isinstance(value, dict)),
         ):
             yield str(each.get("rope_type"))
-
-
-def _register(own: str) -> None:
-    library = import_module("transformers")
-    library.AttentionInterface.register(PREFIX + own, partial(_attention, own))
-    library.AttentionMaskInterface.register(PREFIX + own, partial(_mask, own))
 
 
 def check_call(model: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
@@ -480,7 +476,7 @@ def _by_document(
         output: Tensor = compute(query, key, value, own, **given)[0]
         return output.transpose(1, 2)
 
-    return documents.by_document(alone, query, key, value, dim=2)
+    return documents.by_document(alone, query, key, value)
 
 
 class _HeadsOf:

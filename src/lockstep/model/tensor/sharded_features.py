@@ -58,6 +58,7 @@ from lockstep.base.torch_private import (
     tree_map,
 )
 from lockstep.model.host_values import ARRAYS, READS
+from lockstep.model.random_functions import DROPOUT, draws, writes
 from lockstep.model.tensor.elementwise import mapped
 from lockstep.model.tensor.following import Following
 from lockstep.model.tensor.forms import Forms, by_rows, other_product, repeated
@@ -74,7 +75,6 @@ from lockstep.model.tensor.marks import (
     sharded_dim,
 )
 from lockstep.model.tensor.operators import tensors_of
-from lockstep.model.tensor.random_functions import DROPOUT, draws, writes
 from lockstep.model.tensor.sharded_dims import check_drawn
 from lockstep.model.tensor.sharded_logits import ShardedLogits, gather_full
 from lockstep.model.tensor.sliced import Slices, of_heads
