@@ -15,7 +15,6 @@ from lockstep.model.expert.balance import (
     balance_loss,
     bias_step,
     chosen_per_token,
-    load_of,
     loads_of_samples,
     probabilities,
     relative_load,
@@ -35,6 +34,10 @@ def routed(seed: int, tokens: int, experts: int, chosen: int) -> tuple[Tensor, T
     logits = torch.randn(tokens, experts, generator=generator, dtype=torch.float64)
     counted = torch.rand(tokens, generator=generator) < 0.7
     return logits, logits.topk(chosen).indices, counted
+
+
+def load_of(index: Tensor, is_finite: Tensor, counted: Tensor | None, experts: int) -> Tensor:
+    return loads_of_samples(index, is_finite, counted, experts, samples=1)[0]
 
 
 def finite(logits: Tensor) -> Tensor:

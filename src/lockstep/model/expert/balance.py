@@ -13,15 +13,12 @@ from torch import Tensor
 MORE = 3
 
 
-def load_of(index: Tensor, is_finite: Tensor, counted: Tensor | None, experts: int) -> Tensor:
-    """`index`: (tokens, k), the chosen experts. `counted`: (tokens,), False for padding; None: all
-    tokens count. Returns integers of shape (experts + MORE,)."""
-    return loads_of_samples(index, is_finite, counted, experts, samples=1)[0]
-
-
 def loads_of_samples(
     index: Tensor, is_finite: Tensor, counted: Tensor | None, experts: int, *, samples: int
 ) -> Tensor:
+    """Return the load of each sample: integers of shape (samples, experts + MORE). `index`:
+    (tokens, k), the chosen experts. `counted`: (tokens,), False for padding; None: all tokens
+    count."""
     counts = (
         torch.ones(len(index), dtype=torch.int64, device=index.device)
         if counted is None

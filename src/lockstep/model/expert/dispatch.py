@@ -80,7 +80,7 @@ class Dispatch:
         module: Any = self.experts.module
         self._own = module.forward
         self._signature = inspect.signature(self._own)
-        self._attributes = plain_attributes(module)
+        self._attributes = _plain_attributes(module)
         # a graph break: compiled code knows neither the numbers of rows nor collectives
         module.forward = wraps(self._own)(Uncompiled(partial(self.forward)))
 
@@ -92,11 +92,11 @@ class Dispatch:
             if self._is_left:
                 return self._own(*args, **kwargs)  # type: ignore[no-any-return]
             tokens, index, weights = given
-            compute = (
-                partial(self._computed, self._local())
-                if self.leaves is None
-                else partial(self._computed_by_rank, self.leaves.parameters_of)
-            )
+            if self.leaves is None:
+                local = {key: parameter.to_local() for key, parameter in self._parameters()}
+                compute: ComputeRows = partial(self._computed, local)
+            else:
+                compute = partial(self._computed_by_rank, self.leaves.parameters_of)
             is_dummy = self.exchange.is_dummy is True
             return self._dispatched(self.world, compute, tokens, index, weights, is_dummy=is_dummy)
 
@@ -278,9 +278,6 @@ class Dispatch:
             torch.cat(parts) if parts else self._computed(parameters_of(0), rows, local, ones, [])
         )
 
-    def _local(self) -> Parameters:
-        return {key: parameter.to_local() for key, parameter in self._parameters()}
-
     def _parameters(self) -> Iterator[tuple[Key, DTensor]]:
         return divided_parameters(self.experts.module)
 
@@ -335,7 +332,7 @@ class Dispatch:
             )
 
 
-def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
+def _plain_attributes(module: nn.Module) -> tuple[Any, ...]:
     return tuple(
         (type(each), name, value)
         for each in module.modules()

@@ -4,7 +4,7 @@ in a forward."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.base.errors import RecipeError, first_few
 from lockstep.base.torch_private import in_backward, own_buffers, own_parameters
+from lockstep.base.uncompiled import Uncompiled
 from lockstep.comm.mesh import full_tensor
 from lockstep.model.blocks import matching_names
 from lockstep.model.context.active import active
@@ -193,11 +194,9 @@ class RoutingRecorder:
     def _router_hook(self, place: int) -> Any:
         def note(_: nn.Module, __: Any, output: Any) -> None:
             if self._choices is not None and not in_trial():
-                layer = self.layers[place]
-                logits = _logits_in(output, layer)
-                self._choices[place].logits.append(logits)
+                self._choices[place].logits.append(_logits_in(output, self.layers[place]))
 
-        return _uncompiled(note)
+        return Uncompiled(note)
 
     def _experts_hook(self, place: int, argument: str) -> Any:
         def note(_: nn.Module, args: Any, keywords: Any) -> Any:
@@ -216,12 +215,7 @@ class RoutingRecorder:
                 return (args[0], valid, *args[2:]), keywords
             return args, {**keywords, argument: valid}
 
-        return _uncompiled(note)
-
-
-def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    called: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return called
+        return Uncompiled(note)
 
 
 def _in_range(index: Tensor, experts: int) -> Tensor:

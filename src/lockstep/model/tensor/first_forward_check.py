@@ -23,11 +23,11 @@ from lockstep.base.torch_private import (
     disable_current_modes,
     own_buffers,
     own_parameters,
-    tree_leaves,
     tree_map,
 )
 from lockstep.model.running_statistics import self_updating
 from lockstep.model.tensor.marks import is_sharded
+from lockstep.model.tensor.operators import tree_tensors
 from lockstep.model.tensor.sharded_logits import gather_full
 from lockstep.model.trial import trial
 
@@ -83,15 +83,13 @@ class FirstForwardCheck:
         if not inside:
             return
         layers = [(layer.removeprefix(name), type(self._modules[layer])) for layer in inside]
-        kind, most = (
-            (type(module), module.training, *layers),
-            max(MAX_GATHERED_ELEMENTS, self._size(self._modules) // 2),
-        )
+        kind = type(module), module.training, *layers
+        most = max(MAX_GATHERED_ELEMENTS, self._size(self._modules) // 2)
         if kind not in self._checked_kinds and self._size(inside) <= most:
             given = [_plain(list(arguments)), _plain(keywords)]
             _, *children = module.modules()
             blocks = any(isinstance(child, FSDPModule) for child in children)
-            if blocks or any(is_sharded(leaf) for leaf in tree_leaves(given)):
+            if blocks or any(map(is_sharded, tree_tensors(given))):
                 return
             given = tree_map(
                 lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, given
@@ -111,13 +109,13 @@ class FirstForwardCheck:
                     _same_numbers(given),
                 ):
                     with _same_numbers(given), _unchanged(module):
-                        sharded = _tensors(forward(*given[0], **given[1]))
+                        sharded = tree_tensors(forward(*given[0], **given[1]))
                     if any(map(is_sharded, sharded)):
                         return
                     given = tree_map(gather_full, given)
                     others = [name for name in self._on_sequence if name.startswith(prefix)]
                     with self._with_full_weights([*inside, *others]), _unchanged(module):
-                        whole = _tensors(forward(*given[0], **given[1]))
+                        whole = tree_tensors(forward(*given[0], **given[1]))
                 self._check(name or type(module).__name__, inside, sharded, whole)
             finally:
                 self._comparing = False
@@ -214,18 +212,12 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def _on_accelerator(given: Any) -> bool:
-    return any(
-        accelerator.is_accelerator(leaf) for leaf in tree_leaves(given) if isinstance(leaf, Tensor)
-    )
+    return any(map(accelerator.is_accelerator, tree_tensors(given)))
 
 
 @contextmanager
 def _same_numbers(given: Any) -> Iterator[None]:
-    devices = {
-        leaf.device
-        for leaf in tree_leaves(given)
-        if isinstance(leaf, Tensor) and accelerator.is_accelerator(leaf)
-    }
+    devices = {leaf.device for leaf in tree_tensors(given) if accelerator.is_accelerator(leaf)}
     with accelerator.preserved_generators(*devices):
         yield
 
@@ -240,7 +232,3 @@ def _plain(item: Any) -> Any:
         if isinstance(item, Tensor | int | float | str | torch.dtype | torch.device | nn.Module)
         else None
     )
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.base.errors import RecipeError
-from lockstep.base.torch_private import base_of, tree_leaves
+from lockstep.base.torch_private import base_of
 from lockstep.model.tensor.elementwise import mapped
 from lockstep.model.tensor.forms import PLAIN, OperatorRecorder, Seen, apart
 from lockstep.model.tensor.marks import (
@@ -21,6 +21,7 @@ from lockstep.model.tensor.marks import (
     marked,
     set_mark,
 )
+from lockstep.model.tensor.operators import tree_tensors
 from lockstep.model.tensor.sharded_dims import check_drawn, shards_of
 
 MOST = 10_000
@@ -77,7 +78,7 @@ def _followed(func: Any, args: Any, kwargs: Any) -> tuple[Any, _Followed]:
     seen = Seen()
     with OperatorRecorder(seen, set(), backward=False):
         out = func(*args, **kwargs)
-    outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    outs = tree_tensors(out)
     if seen.draws and func is not F.scaled_dot_product_attention:
         raise RecipeError(
             f"{name} of a tensor that is sharded over the tensor axis, which draws random numbers"

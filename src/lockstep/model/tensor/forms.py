@@ -29,7 +29,14 @@ from lockstep.base.torch_private import (
 )
 from lockstep.model.tensor.elementwise import aligned, aligned_gradient, elementwise, mapped
 from lockstep.model.tensor.marks import Shard, mark_of, marked
-from lockstep.model.tensor.operators import EXACT, IN_ORDER, Kind, kind_of_operator, tensors_of
+from lockstep.model.tensor.operators import (
+    EXACT,
+    IN_ORDER,
+    Kind,
+    kind_of_operator,
+    tensors_of,
+    tree_tensors,
+)
 from lockstep.model.tensor.sharded_dims import check_drawn, shards_of
 
 Form = Callable[[Any, Any, Any], Any]
@@ -219,7 +226,7 @@ def _operators_of(form: Form, func: Any, args: Any, kwargs: Any) -> Seen | None:
         try:
             with OperatorRecorder(seen, storages, backward=False):
                 out = form(func, mapped(copied, args), mapped(copied, kwargs))
-            outs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+            outs = tree_tensors(out)
             slopes = [each for each in outs if each.requires_grad]
             if leaves and slopes:
                 ones = [torch.ones_like(each).contiguous() for each in slopes]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.base.torch_private import tree_leaves
+from lockstep.model.tensor.operators import tree_tensors
 
 MARK = "_lockstep_mark"
 ONE = -1
@@ -57,11 +57,7 @@ def sharded_dim(tensor: Any) -> int | None:
 def marked(out: Any, shards: Sequence[Shard] = ()) -> Any:
     """`shards`: the mark of each tensor in `out`; if their number differs, the sharded dims are
     unknown."""
-    tensors = (
-        [out]
-        if isinstance(out, Tensor)
-        else [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-    )
+    tensors = [out] if isinstance(out, Tensor) else tree_tensors(out)
     for place, tensor in enumerate(tensors):
         setattr(tensor, MARK, shards[place] if len(shards) == len(tensors) else UNKNOWN)
     return out

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.base.errors import RecipeError
-from lockstep.base.torch_private import FakeTensor, tree_leaves
+from lockstep.base.torch_private import FakeTensor
 from lockstep.model.tensor.elementwise import mapped
 from lockstep.model.tensor.marks import (
     DRAWN,
@@ -27,7 +27,7 @@ from lockstep.model.tensor.marks import (
     sharded_dim,
     strides_of_twice,
 )
-from lockstep.model.tensor.operators import Kind, tensors_of
+from lockstep.model.tensor.operators import Kind, tensors_of, tree_tensors
 
 FAILS = (
     *(RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AssertionError),
@@ -116,7 +116,7 @@ def _tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
             out = func(*args, **kwargs)
     except FAILS:
         return None
-    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    return tree_tensors(out)
 
 
 def _dims_of_moved(

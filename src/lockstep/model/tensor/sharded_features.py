@@ -54,7 +54,6 @@ from lockstep.base.torch_private import (
     function_of,
     own_parameters,
     saved_tensor_hooks,
-    tree_leaves,
     tree_map,
 )
 from lockstep.model.host_values import ARRAYS, READS
@@ -74,7 +73,7 @@ from lockstep.model.tensor.marks import (
     set_mark,
     sharded_dim,
 )
-from lockstep.model.tensor.operators import tensors_of
+from lockstep.model.tensor.operators import tensors_of, tree_tensors
 from lockstep.model.tensor.sharded_dims import check_drawn
 from lockstep.model.tensor.sharded_logits import ShardedLogits, gather_full
 from lockstep.model.tensor.sliced import Slices, of_heads
@@ -250,17 +249,10 @@ class ShardedFeatures(TorchFunctionMode):
         **further: Any,
     ) -> Tensor:
         func = F.scaled_dot_product_attention
-        if is_sharded(attn_mask):
-
-            def with_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-                return func(query, key, value, mask, dropout_p, is_causal, **further)
-
-            assert attn_mask is not None
-            return self._of_heads(func, with_mask, query, key, value, attn_mask)
-        compute = partial(
-            func, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **further
-        )
-        return self._of_heads(func, compute, query, key, value)
+        compute = partial(func, dropout_p=dropout_p, is_causal=is_causal, **further)
+        if attn_mask is not None and is_sharded(attn_mask):
+            return self._of_heads(func, compute, query, key, value, attn_mask)
+        return self._of_heads(func, partial(compute, attn_mask=attn_mask), query, key, value)
 
     def _layer_of(self, tensor: Tensor) -> str | None:
         for name, layer in self._layers.items():
@@ -415,16 +407,9 @@ class ShardedFeatures(TorchFunctionMode):
         if not dropout_p:
             return None
         if query.device.type != "cpu" or not is_sharded(query):
-            further = {
-                "attn_mask": attn_mask,
-                "dropout_p": dropout_p,
-                "is_causal": is_causal,
-                "scale": scale,
-                "enable_gqa": enable_gqa,
-            }
-            return lambda: self._drawn_apart(
-                F.scaled_dot_product_attention, (query, key, value), further
-            )
+            options = (attn_mask, dropout_p, is_causal)
+            further = {"scale": scale, "enable_gqa": enable_gqa}
+            return lambda: self._drawn_apart(query, key, value, *options, **further)
 
         dim = self._dim_to_draw(query, "scaled_dot_product_attention with dropout")
         product: Callable[[Tensor, Tensor], Tensor] = torch.matmul
@@ -460,21 +445,21 @@ class ShardedFeatures(TorchFunctionMode):
 
         return attend
 
-    def _drawn_apart(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Use a seed that differs between the ranks. The default generators advance by the same
-        amount on all ranks."""
-        device = tensors_of(args, kwargs)[0].device
+    def _drawn_apart(self, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute attention with a seed that differs between the ranks. The default generators
+        advance by the same amount on all ranks."""
+        device = query.device
         if self._sliced is not None:
             raise RecipeError(
-                f"{func.__name__} with dropout, of a tensor that is sharded over the tensor axis,"
-                f" on {device.type}, with slices; each rank would draw different random numbers;"
-                " leave its dropout out, write it with matmul, softmax and"
+                "scaled_dot_product_attention with dropout, of a tensor that is sharded over the"
+                f" tensor axis, on {device.type}, with slices; each rank would draw different"
+                " random numbers; leave its dropout out, write it with matmul, softmax and"
                 " torch.nn.functional.dropout, or leave slices and numerics=bitwise out"
             )
         seed = int(torch.randint(SEEDS, (self._ranks,))[self._rank])
         with accelerator.preserved_generators(device):
             accelerator.generators_of([device])[-1].manual_seed(seed)
-            return func(*args, **kwargs)
+            return F.scaled_dot_product_attention(query, *args, **kwargs)
 
 
 def _drawn_mask(shape: Sequence[int], order: Sequence[int], like: Tensor, p: float) -> Tensor:
@@ -510,9 +495,8 @@ def _mark_drawn(out: Any, args: Any, kwargs: Any) -> None:
         for each in tensors_of(args, kwargs)
         if each.requires_grad and mark_of(each) is not DRAWN
     ]
-    for each in tree_leaves(out):
-        is_several = isinstance(each, Tensor) and each.numel() > 1
-        if is_several and not (each.requires_grad and each.shape in shapes):
+    for each in tree_tensors(out):
+        if each.numel() > 1 and not (each.requires_grad and each.shape in shapes):
             set_mark(each, DRAWN)
 
 
@@ -586,9 +570,7 @@ def _check_uses_no_weight(out: Any, layer: str, func: Any) -> None:
     """Raise `RecipeError` if `out` was computed with the weight of the sharded layer `layer`,
     without calling that layer."""
     if not any(
-        each.requires_grad and not isinstance(each, nn.Parameter)
-        for each in tree_leaves(out)
-        if isinstance(each, Tensor)
+        each.requires_grad and not isinstance(each, nn.Parameter) for each in tree_tensors(out)
     ):
         return
     name = getattr(func, "__name__", func)

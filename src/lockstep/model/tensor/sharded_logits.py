@@ -5,6 +5,7 @@ operations gather the logits."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,17 +66,7 @@ class ShardedLogits(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with DisableTorchFunctionSubclass():
-            if func is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
-                return loss
-            name = getattr(func, "__name__", "")
-            _check_not_written(name, args)
-            if name in KEEPS_CLASSES and _is_simple(args[1:]):
-                slices = args[0].slices
-                return tree_map(lambda item: as_sharded_logits(item, slices), func(*args, **kwargs))
-            args, kwargs = tree_map(gather_full, (args, kwargs))
-            return func(*args, **kwargs)
+        return _called(func, args, kwargs or {}, as_sharded_logits)
 
 
 def as_sharded_logits(item: Any, slices: Slices | None = None) -> Any:
@@ -97,17 +88,7 @@ class SlicedLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with DisableTorchFunctionSubclass():
-            if func is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
-                return loss
-            name = getattr(func, "__name__", "")
-            _check_not_written(name, args)
-            out = func(*args, **kwargs)
-            if name in KEEPS_CLASSES and _is_simple(args[1:]):
-                slices = args[0].slices
-                return tree_map(lambda item: as_sliced_logits(item, slices), out)
-            return out
+        return _called(func, args, kwargs or {}, as_sliced_logits)
 
 
 def as_sliced_logits(item: Any, slices: Slices) -> Any:
@@ -116,6 +97,19 @@ def as_sliced_logits(item: Any, slices: Slices) -> Any:
     logits = item.as_subclass(SlicedLogits)
     logits.slices = slices
     return logits
+
+
+def _called(func: Any, args: Any, kwargs: Any, as_logits: Callable[[Any, Any], Any]) -> Any:
+    with DisableTorchFunctionSubclass():
+        if func is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
+            return loss
+        name = getattr(func, "__name__", "")
+        _check_not_written(name, args)
+        if name in KEEPS_CLASSES and _is_simple(args[1:]):
+            slices = args[0].slices
+            return tree_map(lambda item: as_logits(item, slices), func(*args, **kwargs))
+        args, kwargs = tree_map(gather_full, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _check_not_written(name: str, args: Any) -> None:
