@@ -25,7 +25,7 @@ from lockstep.verify.verification import likely_cause
 
 
 def own_loads(balance: ExpertBalance) -> Tensor:
-    return balance._mine.clone()
+    return balance._own_loads.clone()
 
 
 def own_part(balance: ExpertBalance, routed: Any) -> Tensor:

@@ -49,7 +49,8 @@ class MemoryImages(ControlHook):
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
         if self.recovery is not None:
-            self.recovery.raise_if_lost()
+            # a process that waits in no collective would not notice the loss of another
+            self.recovery.rejoin.raise_if_lost()
             if self.recovery.can_replace and run.step >= self._next:
                 self._write(run, self.recovery)
 
@@ -79,6 +80,6 @@ class MemoryImages(ControlHook):
         # the first image takes longer than later images
         self._next = run.step + (image_interval(copy, step, limit) if self._count > 2 else 1)
         if self._count == 1:
-            recovery.offer_images(self._writer.descriptors)
+            recovery.rejoin.offer_images(self._writer.descriptors)
         elif self._count == 2:
-            recovery.note_all_offered()
+            recovery.rejoin.note_all_offered()

@@ -80,15 +80,14 @@ class ExpertBalance:
         self._widths = [layer.experts.count + MORE for layer in self.layers]
         self.loads = self._zeros()
         """Tokens of each expert in the latest step's global batch, one layer after another."""
-        self._mine = self._zeros()
-        self._previous = self._zeros()
-        """Loads of the latest step that updated the model."""
-        self._idle = self._zeros()
-        """Steps since a token chose each expert, in the columns of `loads`."""
-        self._known: Tensor | None = None
+        self._own_loads = self._zeros()
+        # of the latest step that updated the model
+        self._previous_loads = self._zeros()
+        self._idle_steps = self._zeros()
+        self._global_loads: Tensor | None = None
         """Loads of the step's global batch. None unless they were counted before the first
         backward."""
-        self._of_microbatches: dict[int, Tensor] = {}
+        self._microbatch_loads: dict[int, Tensor] = {}
         """Index of a microbatch of this rank -> loads of each of its samples, over all pipeline
         stages."""
         self._has_seen_logits = False
@@ -173,8 +172,8 @@ class ExpertBalance:
         return [name for name, size in sizes if size]
 
     def begin(self) -> None:
-        self._mine, self._known = self._zeros(), None
-        self._of_microbatches, self._of_f = {}, {}
+        self._own_loads, self._global_loads = self._zeros(), None
+        self._microbatch_loads, self._of_f = {}, {}
 
     def routed(self, microbatch: int, batch: Any) -> Routed:
         choices = self.recorder.take()
@@ -182,25 +181,25 @@ class ExpertBalance:
         return Routed(microbatch, choices, samples, counted)
 
     def count(self, routed: Routed) -> None:
-        if self._known is not None:
+        if self._global_loads is not None:
             return
         loads = self._loads_of(routed)
-        self._mine += loads.sum(0)
+        self._own_loads += loads.sum(0)
         if self.counts_first and self.balance.over != "step":
             # loads that earlier stages of this rank have counted for the microbatch
-            before = self._of_microbatches.get(routed.microbatch, 0)
-            self._of_microbatches[routed.microbatch] = loads + before
+            before = self._microbatch_loads.get(routed.microbatch, 0)
+            self._microbatch_loads[routed.microbatch] = loads + before
 
     def know_loads(self) -> None:
         """Every rank calls it before the first backward."""
-        self._known = self._summed()
-        if self._of_microbatches:
-            summed = torch.cat(list(self._of_microbatches.values()))
+        self._global_loads = self._summed()
+        if self._microbatch_loads:
+            summed = torch.cat(list(self._microbatch_loads.values()))
             self._mesh.stages.all_reduce(summed)
             self._mesh.tokens.all_reduce(summed)
-            sizes = [len(each) for each in self._of_microbatches.values()]
+            sizes = [len(each) for each in self._microbatch_loads.values()]
             parts = torch.split(summed, sizes)
-            self._of_microbatches = dict(zip(self._of_microbatches, parts, strict=True))
+            self._microbatch_loads = dict(zip(self._microbatch_loads, parts, strict=True))
 
     def terms(self, loss: Any, routed: Routed) -> Any:
         """All ranks that share the microbatch's tokens call it."""
@@ -315,12 +314,12 @@ class ExpertBalance:
 
     def _loads_of_f(self, routed: Routed) -> Tensor:
         if self.balance.over == "previous":
-            return self._previous
+            return self._previous_loads
         if self.balance.over == "step":
-            assert self._known is not None, "counted before the first backward"
-            return self._known
-        is_known = self.counts_first and routed.microbatch in self._of_microbatches
-        loads = self._of_microbatches[routed.microbatch] if is_known else self._loads_of(routed)
+            assert self._global_loads is not None, "counted before the first backward"
+            return self._global_loads
+        is_known = self.counts_first and routed.microbatch in self._microbatch_loads
+        loads = self._microbatch_loads[routed.microbatch] if is_known else self._loads_of(routed)
         summed = loads.clone() if self.balance.over == "sample" else loads.sum(0)
         if not is_known:
             self._mesh.tokens.all_reduce(summed)
@@ -348,10 +347,10 @@ class ExpertBalance:
 
     def reduce(self) -> None:
         """Every rank calls it."""
-        self.loads = self._summed() if self._known is None else self._known
+        self.loads = self._summed() if self._global_loads is None else self._global_loads
 
     def _summed(self) -> Tensor:
-        summed = self._mine.clone()
+        summed = self._own_loads.clone()
         for ranks in (self._mesh.data, self._mesh.tokens, self._mesh.stages):
             ranks.all_reduce(summed)
         return summed
@@ -377,8 +376,8 @@ class ExpertBalance:
     def commit(self, *, applied: bool | Tensor) -> None:
         """`applied`: True if the step updated the model; a tensor if only the device knows."""
         gate = torch.as_tensor(applied, device=self.loads.device)
-        self._idle = torch.where(self.loads > 0, 0, self._idle + 1)
-        self._previous = torch.where(gate, self.loads, self._previous)
+        self._idle_steps = torch.where(self.loads > 0, 0, self._idle_steps + 1)
+        self._previous_loads = torch.where(gate, self.loads, self._previous_loads)
         for bias, load in zip(self._biases, self.of_layers(self.loads), strict=True):
             if bias is not None:
                 change = self.balance.bias_rate * bias_step(load).to(bias.dtype) * gate
@@ -386,15 +385,16 @@ class ExpertBalance:
                     bias += change.to(bias.device)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"previous": self._previous, "idle": self._idle}
+        return {"previous": self._previous_loads, "idle": self._idle_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         device = self._mesh.world.device
-        self._previous, self._idle = state["previous"].to(device), state["idle"].to(device)
+        self._previous_loads = state["previous"].to(device)
+        self._idle_steps = state["idle"].to(device)
 
     def idle_steps(self) -> list[list[int]]:
         """Waits for the device."""
-        return [each[:-MORE].tolist() for each in self.of_layers(self._idle.cpu())]
+        return [each[:-MORE].tolist() for each in self.of_layers(self._idle_steps.cpu())]
 
     def close(self) -> None:
         self.recorder.close()
@@ -425,18 +425,19 @@ def check_balance(
             " before the forward; give ls.Balance(tokens=lambda batch: mask), of shape (samples,"
             " tokens)"
         )
-    for name, why in (("data_parallel", "its threads call copies of the routers"),):
-        value = getattr(plan, name)
-        if value is True or value not in (1, False):
-            said = f"{name}={'yes' if value is True else value}"
-            raise PlanError(f"{said} with Recipe.balance; {why}; leave {said} or balance out")
+    if plan.data_parallel != 1:
+        said = f"data_parallel={plan.data_parallel}"
+        raise PlanError(
+            f"{said} with Recipe.balance; its threads call copies of the routers; leave {said} or"
+            " balance out"
+        )
 
 
 def routed_layers(
     model: nn.Module, balance: Balance, experts: Sequence[str] | None
 ) -> list[RoutedLayer]:
     """Call it before the model is parallelized."""
-    refuse_own_balance(model)
+    _refuse_own_balance(model)
     layers = find_routers(model, experts, balance.routers, with_bias=balance.bias_rate > 0)
     counts = {layer.experts.count for layer in layers}
     if not balance.per_layer and len(counts) > 1:
@@ -523,7 +524,7 @@ def _own_balance(what: str) -> RecipeError:
     )
 
 
-def refuse_own_balance(model: nn.Module) -> None:
+def _refuse_own_balance(model: nn.Module) -> None:
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False) and getattr(
         config, "router_aux_loss_coef", 0

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lockstep.base.errors import RecipeError
 from lockstep.checkpoint.pretrained_files import open_tensors
 from lockstep.recipe.recipe import Weights
-from lockstep.training.pretrained import left_out_in, match_names
-from lockstep.training.state import aliases, tensors_of
+from lockstep.training.pretrained import match_tensors
+from lockstep.training.state import tensors_of
 
 _EXAMPLE = 'ls.Ensemble(build_model, ["runs/a", "runs/b"]), or ls.Ensemble([model_a, model_b])'
 
@@ -83,13 +83,8 @@ def _loaded(model: nn.Module, path: str) -> nn.Module:
             " one of these, or load the model yourself and give modules"
         )
     with closing(open_tensors(path)) as tensors, torch.no_grad():
-        also = left_out_in(model, Weights(path), tensors.specs)
-        ours = {
-            name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            for name, tensor in tensors_of(model, also)
-        }
-        theirs = match_names(Weights(path), tensors.specs, ours, aliases(model, also))
-        for name, tensor in tensors_of(model, also):
+        theirs, _ = match_tensors(Weights(path), tensors.specs, model)
+        for name, tensor in tensors_of(model, theirs):
             tensor.copy_(tensors.read(theirs[name][0], ()))
     return model
 

@@ -351,7 +351,6 @@ class Microbatches:
         self.count = len(spans)
         mine = batching.mine_among(assignment, self.count)
         self.mine = sum([not is_dummy for _, is_dummy in mine])  # without dummies
-        self.most = batching.max_microbatches
         self.weights: Weights | None = None
         """Term name -> denominator over the global batch. None without a weight function."""
         self.positions = None if positions is None else dict(positions)

@@ -45,12 +45,9 @@ class PretrainedWeights:
             def opened() -> tuple[PretrainedWeights, Any]:
                 tensors = open_tensors(weights.path)
                 stack.callback(tensors.close)
-                also = left_out_in(model, weights, tensors.specs)
-                ours = {name: _kind(tensor) for name, tensor in tensors_of(model, also)}
-                tied = aliases(model, also)
-                theirs = match_names(weights, tensors.specs, ours, tied)
+                theirs, kept = match_tensors(weights, tensors.specs, model)
                 specs = hash_bytes([json.dumps(sorted(tensors.specs.items())).encode()])
-                return cls(weights, tensors, theirs, sorted(ours.keys() - theirs.keys())), specs
+                return cls(weights, tensors, theirs, kept), specs
 
             made, everyone = _exchange(opened, world)
             if len(set(everyone)) > 1:
@@ -116,19 +113,27 @@ class PretrainedWeights:
         return part
 
 
-def left_out_in(model: nn.Module, weights: Weights, theirs: Kinds) -> set[str]:
-    """Return parameters outside the state dict that are loaded all the same: trainable ones, and
-    those in the file."""
-    named = dict(model.named_parameters())
+def match_tensors(
+    weights: Weights, theirs: Kinds, model: nn.Module
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Return first name of a model's tensor -> its names in the file, and the names of the model's
+    tensors that are not in the file."""
     there = {_renamed(weights.names, name) for name in theirs}
-    return {name for name, parameter in named.items() if name in there or parameter.requires_grad}
+    # parameters outside the state dict are loaded if they are trainable or in the file
+    also = {
+        name
+        for name, parameter in model.named_parameters()
+        if name in there or parameter.requires_grad
+    }
+    ours = {
+        name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors_of(model, also)
+    }
+    found = _match_names(weights, theirs, ours, aliases(model, also))
+    return found, sorted(ours.keys() - found.keys())
 
 
-def _kind(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-
-
-def match_names(
+def _match_names(
     weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str]
 ) -> dict[str, list[str]]:
     """Return first name of a model's tensor -> its names in the file. `tied`: other name -> first

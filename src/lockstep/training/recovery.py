@@ -23,7 +23,6 @@ from lockstep.comm.mesh import to_local
 from lockstep.comm.regroup import leave_groups
 from lockstep.comm.world import World
 from lockstep.data.digests import differing_part
-from lockstep.launch.failures import FailureRecord
 from lockstep.launch.recovery.rejoin import Rejoin, session_was_opened
 from lockstep.launch.worker import prepare_process
 from lockstep.plan import Plan
@@ -187,7 +186,7 @@ class Recovery:
 
     def __init__(self, rejoin: Rejoin, recipe: Recipe, watchers: Collection[Any] = ()) -> None:
         """`watchers`: hooks and loggers."""
-        self._rejoin, self._recipe, self._watchers = rejoin, recipe, watchers
+        self.rejoin, self._recipe, self._watchers = rejoin, recipe, watchers
         self.code = RecipeCode.of(recipe)
         rejoin.trainings += 1
         self._too_late = (
@@ -220,8 +219,8 @@ class Recovery:
     def begin(self) -> None:
         self._is_restored = False
         prepare_process()
-        self._rejoin.announce(self._too_late)
-        self._rejoin.join_at_first()
+        self.rejoin.announce(self._too_late)
+        self.rejoin.join_at_first()
 
     def run(self, attempt: Callable[[], T]) -> T:
         """Call `attempt`, which opens the run and trains, again after each loss of another process,
@@ -237,7 +236,7 @@ class Recovery:
                     if self.is_under_way and is_mistake:
                         # This error did not occur before the process was lost, so starting all
                         # processes again may avoid it.
-                        self.refuse(error)
+                        self.rejoin.refuse(str(error))
                         raise LockstepError(
                             f"the run cannot be opened again in this process: {error}"
                         ) from error
@@ -251,7 +250,7 @@ class Recovery:
     @property
     def is_under_way(self) -> bool:
         """True from the loss of a process until the state is restored."""
-        return self._rejoin.is_rejoining
+        return self.rejoin.is_rejoining
 
     def lost_holders(self, world: World) -> list[dict[str, Any]]:
         """Every rank calls it."""
@@ -264,11 +263,6 @@ class Recovery:
     def distrust(self) -> None:
         """Make the next recovery use a checkpoint, because a rank has computed wrong results."""
         self._distrusts = True
-
-    def raise_if_lost(self) -> None:
-        """Raise if the launcher has told all processes to leave their collectives. A process that
-        waits in no collective would not notice otherwise."""
-        self._rejoin.raise_if_lost()
 
     def check_recipe(self, training: Training) -> None:
         """Every rank calls it."""
@@ -299,19 +293,7 @@ class Recovery:
             (each for each in run.context.world.gather_values(mine) if each is not None), None
         )
         self.can_replace = reason is None
-        self._rejoin.announce(reason, self.sizes)
-
-    def report_hang(self, ranks: Sequence[int], record: FailureRecord) -> None:
-        self._rejoin.report_hang(ranks, record)
-
-    def offer_images(self, descriptors: Sequence[int]) -> None:
-        """Give the launcher the file descriptors of copies of the state, so that the copies outlive
-        this process."""
-        self._rejoin.offer_images(descriptors)
-
-    def note_all_offered(self) -> None:
-        """Called once all ranks have called `offer_images`."""
-        self._rejoin.note_all_offered()
+        self.rejoin.announce(reason, self.sizes)
 
     def reader(self, world: World, plan: Plan) -> tuple[str, StateReader] | None:
         """Return the newest state in memory: "replica" of a surviving process, or "image" that
@@ -322,7 +304,7 @@ class Recovery:
             self.why_no_state = "the states in memory may be wrong: a rank computed wrong results"
             return None
         images = open_images(
-            [f"/proc/self/fd/{descriptor}" for descriptor in self._rejoin.images], world
+            [f"/proc/self/fd/{descriptor}" for descriptor in self.rejoin.images], world
         )
         newest = images.newest
         if newest is not None and newest.step > held.manifest.step:
@@ -332,7 +314,7 @@ class Recovery:
     def restored(self, step: int) -> dict[str, float]:
         """Return the seconds until all processes were ready, the seconds since then, and the steps
         to compute again."""
-        lost_at, rejoined_at = self._rejoin.lost_at, self._rejoin.rejoined_at
+        lost_at, rejoined_at = self.rejoin.lost_at, self.rejoin.rejoined_at
         figures = {
             "wait_seconds": round(rejoined_at - lost_at, 3),
             "open_seconds": round(time.time() - rejoined_at, 3),
@@ -340,7 +322,7 @@ class Recovery:
         figures["repeated_steps"] = max(0, self._reached - step)
         self._held, self._is_restored, self._reached = None, True, -1
         self._distrusts = False
-        self._rejoin.end_recovery()
+        self.rejoin.end_recovery()
         # modules contain reference cycles: collect them now, to free their memory
         gc.collect()
         return figures
@@ -356,7 +338,7 @@ class Recovery:
                 stop_watching()
             return self._hold(run)
 
-        return self._rejoin.rejoined(error, hold, at=-1 if run is None else run.step)
+        return self.rejoin.rejoined(error, hold, at=-1 if run is None else run.step)
 
     def leave(self, error: BaseException) -> None:
         self.times += 1
@@ -364,13 +346,10 @@ class Recovery:
         while link is not None:
             traceback.clear_frames(link.__traceback__)
             link.__traceback__, link = None, link.__context__
-        self._rejoin.leave(partial(leave_groups, collect=False))
-
-    def refuse(self, error: BaseException) -> None:
-        self._rejoin.refuse(str(error))
+        self.rejoin.leave(partial(leave_groups, collect=False))
 
     def close(self, *, failed: bool) -> None:
-        self._rejoin.close(failed=failed)
+        self.rejoin.close(failed=failed)
 
     def _hold(self, run: Run | None) -> int | str:
         """Return the step of the state that this process holds, or the reason why it cannot recover

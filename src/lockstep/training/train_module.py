@@ -114,11 +114,11 @@ class TrainModule:
         """None without `Recipe.balance`; set once the model is built."""
         self.left_out: LeftOut | None = None
         """None in a run that saves nothing."""
-        self.names, self.parameters = list(parameters), list(parameters.values())
         self.mesh = context.mesh
         self._sums_partial = any(axis.sums == "partial" for axis in context.mesh.larger)
         self.device = context.device
         self.parallel = parallel
+        self._set_parameters(parameters)
         self.settings = settings_of(optimizers)
         self.schedule = Schedule(schedule, optimizers)
         self.norm = gradient_norm.GradientNorm(
@@ -148,9 +148,6 @@ class TrainModule:
         self._reducer: GradientReducer | None = None
         self._max_microbatches = 0
         self._chosen_trainable: list[str] | None = None  # the names last given to `set_trainable`
-        self._tied = self._tied_gradients()
-        self._counted = self._counted_now()
-        self._complex = [each for each in self.parameters if each.is_complex()]
         serial = (model, self.device, self.autocast, self.flops, parallel.streams)
         if parallel.pipeline is None:
             self.executor = (
@@ -211,26 +208,30 @@ class TrainModule:
             if name not in names:
                 parameter.grad = None
         self._chosen_trainable = list(names)
-        trainable = {name: parameter for name, parameter in self.held.items() if name in names}
-        self.names, self.parameters = list(trainable), list(trainable.values())
-        self._tied = self._tied_gradients()
-        self._counted = self._counted_now()
-        self._complex = [each for each in self.parameters if each.is_complex()]
+        self._set_parameters({name: each for name, each in self.held.items() if name in names})
         self.snapshot.note_trainable()
         if self._reducer is not None:
             self._close_reducer()
             self.begin_loop(self._max_microbatches)
 
-    def _tied_gradients(self) -> TiedGradients | None:
-        if not self.parallel.shared_parameters:
-            return None
-        separate = self.parallel.separate
-        return TiedGradients(
-            dict(zip(self.names, self.parameters, strict=True)),
-            self.parallel.shared_parameters,
-            self.mesh.stages,
-            {} if separate is None else separate.leaves,
-        )
+    def _set_parameters(self, trainable: dict[str, nn.Parameter]) -> None:
+        self.names, self.parameters = list(trainable), list(trainable.values())
+        self._complex = [each for each in self.parameters if each.is_complex()]
+        self._tied: TiedGradients | None = None
+        if self.parallel.shared_parameters:
+            separate = self.parallel.separate
+            self._tied = TiedGradients(
+                trainable,
+                self.parallel.shared_parameters,
+                self.mesh.stages,
+                {} if separate is None else separate.leaves,
+            )
+        # the parameters whose gradients this rank adds to the global norm
+        self._counted = [
+            (name, each)
+            for name, each in trainable.items()
+            if self._tied is None or self._tied.counts(each)
+        ]
 
     def _new_agreement(self) -> StepAgreement:
         cut = self.parallel.cut
@@ -391,10 +392,6 @@ class TrainModule:
     def counted_gradients(self) -> list[tuple[str, Tensor]]:
         """A parameter that several pipeline stages share counts on the first of them."""
         return [(name, each.grad) for name, each in self._counted if each.grad is not None]
-
-    def _counted_now(self) -> list[tuple[str, nn.Parameter]]:
-        named = zip(self.names, self.parameters, strict=True)
-        return [each for each in named if self._tied is None or self._tied.counts(each[1])]
 
     def clip(self, clip_norm: float | None) -> None:
         if clip_norm is not None:

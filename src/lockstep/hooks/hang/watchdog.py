@@ -517,7 +517,9 @@ class HangHook(Hook):
             say(f"lockstep: RecipeError: {error}")
         elif self._recovery is not None and self._is_recovered(hang):
             if collected:
-                self._recovery.report_hang(hang.ranks, failure_record(error, None, HUNG_STATUS))
+                self._recovery.rejoin.report_hang(
+                    hang.ranks, failure_record(error, None, HUNG_STATUS)
+                )
             return
         timer = threading.Timer(SAVING_SECONDS, os._exit, [status])
         timer.daemon = True

@@ -16,6 +16,7 @@ from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.json_state import decode, encode
 from lockstep.comm.mesh import full_tensor, shard_as, to_local
 from lockstep.comm.world import World
+from lockstep.training.optim.gradient_norm import balanced_assignment
 from lockstep.training.optim.operands import laid_out
 
 _STATE = "state"
@@ -34,12 +35,8 @@ class WholeTensorOptimizer:
         parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"]
         ]
-        self._owners: dict[int, int] = {}
-        elements = [0] * world.size
-        for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
-            owner = elements.index(min(elements))
-            self._owners[id(parameter)] = owner
-            elements[owner] += parameter.numel()
+        owners = balanced_assignment(tuple(map(Tensor.numel, parameters)), world.size)
+        self._owners = dict(zip(map(id, parameters), owners, strict=True))
 
     def step(self) -> None:
         """Every rank calls it."""
