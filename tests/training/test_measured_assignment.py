@@ -81,7 +81,7 @@ class Noted(ls.Hook):
         source = run.training.source
         assert source is not None
         self.mine.append(list(source.layout.mine()))
-        assert len(self.mine[-1]) == source.mine
+        assert len(self.mine[-1]) == source.own_count
 
 
 class TimedEvent:
@@ -353,9 +353,7 @@ def test_no_sample_is_skipped_or_fetched_twice_when_the_assignment_changes(
             "epochs": 2,
         }
         batchings.append(Batching(samples=length, **laid_out(rank, ranks), **lengths))
-        loops.append(
-            from_data(Loader(data[rank], seed=3, ahead=ahead, device=CPU), batchings[-1], seed=3)
-        )
+        loops.append(from_data(Loader(data[rank], seed=3, ahead=ahead, device=CPU), batchings[-1]))
     for step, sources in enumerate(zip(*loops, strict=True)):
         computed = [item.index for source in sources for item, _ in source.batches(0)]
         assert computed == list(range(sources[0].count))

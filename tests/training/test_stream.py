@@ -90,7 +90,7 @@ class Segment:
             )
             loader = StreamLoader(stream, collate=list, seed=3, device=CPU)
             self.computed.append([])
-            for source in from_stream(loader, length, seed=3, first=first, positions=positions):
+            for source in from_stream(loader, length, first=first, positions=positions):
                 before = source.positions.copy()
                 for item, batch in source.batches(0):
                     self.computed[rank].append((source.step, item.index, item.is_dummy))
@@ -101,7 +101,7 @@ class Segment:
                     if not item.is_dummy:
                         assert (source.step, item.index) not in self.batches
                         self.batches[source.step, item.index] = batch
-                assert source.mine == 0 or before != source.positions
+                assert source.own_count == 0 or before != source.positions
             for shard in source.positions:
                 self.readers.setdefault(shard, set()).add(rank)
             self.positions |= source.positions

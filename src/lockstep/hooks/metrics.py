@@ -152,7 +152,7 @@ class EvaluationHook(ControlHook):
                     f"{_name(prefix)} has weights='average', but no hook keeps an average; give"
                     " hooks=[ls.ExponentialMovingAverage(decay=0.999)]"
                 )
-            self._evaluators[prefix] = Evaluator.of(
+            self._evaluators[prefix] = Evaluator(
                 recipe, evaluation, run.context, run.training.modules[0]
             )
         run.training.measure = lambda: self.measure(run)

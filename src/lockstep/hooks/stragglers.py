@@ -88,10 +88,10 @@ class Stragglers(ControlHook):
 
     def between_steps(self, run: Run) -> None:
         source = run.training.current
-        self._microbatches += source.mine
+        self._microbatches += source.own_count
         self._steps += 1
         if run.context.plan.assignment == "measured" and self._phases.stream is None:
-            self._pace.add(self._own_seconds(*_OF_MICROBATCHES), source.mine)
+            self._pace.add(self._own_seconds(*_OF_MICROBATCHES), source.own_count)
         if run.is_logging_step:
             self._remaining -= 1
             if not self._remaining:

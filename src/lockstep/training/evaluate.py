@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,14 +16,12 @@ from lockstep.assignment import MicrobatchAssignment, microbatch_spans, split_sp
 from lockstep.base import accelerator
 from lockstep.base.errors import DataError, LossError
 from lockstep.comm.gather import in_order
-from lockstep.comm.mesh import Mesh
 from lockstep.comm.torch_collectives import CollectiveCalled, as_one_process
 from lockstep.comm.world import exact_sum
 from lockstep.data.loader import Loader, Microbatch, Span
 from lockstep.keys import RandomStream
 from lockstep.logging.metrics import as_number
 from lockstep.model.shard import reshard
-from lockstep.plan import Plan
 from lockstep.recipe.recipe import Evaluation, Gathered, Loss, Mean, Recipe
 from lockstep.training.batch_loss import Columns, checked_columns, distinct_kinds, gather_columns
 from lockstep.training.context import Context
@@ -59,25 +56,15 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
         reshard(model)
 
 
-@dataclass(slots=True)
 class Evaluator:
     """Computes the loss and the metrics of one evaluation of a recipe, on one rank."""
 
-    recipe: Recipe
-    evaluation: Evaluation
-    mesh: Mesh
-    plan: Plan
-    loader: Loader
-    module: TrainModule
-    assignment: MicrobatchAssignment = field(init=False)
-    _is_first: bool = True
-    """Metrics are checked for collectives in the first microbatch."""
-
-    @classmethod
-    def of(
-        cls, recipe: Recipe, evaluation: Evaluation, context: Context, module: TrainModule
-    ) -> Evaluator:
-        loader = Loader(
+    def __init__(
+        self, recipe: Recipe, evaluation: Evaluation, context: Context, module: TrainModule
+    ) -> None:
+        self.recipe, self.evaluation, self.module = recipe, evaluation, module
+        self.plan, self.mesh = context.plan, context.mesh
+        self.loader = Loader(
             evaluation.data,
             collate=evaluation.collate,
             seed=recipe.seed,
@@ -86,7 +73,8 @@ class Evaluator:
             prefetch=int(context.plan.prefetch),
             device=context.device,
         )
-        return cls(recipe, evaluation, context.mesh, context.plan, loader, module)
+        # metrics are checked for collectives in the first microbatch
+        self._is_first = True
 
     def measure(self, step: int, speeds: tuple[float, ...]) -> dict[str, float]:
         """Every rank calls it. Seeds the default generators before each microbatch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -374,21 +374,18 @@ class PipelineExecutor:
     ) -> PipelineMicrobatch:
         """If sequences are split over ranks, the first microbatch checks that this does not change
         the output."""
+        microbatch = PipelineMicrobatch(
+            position,
+            lambda: Arguments.of(model_arguments(inputs, batch)),
+            lambda output: score(output, loss),
+            is_dummy=is_dummy,
+            is_recomputed=is_recomputed,
+            before=before,
+            term=term,
+        )
         cut = self._cut
         if cut is None:
-
-            def scored(output: Any) -> Any:
-                return score(output, loss)
-
-            return PipelineMicrobatch(
-                position,
-                lambda: Arguments.of(model_arguments(inputs, batch)),
-                scored,
-                is_dummy=is_dummy,
-                is_recomputed=is_recomputed,
-                before=before,
-                term=term,
-            )
+            return microbatch
         seed_generators(key(*position), self._device)
         arguments = model_arguments(inputs, batch)
         if not cut.is_checked:
@@ -400,14 +397,10 @@ class PipelineExecutor:
             cut.current = own
             return cut.scored(score, loss, result)
 
-        return PipelineMicrobatch(
-            position,
-            lambda: cut.inputs_of(model_arguments(inputs, batch), own),
-            scored_part,
-            is_dummy=is_dummy,
-            is_recomputed=is_recomputed,
-            before=before,
-            term=term,
+        return replace(
+            microbatch,
+            inputs=lambda: cut.inputs_of(model_arguments(inputs, batch), own),
+            score=scored_part,
             run=cut.run_of(own, loss, batch, around_loss),
         )
 

@@ -24,6 +24,7 @@ from lockstep.data.loader import Loader, StreamLoader
 from lockstep.data.sampled_order import PURE, BatchOrder, SampledOrder, SampleOrder, order_of
 from lockstep.model.pipeline.stages import check_microbatches
 from lockstep.model.sync_batchnorm import split_microbatches
+from lockstep.plan import Plan
 from lockstep.recipe.checks import check_batch, check_drop_last, check_length
 from lockstep.recipe.data import Stream, check_data, check_dataset, check_samplers
 from lockstep.recipe.parameters import declared
@@ -82,28 +83,8 @@ class LoopOptions:
 
 def lay_out_loop(training: Training, options: LoopOptions) -> Batching:
     """Every rank calls it."""
-    plan, data, models = (
-        training.context.plan,
-        options.data,
-        [module.model for module in training.modules],
-    )
-    check_no_auto(plan, options.microbatch)
-    check_samplers(
-        options.sampler, options.batch_sampler, data, options.global_batch, options.microbatch
-    )
-    check_length(options.steps, options.epochs)
-    if options.global_batch is not None:
-        check_batch(options.global_batch, options.microbatch)
-    if options.global_batch is None:
-        check_dataset("data", data)
-    elif data is not None:
-        check_data(
-            "data",
-            data,
-            global_batch=options.global_batch,
-            microbatch=options.microbatch,
-            epochs=options.epochs,
-        )
+    plan, data, mesh = training.context.plan, options.data, training.context.mesh
+    _check_options(plan, options)
     if not training.modules:
         raise RecipeError(
             "session.steps before session.prepare; a step needs a model and an optimizer; call"
@@ -119,36 +100,18 @@ def lay_out_loop(training: Training, options: LoopOptions) -> Batching:
         if isinstance(order, BatchOrder)
         else microbatch or options.global_batch or 0
     )
-    mesh = training.context.mesh
+    models = [module.model for module in training.modules]
     equal = MicrobatchAssignment(plan.data_ranks, plan.has_rounds)
     assignment = split_microbatches(models, mesh, plan, equal, microbatch=largest)
-    microbatch_is_fixed = microbatch is not None or isinstance(order, BatchOrder)
     check_assignment(
         plan,
         assignment,
         is_stream=isinstance(data, Stream),
-        microbatch_is_fixed=microbatch_is_fixed,
+        microbatch_is_fixed=microbatch is not None or isinstance(order, BatchOrder),
     )
-    if isinstance(data, Stream) and (every := training.context.recompute_every):
-        raise RecipeError(
-            f"--recompute-every {every} with an ls.Stream; a process reads its own shards alone, so"
-            " it has no microbatch of another one; use a map-style dataset, or leave"
-            " --recompute-every out"
-        )
+    _check_stream_and_slices(training, data, assignment)
     assignment = replace(assignment, speeds=training.speeds)
     training.exchange.world = mesh.data if assignment.slices else None
-    if isinstance(data, Stream) and assignment.slices:
-        raise RecipeError(
-            f"SyncBatchNorm on {mesh.data.size} data ranks with an ls.Stream; it splits each"
-            " microbatch over the ranks, and only one of them reads its shard; use plain"
-            " BatchNorm, with statistics of one microbatch, or a map-style dataset"
-        )
-    if assignment.slices and any(each.balance.is_of_microbatches for each in training.balances):
-        raise RecipeError(
-            f"SyncBatchNorm on {mesh.data.size} data ranks with Balance(over='microbatch'); it"
-            " splits each microbatch over the ranks, so a rank knows the load of its slice alone;"
-            " choose over='step', or plain BatchNorm, with statistics of one microbatch"
-        )
     training.run.global_batch, training.run.microbatch = options.global_batch or 0, microbatch
     batching = Batching(
         samples=samples or options.global_batch or 0,
@@ -176,6 +139,45 @@ def lay_out_loop(training: Training, options: LoopOptions) -> Batching:
     for module in training.modules:
         module.begin_loop(batching.max_microbatches)
     return batching
+
+
+def _check_options(plan: Plan, options: LoopOptions) -> None:
+    data, global_batch, microbatch = options.data, options.global_batch, options.microbatch
+    check_no_auto(plan, microbatch)
+    check_samplers(options.sampler, options.batch_sampler, data, global_batch, microbatch)
+    check_length(options.steps, options.epochs)
+    if global_batch is None:
+        check_dataset("data", data)
+        return
+    check_batch(global_batch, microbatch)
+    if data is not None:
+        check_data(
+            "data", data, global_batch=global_batch, microbatch=microbatch, epochs=options.epochs
+        )
+
+
+def _check_stream_and_slices(
+    training: Training, data: Any, assignment: MicrobatchAssignment
+) -> None:
+    is_stream, ranks = isinstance(data, Stream), training.context.mesh.data.size
+    if is_stream and (every := training.context.recompute_every):
+        raise RecipeError(
+            f"--recompute-every {every} with an ls.Stream; a process reads its own shards alone, so"
+            " it has no microbatch of another one; use a map-style dataset, or leave"
+            " --recompute-every out"
+        )
+    if is_stream and assignment.slices:
+        raise RecipeError(
+            f"SyncBatchNorm on {ranks} data ranks with an ls.Stream; it splits each microbatch over"
+            " the ranks, and only one of them reads its shard; use plain BatchNorm, with statistics"
+            " of one microbatch, or a map-style dataset"
+        )
+    if assignment.slices and any(each.balance.is_of_microbatches for each in training.balances):
+        raise RecipeError(
+            f"SyncBatchNorm on {ranks} data ranks with Balance(over='microbatch'); it splits each"
+            " microbatch over the ranks, so a rank knows the load of its slice alone; choose"
+            " over='step', or plain BatchNorm, with statistics of one microbatch"
+        )
 
 
 def _describe(training: Training, options: LoopOptions) -> None:
@@ -318,12 +320,14 @@ def sources(
             " have an index; replay the step with all samples"
         )
     if data is None:
-        return from_indices(batching, seed=context.seed, first=first)
+        return from_indices(batching, first=first)
     how: dict[str, Any] = {
         "workers": int(context.plan.workers),
         "prefetch": int(context.plan.prefetch),
+        "collate": options.collate,
+        "seed": context.seed,
+        "device": context.device,
     }
-    how |= {"collate": options.collate, "seed": context.seed, "device": context.device}
     if isinstance(data, Stream):
         streamed = StreamLoader(data, **how)
         close(streamed.close)
@@ -333,7 +337,7 @@ def sources(
             if training.loop.resumed is not None and first
             else {}
         )
-        return from_stream(streamed, batching, seed=context.seed, first=first, positions=positions)
+        return from_stream(streamed, batching, first=first, positions=positions)
     # limit how far ahead the loader requests, because a new assignment applies only to later steps
     if context.plan.assignment == "measured":
         how["ahead"] = max(1, training.run.global_batch // context.mesh.data.size)
@@ -342,7 +346,7 @@ def sources(
     close(loader.close)
     compare_data(training, "data", loader.digests(), is_trained_on=True)
     training.loop.digest = None if how["workers"] else partial(loader.digests, again=False)
-    return from_data(loader, batching, seed=context.seed, first=first, left_out=left_out)
+    return from_data(loader, batching, first=first, left_out=left_out)
 
 
 def compare_data(

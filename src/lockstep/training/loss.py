@@ -59,10 +59,8 @@ def rows_of(batch: Any, samples: int) -> int | None:
     if not isinstance(batch, list | tuple | Mapping):
         return None
     parts = list(batch.values() if isinstance(batch, Mapping) else batch)
-    tensors, lists = (
-        set(_tensor_rows(parts)),
-        {len(part) for part in parts if isinstance(part, list | tuple)},
-    )
+    tensors = set(_tensor_rows(parts))
+    lists = {len(part) for part in parts if isinstance(part, list | tuple)}
     if samples in tensors:
         return samples
     if not any(isinstance(part, Tensor | np.ndarray) for part in parts):

@@ -74,7 +74,7 @@ class Batching:
     ) -> None:
         """`order`: of the recipe's sampler; with a `BatchOrder`, `global_batch` is None.
         `recompute_every`: steps between recomputations of other ranks' microbatches; 0: never."""
-        self._seed, self._recompute_every = seed, recompute_every
+        self.seed, self._recompute_every = seed, recompute_every
         self.order = order
         self._batches = order if isinstance(order, BatchOrder) else None
         self.samples = samples
@@ -216,7 +216,7 @@ class Batching:
             return ()
         shares = self.assignment_in_step(step).indices_by_rank(count)
         return recomputed(
-            shares, lambda choice: key(self._seed, RandomStream.RECOMPUTATION, step, choice)
+            shares, lambda choice: key(self.seed, RandomStream.RECOMPUTATION, step, choice)
         )
 
     def recomputed_here(self, step: int, count: int) -> list[int | None]:
@@ -260,7 +260,7 @@ class Batching:
 
 @dataclass(slots=True)
 class StepLayout:
-    """The samples and the rank of each microbatch of a step, for error messages. `place`: index of
+    """The samples and the rank of each microbatch of a step, for error messages. `index`: index of
     a microbatch, or of a part if microbatches are split over ranks."""
 
     step: int
@@ -276,45 +276,45 @@ class StepLayout:
         """Leaves out dummies."""
         return self.assignment.indices(len(self.spans), self.mesh.data.rank)
 
-    def name(self, place: int) -> str:
+    def name(self, index: int) -> str:
         split = self.assignment.slices
         return (
-            f"slice {place % split} of microbatch {place // split}"
+            f"slice {index % split} of microbatch {index // split}"
             if split
-            else f"microbatch {place}"
+            else f"microbatch {index}"
         )
 
-    def owner(self, place: int) -> str:
+    def owner(self, index: int) -> str:
         rank = next(
             rank
             for rank, share in enumerate(self.assignment.indices_by_rank(len(self.spans)))
-            if place in share
+            if index in share
         )
         return (
             f"rank {rank}" if self.mesh.data.size == self.mesh.world.size else f"data rank {rank}"
         )
 
-    def full_microbatch(self, place: int) -> tuple[int, Sequence[int | str]]:
+    def full_microbatch(self, index: int) -> tuple[int, Sequence[int | str]]:
         """Samples are dataset indices; for a stream, names that only the reading rank knows."""
         if self.origins is not None:
-            return place, self.origins[place].names()
+            return index, self.origins[index].names()
         split = self.assignment.slices or 1
-        number = place // split
-        places = range(number * split, min((number + 1) * split, len(self.spans)))
-        return number, [sample for each in places for sample in self.samples_of(each)]
+        whole = index // split
+        parts = range(whole * split, min((whole + 1) * split, len(self.spans)))
+        return whole, [sample for part in parts for sample in self.samples_of(part)]
 
-    def words(self, place: int) -> str:
+    def words(self, index: int) -> str:
         """Every rank of `mesh.data` calls it, because only the rank that has read a stream's
         samples knows their names."""
         if self.origins is None:
-            return f"samples {self.samples_of(place)}"
-        origin = self.origins.get(place)
+            return f"samples {self.samples_of(index)}"
+        origin = self.origins.get(index)
         everyone = self.mesh.data.gather_values(None if origin is None else str(origin))
         return str(next(name for name in everyone if name is not None))
 
-    def samples_of(self, place: int) -> list[int]:
+    def samples_of(self, index: int) -> list[int]:
         """Return dataset indices; without a dataset, indices in the global batch."""
-        start, stop = self.spans[place]
+        start, stop = self.spans[index]
         if self.order is None:
             return list(range(start, stop))
         return [
@@ -332,7 +332,6 @@ class Microbatches:
         batching: Batching,
         items: Iterator[Microbatch],
         *,
-        seed: int,
         order: Order | SampleOrder | None,
         positions: Mapping[int, Position] | None = None,
     ) -> None:
@@ -350,7 +349,7 @@ class Microbatches:
         )
         self.count = len(spans)
         mine = batching.mine_among(assignment, self.count)
-        self.mine = sum([not is_dummy for _, is_dummy in mine])  # without dummies
+        self.own_count = sum([not is_dummy for _, is_dummy in mine])  # without dummies
         self.weights: Weights | None = None
         """Term name -> denominator over the global batch. None without a weight function."""
         self.positions = None if positions is None else dict(positions)
@@ -362,7 +361,6 @@ class Microbatches:
         self._others: list[Microbatch | None] | None = None
         self._items = self._own() if positions is None else map(self._record_origin, self._own())
         self._kept: list[Microbatch] | None = None
-        self._seed = seed
 
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
         """Set `weights` to the sums over all ranks, and return the terms' names. Every rank calls
@@ -401,11 +399,11 @@ class Microbatches:
 
     def leave_out(self, samples: frozenset[int]) -> None:
         everyone: list[int] = []
-        for place in range(self.count):
-            own = self.layout.samples_of(place)
+        for index in range(self.count):
+            own = self.layout.samples_of(index)
             if samples.issuperset(own):
                 raise DataError(
-                    f"{self.layout.name(place)} of the step has no sample but {own}, which are to"
+                    f"{self.layout.name(index)} of the step has no sample but {own}, which are to"
                     " be left out; every microbatch needs a sample; leave out fewer; the table"
                     " shows what the microbatch adds to the gradient"
                 )
@@ -463,31 +461,30 @@ class Microbatches:
 
     def position(self, item: Microbatch, passes: int) -> tuple[int, ...]:
         """Return the key that seeds a microbatch's random generators."""
-        return self._seed, RandomStream.FORWARD, self.step, item.index, passes
+        return self.batching.seed, RandomStream.FORWARD, self.step, item.index, passes
 
 
 def from_data(
     loader: Loader,
     batching: Batching,
     *,
-    seed: int,
     first: int = 0,
     left_out: SamplesLeftOut | None = None,
 ) -> Iterator[Microbatches]:
     """Fetches nothing for steps before `first`. `left_out`: samples that the loader leaves out of
     one step."""
     if left_out is not None and first <= left_out.step < batching.steps:
-        layout_only = Microbatches(left_out.step, batching, iter(()), seed=seed, order=loader.order)
+        layout_only = Microbatches(left_out.step, batching, iter(()), order=loader.order)
         layout_only.leave_out(left_out.samples)
     fetched = loader.fetch(batching.request(first))
     for step in range(first, batching.steps):
-        source = Microbatches(step, batching, fetched, seed=seed, order=loader.order)
+        source = Microbatches(step, batching, fetched, order=loader.order)
         if left_out is not None and step == left_out.step:
             source.leave_out(left_out.samples)
         yield source
 
 
-def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
+def from_indices(batching: Batching, *, first: int = 0) -> Iterator[Microbatches]:
     """Without data, a microbatch's batch is its range of indices in the global batch."""
     for step in range(first, batching.steps):
         start, _ = batching.span(step)
@@ -502,14 +499,13 @@ def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[M
             )
             for span in batching.mine_in_step(step)
         )
-        yield Microbatches(step, batching, items, seed=seed, order=None)
+        yield Microbatches(step, batching, items, order=None)
 
 
 def from_stream(
     loader: StreamLoader,
     batching: Batching,
     *,
-    seed: int,
     first: int = 0,
     positions: Mapping[int, Position] | None = None,
 ) -> Iterator[Microbatches]:
@@ -529,7 +525,7 @@ def from_stream(
         shard: begin.get(shard, loader.beginning) for shard in sorted(read)
     }
     for step in range(first, batching.steps):
-        source = Microbatches(step, batching, fetched, seed=seed, order=None, positions=at)
+        source = Microbatches(step, batching, fetched, order=None, positions=at)
         yield source
         at = source.positions or {}
 

@@ -216,22 +216,19 @@ class Recovery:
         self._hooks_before: Mapping[str, HookState] = {}
         self.times = 0
 
-    def begin(self) -> None:
-        self._is_restored = False
-        prepare_process()
-        self.rejoin.announce(self._too_late)
-        self.rejoin.join_at_first()
-
     def run(self, attempt: Callable[[], T]) -> T:
         """Call `attempt`, which opens the run and trains, again after each loss of another process,
         with the rank that the launcher assigns."""
         while True:
-            self.begin()
+            self._is_restored = False
+            prepare_process()
+            self.rejoin.announce(self._too_late)
+            self.rejoin.join_at_first()
             try:
                 result = attempt()
             except BaseException as error:
                 if not self.rejoined(error, None):
-                    self.close(failed=True)
+                    self.rejoin.close(failed=True)
                     is_mistake = isinstance(error, UserError) and not isinstance(error, PlanError)
                     if self.is_under_way and is_mistake:
                         # This error did not occur before the process was lost, so starting all
@@ -243,9 +240,9 @@ class Recovery:
                     raise
                 lost = error
             else:
-                self.close(failed=False)
+                self.rejoin.close(failed=False)
                 return result
-            self.leave(lost)
+            self._leave(lost)
 
     @property
     def is_under_way(self) -> bool:
@@ -340,16 +337,13 @@ class Recovery:
 
         return self.rejoin.rejoined(error, hold, at=-1 if run is None else run.step)
 
-    def leave(self, error: BaseException) -> None:
+    def _leave(self, error: BaseException) -> None:
         self.times += 1
         link: BaseException | None = error
         while link is not None:
             traceback.clear_frames(link.__traceback__)
             link.__traceback__, link = None, link.__context__
         self.rejoin.leave(partial(leave_groups, collect=False))
-
-    def close(self, *, failed: bool) -> None:
-        self.rejoin.close(failed=failed)
 
     def _hold(self, run: Run | None) -> int | str:
         """Return the step of the state that this process holds, or the reason why it cannot recover

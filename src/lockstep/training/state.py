@@ -460,10 +460,8 @@ def _check_same_parts(
         )
     for number, module in enumerate(modules):
         saved = values["modules"][str(number)]["optimizers"]
-        theirs, ours = (
-            [each["class"] for each in saved.values()],
-            [type(optimizer).__qualname__ for optimizer in module.optimizers],
-        )
+        theirs = [each["class"] for each in saved.values()]
+        ours = [type(optimizer).__qualname__ for optimizer in module.optimizers]
         if theirs != ours:
             raise CheckpointError(
                 f"the checkpoint's optimizers are {theirs} and this run's are {ours}; resume with"
@@ -477,10 +475,8 @@ def _check_same_parts(
                     f"optimizer {place} has {len(optimizer.param_groups)} parameter groups and had"
                     f" {len(its['groups'])} in the checkpoint"
                 )
-    missing, unexpected = (
-        sorted(others.keys() - values["state"].keys()),
-        sorted(values["state"].keys() - others.keys()),
-    )
+    missing = sorted(others.keys() - values["state"].keys())
+    unexpected = sorted(values["state"].keys() - others.keys())
     if missing or unexpected:
         raise CheckpointError(
             "the checkpoint's other state is not this run's: "

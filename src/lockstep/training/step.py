@@ -630,21 +630,18 @@ class Step:
         count = next((count for count in counts if assigned.has_dummies(count)), None)
         if count is None:
             return
-        parts, plan = (
-            "slices of microbatches" if assigned.slices else "microbatches",
-            self._training.context.plan,
-        )
+        parts = "slices of microbatches" if assigned.slices else "microbatches"
         ranks = str(assigned.ranks)
-        number = (
-            f"{assigned.per_round} of {ranks}" if assigned.per_round < assigned.ranks else ranks
-        )
+        if assigned.per_round < assigned.ranks:
+            ranks = f"{assigned.per_round} of {ranks}"
         raise RecipeError(
-            f"step.microbatches() under {plan} in a loop with steps of {count} {parts}, computed"
-            f" in rounds by {number} ranks; forwards have collectives there, so a rank that has no"
-            " microbatch left computes a dummy, and the loop would count its samples twice; write"
-            " step.microbatches(dummies=True), and `if not step.is_dummy:` around all but the"
-            " forwards and step.backward; or call step.compute; or choose another plan, or sizes"
-            " whose microbatches are a multiple of the ranks in every step"
+            f"step.microbatches() under {self._training.context.plan} in a loop with steps of"
+            f" {count} {parts}, computed in rounds by {ranks} ranks; forwards have collectives"
+            " there, so a rank that has no microbatch left computes a dummy, and the loop would"
+            " count its samples twice; write step.microbatches(dummies=True), and `if not"
+            " step.is_dummy:` around all but the forwards and step.backward; or call step.compute;"
+            " or choose another plan, or sizes whose microbatches are a multiple of the ranks in"
+            " every step"
         )
 
     def _refuse_recomputation(self, what: str, instead: str) -> None:
@@ -732,7 +729,7 @@ class Step:
 
     def _check_complete(self) -> None:
         module = self._module
-        if len(self._seen) < self.source.mine:
+        if len(self._seen) < self.source.own_count:
             missing = [place for place in self.source.layout.mine() if place not in self._seen]
             raise LossError(
                 f"after step {self.index}: commit without a backward for microbatches {missing} of"
