@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.base import contents
 from lockstep.data.digests import differing_part
-from lockstep.recipe.code import digest, note_source, other_sources, parts, programs, texts
+from lockstep.recipe.code import digest_function, note_source, other_sources, parts, programs, texts
 from lockstep.schedule import warmup_cosine
 
 BASE = """
@@ -71,7 +71,9 @@ def function_of(source: str) -> Callable[..., Any]:
 )
 def test_what_the_function_does_counts_with_all_that_it_uses(before: str, after: str) -> None:
     assert before in BASE
-    assert digest(function_of(BASE)) != digest(function_of(BASE.replace(before, after)))
+    assert digest_function(function_of(BASE)) != digest_function(
+        function_of(BASE.replace(before, after))
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,9 @@ def test_what_the_function_does_counts_with_all_that_it_uses(before: str, after:
 )
 def test_how_it_is_written_does_not(before: str, after: str) -> None:
     assert before in BASE
-    assert digest(function_of(BASE)) == digest(function_of(BASE.replace(before, after)))
+    assert digest_function(function_of(BASE)) == digest_function(
+        function_of(BASE.replace(before, after))
+    )
 
 
 def scaled(factor: float) -> Callable[[float], float]:
@@ -96,17 +100,21 @@ def scaled(factor: float) -> Callable[[float], float]:
 
 
 def test_closures_and_partials_count_with_their_values() -> None:
-    assert digest(scaled(1.0)) == digest(scaled(1.0))
-    assert digest(scaled(1.0)) != digest(scaled(2.0))
-    assert digest(partial(scaled, 1.0)) != digest(partial(scaled, 2.0))
-    assert digest(partial(scaled, factor=1.0)) != digest(partial(scaled, other=1.0))
+    assert digest_function(scaled(1.0)) == digest_function(scaled(1.0))
+    assert digest_function(scaled(1.0)) != digest_function(scaled(2.0))
+    assert digest_function(partial(scaled, 1.0)) != digest_function(partial(scaled, 2.0))
+    assert digest_function(partial(scaled, factor=1.0)) != digest_function(
+        partial(scaled, other=1.0)
+    )
 
 
 @pytest.mark.parametrize("other", [{"warmup": 6}, {"total": 100_000}, {"floor": 0.1}])
 def test_so_does_a_schedule_of_ours(other: dict[str, Any]) -> None:
     same = {"warmup": 5, "total": 1000}
-    assert digest(warmup_cosine(**same)) == digest(warmup_cosine(**same))  # type: ignore[arg-type]
-    assert digest(warmup_cosine(**same)) != digest(warmup_cosine(**{**same, **other}))  # type: ignore[arg-type]
+    assert digest_function(warmup_cosine(**same)) == digest_function(warmup_cosine(**same))  # type: ignore[arg-type]
+    assert digest_function(warmup_cosine(**same)) != digest_function(
+        warmup_cosine(**{**same, **other})
+    )  # type: ignore[arg-type]
 
 
 def test_so_does_a_function_of_a_library_with_its_numbers_alone(
@@ -117,9 +125,9 @@ def test_so_does_a_function_of_a_library_with_its_numbers_alone(
     def made(number: float, found: object) -> Callable[[], object]:
         return lambda: (number, found)
 
-    assert digest(made(1.0, object())) == digest(made(1.0, object()))
-    assert digest(made(1.0, (1, "a"))) != digest(made(1.0, (2, "a")))
-    assert digest(made(1.0, object())) != digest(made(2.0, object()))
+    assert digest_function(made(1.0, object())) == digest_function(made(1.0, object()))
+    assert digest_function(made(1.0, (1, "a"))) != digest_function(made(1.0, (2, "a")))
+    assert digest_function(made(1.0, object())) != digest_function(made(2.0, object()))
 
 
 def recursive(count: int) -> int:
@@ -127,12 +135,12 @@ def recursive(count: int) -> int:
 
 
 def test_a_function_that_calls_itself_has_a_digest() -> None:
-    assert digest(recursive) == digest(recursive)
+    assert digest_function(recursive) == digest_function(recursive)
 
 
 def test_code_that_is_not_the_users_counts_by_its_name() -> None:
-    assert digest(warmup_cosine) != digest(sorted)
-    assert digest(len) == digest(len)
+    assert digest_function(warmup_cosine) != digest_function(sorted)
+    assert digest_function(len) == digest_function(len)
 
 
 def test_torchs_wrapper_of_an_optimizers_step_does_not_count() -> None:
@@ -142,10 +150,10 @@ def test_torchs_wrapper_of_an_optimizers_step_does_not_count() -> None:
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
-    before = digest(Sam)
+    before = digest_function(Sam)
     Sam([torch.ones(1)], lr=0.1)
     assert getattr(Sam.step, "hooked", False)
-    assert digest(Sam) == before
+    assert digest_function(Sam) == before
 
 
 def loss_with(content: Any) -> Callable[..., Any]:
@@ -171,8 +179,12 @@ def test_tensors_and_objects_count_with_their_values(one: str, other: str) -> No
 
     names = {"np": np, "torch": torch, "nn": nn}
     # of trained parameters, the shape counts
-    assert digest(loss_with(eval(one, names))) == digest(loss_with(eval(one, names)))
-    assert digest(loss_with(eval(one, names))) != digest(loss_with(eval(other, names)))
+    assert digest_function(loss_with(eval(one, names))) == digest_function(
+        loss_with(eval(one, names))
+    )
+    assert digest_function(loss_with(eval(one, names))) != digest_function(
+        loss_with(eval(other, names))
+    )
 
 
 def test_the_source_of_a_module_counts_without_comments_and_docstrings(
@@ -210,7 +222,7 @@ def test_versions_are_compared_of_modules_that_both_have() -> None:
 
 def test_what_is_in_an_object_counts_where_it_is_asked_for() -> None:
     one, other = (loss_with(SimpleNamespace(rate=rate)) for rate in (1, 2))
-    assert digest(one) == digest(other)
+    assert digest_function(one) == digest_function(other)
     assert differing_part(parts(one, objects=True), parts(other, objects=True)) == "content.rate"
 
 

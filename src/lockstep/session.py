@@ -331,7 +331,9 @@ class Session:
             elif not self.context.overrides.bare:
                 self.house.checkpointing.resume(run, self._recovery, options.data)
         first = training.loop.begin_loop(run.step)
-        batches = loop.sources(training, options, batching, first, self._stack.callback)
+        batches = loop.microbatches_of_steps(
+            training, options, batching, first, self._stack.callback
+        )
         return loop.steps(training, batches, total=batching.steps, weight=weight)
 
     def include(self, name: str, state: Stateful) -> None:

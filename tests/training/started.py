@@ -20,7 +20,7 @@ from lockstep.comm.mesh import to_local
 from lockstep.model.initialization.deferred_init import DeferredModel
 from lockstep.training import pretrained as starting
 from lockstep.training.pretrained import PretrainedWeights
-from lockstep.training.state import aliases, tensors_of
+from lockstep.training.state import aliases, named_tensors
 
 GIVEN = recipe()
 
@@ -82,7 +82,7 @@ def read_bytes(plan: str, run_dir: str, weights: Any) -> tuple[int, int]:
                 tensor=GIVEN.tensor,
                 weights=weights,
             )
-            return read, sum(to_local(tensor).nbytes for _, tensor in tensors_of(model))
+            return read, sum(to_local(tensor).nbytes for _, tensor in named_tensors(model))
     finally:
         PretrainedWeights.fill = original  # type: ignore[method-assign]
 

@@ -39,7 +39,7 @@ from lockstep.training.optim.optimizers import (
     STATE_IS_ZERO_AT_FIRST,
     allocate_state,
     build_optimizers,
-    check_gradients,
+    check_reducible,
     trainable,
     unfuse,
 )
@@ -309,11 +309,11 @@ def test_gradients_that_cannot_be_summed_are_refused_by_name() -> None:
             r" dense tensors; "
         ),
     ):
-        check_gradients(sparse, trainable(sparse), bitwise=False)
+        check_reducible(sparse, trainable(sparse), bitwise=False)
     waves = nn.ParameterDict(
         {"wave": torch.zeros(2, dtype=torch.complex64), "rest": torch.zeros(2)}
     )
-    check_gradients(waves, trainable(waves), bitwise=False)
+    check_reducible(waves, trainable(waves), bitwise=False)
     with pytest.raises(
         RecipeError,
         match=(
@@ -321,7 +321,7 @@ def test_gradients_that_cannot_be_summed_are_refused_by_name() -> None:
             r" as real"
         ),
     ):
-        check_gradients(waves, trainable(waves), bitwise=True)
+        check_reducible(waves, trainable(waves), bitwise=True)
 
 
 def two_sets(model: nn.Sequential) -> list[torch.optim.Optimizer]:

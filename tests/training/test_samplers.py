@@ -15,7 +15,7 @@ from training.subjects import each_of, network, recipe, rows, sgd, squared_error
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.loop import steps_of
+from lockstep.training.loop import total_steps_of
 
 SAMPLES = 30
 PLANS = {"replicate=3": 3, "shard=2,workers=1": 2}
@@ -310,4 +310,4 @@ def test_the_steps_of_a_recipe_are_those_that_training_takes(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     given = recipe(**{"data": rows(SAMPLES), **changes})
-    assert steps_of(given) == trained(str(tmp_path / "run"), changes)
+    assert total_steps_of(given) == trained(str(tmp_path / "run"), changes)

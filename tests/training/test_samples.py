@@ -18,7 +18,7 @@ from training.subjects import each_of
 import lockstep as ls
 from lockstep.base.errors import LossError
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.loss import rows_of, rows_per_sample
+from lockstep.training.loss import batch_rows, rows_per_sample
 
 SAMPLES = 64
 KEPT = torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1)) > 0.3
@@ -63,7 +63,7 @@ def rows(count: int, *more: int) -> Tensor:
 def test_the_samples_of_a_batch_are_its_rows_or_the_members_of_its_lists(
     batch: Any, expected: int | None
 ) -> None:
-    assert rows_of(batch, 8) == expected
+    assert batch_rows(batch, 8) == expected
 
 
 @pytest.mark.parametrize(

@@ -404,7 +404,9 @@ class Checkpointer:
         """Every rank calls it."""
         pairs = zip(saved["optimizers"], self.training.modules, strict=False)
         edited = [
-            line for theirs, module in pairs for line in settings.described(theirs, module.settings)
+            line
+            for theirs, module in pairs
+            for line in settings.changes_in_words(theirs, module.settings)
         ]
         edited += changed_bits(Plan.parse(saved["plan"]), self.run.context.plan)
         python = self.run.context.recorder.summary["versions"]["python"]

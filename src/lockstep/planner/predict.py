@@ -32,7 +32,7 @@ from lockstep.planner.tracing.tracer import (
 )
 from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
-from lockstep.training.loop import steps_of
+from lockstep.training.loop import total_steps_of
 
 PCIE_BYTES_PER_SECOND = 25e9
 HOST_BYTES_PER_SECOND = 25e9
@@ -87,7 +87,7 @@ def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = Tru
         },
         samples=samples,
         tokens=None if tokens is None else tokens * samples,
-        steps=steps_of(recipe),
+        steps=total_steps_of(recipe),
         memory=[memory_peak(trace) for trace in {each.rank: each for each in traces}.values()],
         capacity_bytes=machine.capacity_bytes,
         overhead_bytes=machine.overhead_bytes,

@@ -106,7 +106,9 @@ class RecipeCode(NamedTuple):
     @classmethod
     def of(cls, recipe: Recipe) -> RecipeCode:
         functions = _functions(recipe).items()
-        return cls({name: digest(each) for name, each in functions}, code_and_objects_of(recipe))
+        return cls(
+            {name: digest_function(each) for name, each in functions}, code_and_objects_of(recipe)
+        )
 
 
 def code_and_objects_of(recipe: Recipe, unread: Collection[Any] = ()) -> Digests:
@@ -141,7 +143,7 @@ def parts(
     return digest_parts(_RecipeReader(objects, unread).parts(function), _PARTS)[0]
 
 
-def digest(function: Any) -> str:
+def digest_function(function: Any) -> str:
     return hashlib.blake2b(
         repr(sorted(parts(function).items())).encode(), digest_size=8
     ).hexdigest()

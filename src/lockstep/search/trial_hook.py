@@ -27,7 +27,7 @@ from lockstep.recipe.recipe import Recipe
 from lockstep.search.request import PRUNED, TrialRequest
 from lockstep.training.context import Overrides
 from lockstep.training.hook import Hook
-from lockstep.training.loop import interval_of, steps_of
+from lockstep.training.loop import interval_of, total_steps_of
 from lockstep.training.run import Run
 
 _trainings = 0
@@ -44,7 +44,9 @@ def train(recipe: Recipe) -> NoReturn:
     """Replaces `ls.train`: report the script's parameters to the search, and end the process."""
     channel = _channel(_request(os.environ), os.environ)
     if channel is not None:
-        channel.send("opened", **_script(), every=_interval(recipe, ""), steps=steps_of(recipe))
+        channel.send(
+            "opened", **_script(), every=_interval(recipe, ""), steps=total_steps_of(recipe)
+        )
     os._exit(0)
 
 

@@ -121,7 +121,7 @@ class ExpertBalance:
     def _weight(self, weight: Callable[[Any], Any] | None, batch: Any) -> dict[str, Any]:
         own = {} if weight is None else weight(batch)
         named = dict(own) if isinstance(own, Mapping) else {SINGLE: own}
-        return joined(named, self._denominators(batch))
+        return _joined(named, self._denominators(batch))
 
     def _denominators(self, batch: Any) -> dict[str, float]:
         samples, tokens, counted = self._shape(batch)
@@ -217,7 +217,7 @@ class ExpertBalance:
                 " Recipe.weight = batch -> its denominator"
             )
         if isinstance(loss, Mapping):
-            joined(loss, dict.fromkeys(self.term_names))
+            _joined(loss, dict.fromkeys(self.term_names))
 
     def _counted(self, batch: Any, choices: Sequence[Choices]) -> tuple[int, Tensor | None]:
         """None if all tokens count."""
@@ -496,7 +496,7 @@ def balance_weights(weights: Weights | None) -> Weights:
     return {name: weights[name] for name in BALANCE_TERMS if name in weights}
 
 
-def joined(own: Mapping[str, Any], terms: Mapping[str, Any]) -> dict[str, Any]:
+def _joined(own: Mapping[str, Any], terms: Mapping[str, Any]) -> dict[str, Any]:
     for name in own.keys() & terms.keys():
         raise LossError(
             f"the loss has a term {name!r}, and Recipe.balance adds one of that name; rename the"

@@ -16,7 +16,7 @@ from lockstep.base.errors import RecipeError
 from lockstep.checkpoint.pretrained_files import open_tensors
 from lockstep.recipe.recipe import Weights
 from lockstep.training.pretrained import match_tensors
-from lockstep.training.state import tensors_of
+from lockstep.training.state import named_tensors
 
 _EXAMPLE = 'ls.Ensemble(build_model, ["runs/a", "runs/b"]), or ls.Ensemble([model_a, model_b])'
 
@@ -84,7 +84,7 @@ def _loaded(model: nn.Module, path: str) -> nn.Module:
         )
     with closing(open_tensors(path)) as tensors, torch.no_grad():
         theirs, _ = match_tensors(Weights(path), tensors.specs, model)
-        for name, tensor in tensors_of(model, theirs):
+        for name, tensor in named_tensors(model, theirs):
             tensor.copy_(tensors.read(theirs[name][0], ()))
     return model
 

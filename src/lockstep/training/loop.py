@@ -32,11 +32,11 @@ from lockstep.recipe.recipe import Evaluation, Recipe
 from lockstep.training.microbatches import (
     Batching,
     Microbatches,
+    count_steps,
     from_data,
     from_indices,
     from_stream,
     positions_in,
-    total_steps,
 )
 from lockstep.training.set_up import (
     Remark,
@@ -254,9 +254,9 @@ def order_and_samples(recipe: Recipe) -> tuple[SampleOrder | None, int]:
     return order, _length(order, recipe.data)
 
 
-def steps_of(recipe: Recipe) -> int:
+def total_steps_of(recipe: Recipe) -> int:
     order, samples = order_and_samples(recipe)
-    return total_steps(
+    return count_steps(
         order,
         samples=samples,
         global_batch=recipe.global_batch,
@@ -274,7 +274,7 @@ def interval_of(recipe: Recipe, evaluation: Evaluation) -> int | None:
     whole = isinstance(order, BatchOrder) or recipe.epochs is not None
     if not whole and samples % (recipe.global_batch or 1):
         return None
-    return total_steps(
+    return count_steps(
         order,
         samples=samples,
         global_batch=recipe.global_batch,
@@ -306,7 +306,7 @@ def _microbatch(training: Training, options: LoopOptions) -> int | None:
     return override
 
 
-def sources(
+def microbatches_of_steps(
     training: Training,
     options: LoopOptions,
     batching: Batching,

@@ -35,7 +35,7 @@ def rows_per_sample(name: str, batch: Any, samples: int) -> int:
     )
     if type(first) is Tensor and first.shape[:1] == (samples,):
         return 1
-    if (rows := rows_of(batch, samples)) is None or rows == samples:
+    if (rows := batch_rows(batch, samples)) is None or rows == samples:
         return 1
     if rows and rows % samples == 0:
         return rows // samples
@@ -49,7 +49,7 @@ def rows_per_sample(name: str, batch: Any, samples: int) -> int:
     )
 
 
-def rows_of(batch: Any, samples: int) -> int | None:
+def batch_rows(batch: Any, samples: int) -> int | None:
     """Count the rows of the batch's tensors, or of its lists. -1 if its tensors have different
     numbers of rows, none of them `samples`. None if nothing has rows."""
     if isinstance(batch, Tensor | np.ndarray):

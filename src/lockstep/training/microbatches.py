@@ -35,7 +35,7 @@ from lockstep.training.loss import Weights, weights_of
 Spans = tuple[tuple[int, int], ...]  # the span [start, stop) of each microbatch in its global batch
 
 
-def total_steps(
+def count_steps(
     order: SampleOrder | None,
     *,
     samples: int,
@@ -84,7 +84,7 @@ class Batching:
         """Latest step whose microbatches this rank has requested from the loader."""
         self._parts = 2**microbatch_splits
         self._drop_last = drop_last
-        self.steps = total_steps(
+        self.steps = count_steps(
             order,
             samples=samples,
             global_batch=global_batch,

@@ -79,7 +79,7 @@ def build_model(
         changed_factory, model_key, mesh, without_values=context.overrides.without_values
     )
     model = built.module
-    optim.check_gradients(model, optim.trainable(model), bitwise=context.bitwise)
+    optim.check_reducible(model, optim.trainable(model), bitwise=context.bitwise)
     pretrained = None if weights is None else PretrainedWeights.of(weights, model, context.world)
     if pretrained is not None:
         built.given = frozenset(pretrained.theirs)

@@ -21,7 +21,7 @@ from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 from lockstep.model.consistency import tensor_checksum
 from lockstep.recipe.recipe import Weights
-from lockstep.training.state import aliases, listed, tensors_of
+from lockstep.training.state import aliases, list_names, named_tensors
 
 T = TypeVar("T")
 Kinds = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (dtype, shape)
@@ -59,7 +59,9 @@ class PretrainedWeights:
     def fill(self, model: nn.Module, world: World) -> dict[str, Any]:
         """Load this rank's part of the weights, and close the file. Every rank calls it."""
         state = {
-            name: tensor for name, tensor in tensors_of(model, self.theirs) if name in self.theirs
+            name: tensor
+            for name, tensor in named_tensors(model, self.theirs)
+            if name in self.theirs
         }
         with closing(self.tensors):
             _, everyone = _exchange(lambda: (None, self._filled(state)), world)
@@ -127,7 +129,7 @@ def match_tensors(
     }
     ours = {
         name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in tensors_of(model, also)
+        for name, tensor in named_tensors(model, also)
     }
     found = _match_names(weights, theirs, ours, aliases(model, also))
     return found, sorted(ours.keys() - found.keys())
@@ -171,7 +173,7 @@ def _match_names(
     if any(differences.values()):
         raise RecipeError(
             f"weights {weights.path!r} are not this model's: "
-            + listed(differences)
+            + list_names(differences)
             + f"; {_remedy(missing, unexpected)}"
         )
     result: dict[str, list[str]] = {}

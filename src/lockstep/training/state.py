@@ -290,7 +290,8 @@ def _model_targets(
         **dict(module.model.named_buffers()),
     }
     targets = {
-        f"{number}/model/{name}": tensor for name, tensor in tensors_of(module.model, module.held)
+        f"{number}/model/{name}": tensor
+        for name, tensor in named_tensors(module.model, module.held)
     }
     for name, tensor in named.items():
         for key in (f"{number}/model/{name}", f"{number}/transient/{name}"):
@@ -421,7 +422,7 @@ def _like_parameter(parameter: Tensor, value: Any) -> Any:
     return like_parameter(parameter, shard_as(parameter, value))
 
 
-def tensors_of(model: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(model: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yield the first name and the tensor of each parameter and buffer in the state dict. `also`:
     parameters to add."""
     saved = list(in_state(model, also))
@@ -480,7 +481,7 @@ def _check_same_parts(
     if missing or unexpected:
         raise CheckpointError(
             "the checkpoint's other state is not this run's: "
-            + listed({"not in the checkpoint": missing, "only in the checkpoint": unexpected})
+            + list_names({"not in the checkpoint": missing, "only in the checkpoint": unexpected})
             + "; use the same hooks and the same session.include as before"
         )
 
@@ -513,7 +514,7 @@ def _check_tensors(
         ],
     }
     if any(differences.values()):
-        raise CheckpointError(f"the checkpoint is of another model: {listed(differences)}")
+        raise CheckpointError(f"the checkpoint is of another model: {list_names(differences)}")
 
 
 def _describe(name: str, kind: Sequence[Any]) -> str:
@@ -521,5 +522,5 @@ def _describe(name: str, kind: Sequence[Any]) -> str:
     return f"{name.replace('/model/', ' ')} {dtype}{tuple(shape)}".removeprefix("0 ").strip()
 
 
-def listed(found: Mapping[str, Sequence[str]]) -> str:
+def list_names(found: Mapping[str, Sequence[str]]) -> str:
     return "; ".join(f"{kind}: {first_few(names)}" for kind, names in found.items() if names)

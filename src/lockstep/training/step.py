@@ -37,7 +37,7 @@ from lockstep.training.reducers.reducer import RecomputingReducer
 from lockstep.training.reducers.rounds import RoundsReducer
 from lockstep.training.reducers.step_stats import Number, gradient_versions
 from lockstep.training.set_up import Remark
-from lockstep.training.step_result import StepResult, numbers_of
+from lockstep.training.step_result import StepResult, as_floats
 from lockstep.training.train_module import TrainModule
 from lockstep.training.training import Training
 
@@ -472,7 +472,7 @@ class Step:
         )
         # The gradient may be finite although the loss is not, because torch.where can mask the
         # loss.
-        if self._polls and not all(map(math.isfinite, numbers_of(stats.values))):
+        if self._polls and not all(map(math.isfinite, as_floats(stats.values))):
             result.check()
         self._training.begin_change()
         module.divide_by_weight(stats.weights, stats.values)

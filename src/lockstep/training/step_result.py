@@ -52,7 +52,7 @@ class StepResult:
 
     def loss(self) -> float:
         """Σ total / Σ weight over the global batch, the same on every rank."""
-        total = exact_sum(numbers_of(self.values))
+        total = exact_sum(as_floats(self.values))
         if self.weights is None:
             return total
         weight = exact_sum(self.weights.tolist())
@@ -93,7 +93,7 @@ class StepResult:
             return
         self.module.agreement.refuse_late()
         layout = self.layout
-        for place, value in enumerate(numbers_of(self.values)):
+        for place, value in enumerate(as_floats(self.values)):
             if not math.isfinite(value):
                 raise LossError(
                     f"after step {layout.step}: the loss is {value} in {layout.name(place)},"
@@ -128,7 +128,7 @@ class StepResult:
                     f"after step {self.layout.step}: the weight of microbatch {place} is {weight};"
                     " it divides the summed loss, and must be finite and not negative"
                 )
-        if not any(weights) and (total := exact_sum(numbers_of(self.values))):
+        if not any(weights) and (total := exact_sum(as_floats(self.values))):
             raise LossError(f"after step {self.layout.step}: {no_weight('loss', total)}")
 
     def _not_finite(self) -> str:
@@ -153,5 +153,5 @@ class StepResult:
         )
 
 
-def numbers_of(values: Tensor | list[float]) -> list[float]:
+def as_floats(values: Tensor | list[float]) -> list[float]:
     return values if isinstance(values, list) else values.tolist()

@@ -39,7 +39,7 @@ from lockstep.training.loss import Contribution, LossKind
 from lockstep.training.optim import gradient_norm
 from lockstep.training.optim.modes import OptimizerModes
 from lockstep.training.optim.operands import lay_out, may_multiply
-from lockstep.training.optim.optimizer_state import Settings, differing, settings_of
+from lockstep.training.optim.optimizer_state import Settings, changed_settings, settings_of
 from lockstep.training.optim.optimizers import needs_closure
 from lockstep.training.optim.schedule import Schedule
 from lockstep.training.reducers.agreement import StepAgreement
@@ -523,7 +523,7 @@ class TrainModule:
     def keep_changed_settings(self, saved: Settings) -> None:
         """After a resume, use the optimizer settings that the script has changed. `saved`: the
         settings in the saved run."""
-        for number, group, name in differing(saved, self.settings):
+        for number, group, name in changed_settings(saved, self.settings):
             value = self.settings[number][group][name]
             if name == "lr":
                 self.schedule.change_base(number, group, saved[number][group][name], value)

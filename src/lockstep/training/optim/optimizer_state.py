@@ -35,7 +35,7 @@ def settings_of(optimizers: Sequence[Optimizer]) -> Settings:
     ]
 
 
-def differing(saved: Settings, now: Settings) -> Iterator[tuple[int, int, str]]:
+def changed_settings(saved: Settings, now: Settings) -> Iterator[tuple[int, int, str]]:
     """Yield (index of the optimizer, index of the parameter group, name of the setting)."""
     for number, (theirs, ours) in enumerate(zip(saved, now, strict=False)):
         for group, (before, after) in enumerate(zip(theirs, ours, strict=False)):
@@ -46,12 +46,12 @@ def differing(saved: Settings, now: Settings) -> Iterator[tuple[int, int, str]]:
             )
 
 
-def described(saved: Settings, now: Settings) -> list[str]:
+def changes_in_words(saved: Settings, now: Settings) -> list[str]:
     """Return texts such as `optimizer: lr of group 0: 0.1, now 0.01`."""
     return [
         f"optimizer{f' {number}' if len(now) > 1 else ''}: {name} of group {group}:"
         f" {saved[number][group][name]!r}, now {now[number][group][name]!r}"
-        for number, group, name in differing(saved, now)
+        for number, group, name in changed_settings(saved, now)
     ]
 
 

@@ -153,7 +153,7 @@ def trainable(model: Any) -> dict[str, nn.Parameter]:
     return by_name
 
 
-def check_gradients(
+def check_reducible(
     model: nn.Module, parameters: dict[str, nn.Parameter], *, bitwise: bool
 ) -> None:
     for name, module in model.named_modules():
