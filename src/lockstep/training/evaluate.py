@@ -73,6 +73,13 @@ class Evaluator:
             prefetch=int(context.plan.prefetch),
             device=context.device,
         )
+        metrics = dict(evaluation.metrics)
+        if recipe.batch_loss is not None and evaluation.loss is None:
+            metrics = {SINGLE: recipe.batch_loss, **metrics}
+        self._mean = {name: each for name, each in metrics.items() if isinstance(each, Mean)}
+        self._gathered = {
+            name: each for name, each in metrics.items() if isinstance(each, Gathered)
+        }
         # metrics are checked for collectives in the first microbatch
         self._is_first = True
 
@@ -100,7 +107,7 @@ class Evaluator:
         ]
         rows: dict[int, Sums] = {}
         ahead: deque[tuple[int, _ToHost]] = deque()
-        collected: dict[str, dict[int, Columns]] = {name: {} for name in self._metrics(Gathered)}
+        collected: dict[str, dict[int, Columns]] = {name: {} for name in self._gathered}
         executor, items = self.module.executor, self.loader.fetch(spans)
         agreement = self.module.agreement
         agreement.doing.text = "in an evaluation"
@@ -123,7 +130,7 @@ class Evaluator:
         self.module.check_counts()
         agreement.doing.text = ""
         metrics: dict[str, float] = executor.on_output_rank(
-            lambda: {**self._means(rows, len(bounds)), **self._gathered(collected, bounds)}
+            lambda: {**self._means(rows, len(bounds)), **self._computed(collected, bounds)}
         )
         return metrics
 
@@ -139,15 +146,15 @@ class Evaluator:
             return {}, _ToHost({}, self.module.device)
         sums = self._loss_of(item, loss)
         columns = {}
-        if self.evaluation.metrics or self._metrics(Gathered):
+        if self._mean or self._gathered:
             output = self.module.executor.whole(output)
-        for name, metric in self._metrics(Mean).items():
+        for name, metric in self._mean.items():
             sums[name] = _sum_and_number(
                 name, self._called(name, metric.values, output, batch), item.size
             )
             if self.mesh.loss_parts.rank:
                 sums[name] = 0.0, 0.0  # the first rank has counted all tokens
-        for name, metric in self._metrics(Gathered).items():
+        for name, metric in self._gathered.items():
             columns[name] = checked_columns(
                 f"metric {name!r}", self._called(name, metric.collect, output, batch), item.size
             )
@@ -181,15 +188,6 @@ class Evaluator:
                 f" the values of all ranks itself; leave it out: {ALONE}"
             ) from None
 
-    def _metrics(self, kind: type[Any]) -> dict[str, Any]:
-        batch_loss = None if self.evaluation.loss is not None else self.recipe.batch_loss
-        metrics = (
-            self.evaluation.metrics
-            if batch_loss is None
-            else {SINGLE: batch_loss, **self.evaluation.metrics}
-        )
-        return {name: metric for name, metric in metrics.items() if isinstance(metric, kind)}
-
     def _means(self, rows: dict[int, Sums], microbatches: int) -> dict[str, float]:
         names = self._names(rows)
         numbers = [number for row in rows.values() for name in names for number in row[name]]
@@ -203,7 +201,7 @@ class Evaluator:
             name: totals[2 * i] / totals[2 * i + 1] if totals[2 * i + 1] else float("nan")
             for i, name in enumerate(names)
         }
-        if SINGLE not in means and SINGLE not in self._metrics(Gathered):
+        if SINGLE not in means and SINGLE not in self._gathered:
             means = {
                 SINGLE: sum(
                     value for name, value in means.items() if name not in self.evaluation.metrics
@@ -234,7 +232,7 @@ class Evaluator:
                 )
         return list(names)
 
-    def _gathered(
+    def _computed(
         self, collected: dict[str, dict[int, Columns]], bounds: list[tuple[int, int]]
     ) -> dict[str, float]:
         sizes = [stop - start for start, stop in bounds]
@@ -245,7 +243,7 @@ class Evaluator:
             )
             try:
                 with as_one_process():
-                    computed = self._metrics(Gathered)[name].compute(*everyone)
+                    computed = self._gathered[name].compute(*everyone)
             except CollectiveCalled as error:
                 raise DataError(
                     f"metric {name!r} calls {error} of torch.distributed in its compute; every"

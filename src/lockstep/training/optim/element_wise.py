@@ -174,7 +174,12 @@ def _differs(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]
         )
         try:
             whole = updated(optimizer, group, start, gradients)
-            halves = [updated(optimizer, group, *_half(start, gradients, part)) for part in (0, 1)]
+            halves = [
+                updated(
+                    optimizer, group, start.chunk(2)[half], [g.chunk(2)[half] for g in gradients]
+                )
+                for half in (0, 1)
+            ]
         except Exception as error:
             raise _cannot_try(
                 optimizer, f"its step raises {type(error).__name__}: {error}"
@@ -192,10 +197,6 @@ def _cannot_try(optimizer: Optimizer, why: str) -> RecipeError:
         " would be wrong on a shard; let step() take parameters from self.param_groups and their"
         " state from self.state, and update any tensor that has a gradient; or use replicate"
     )
-
-
-def _half(start: Tensor, gradients: Sequence[Tensor], part: int) -> tuple[Tensor, list[Tensor]]:
-    return start.chunk(2)[part].clone(), [gradient.chunk(2)[part].clone() for gradient in gradients]
 
 
 def updated(
