@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.base.errors import RecipeError
@@ -162,6 +163,38 @@ def prepare(
         if context.overrides.change_loaded is not None:
             context.overrides.change_loaded(model)
 
+    optimizers, steppers = _build_optimizers(training, build_optimizer, model, parallel)
+    module = TrainModule(
+        model,
+        optim.trainable(model),
+        optimizers,
+        parallel=parallel,
+        context=context,
+        schedule=schedule,
+        steppers=steppers,
+    )
+    if options.balance is not None:
+        stages = None if parallel.pipeline is None else parallel.pipeline.stages
+        module.balance = balance_experts(
+            model, options.balance, made.routed, context.mesh, inputs, stages
+        )
+        module.balance.check_recomputation(context.recompute_every)
+        module.executor.recorder = module.balance.recorder
+        training.run.include("balance", module.balance)
+    training.modules.append(module)
+    return module
+
+
+def _build_optimizers(
+    training: Training,
+    build_optimizer: Callable[[Any], Any],
+    model: nn.Module,
+    parallel: Parallelized,
+) -> tuple[list[Optimizer], dict[int, Callable[[], None]]]:
+    """Return the optimizers, and `id` of an optimizer -> the function to call instead of its
+    `step()`."""
+    context = training.context
+
     def build() -> tuple[list[Optimizer], list[Optimizer]]:
         built = optim.build_optimizers(
             build_optimizer, model, in_part=parallel.pipeline is not None
@@ -193,26 +226,7 @@ def prepare(
     for optimizer in optimizers:
         optim.separate_meshes(optimizer)
         optim.allocate_state(optimizer)
-    steppers = {
+    return optimizers, {
         id(optimizer): WholeTensorOptimizer(optimizer, context.mesh.parts).step
         for optimizer in whole
     }
-    module = TrainModule(
-        model,
-        optim.trainable(model),
-        optimizers,
-        parallel=parallel,
-        context=context,
-        schedule=schedule,
-        steppers=steppers,
-    )
-    if options.balance is not None:
-        stages = None if parallel.pipeline is None else parallel.pipeline.stages
-        module.balance = balance_experts(
-            model, options.balance, made.routed, context.mesh, inputs, stages
-        )
-        module.balance.check_recomputation(context.recompute_every)
-        module.executor.recorder = module.balance.recorder
-        training.run.include("balance", module.balance)
-    training.modules.append(module)
-    return module
