@@ -50,10 +50,10 @@ class Consensus:
     request: Callable[[], Request]  # returns this rank's current request
     # flags of the previous step, while they are copied from the GPU
     _before: tuple[Tensor, torch.Event] | None = None
-    _reach_all: bool = field(init=False)
+    _flags_reach_all_ranks: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self._reach_all = self.mesh.summed().size == self.mesh.world.size
+        self._flags_reach_all_ranks = self.mesh.summed().size == self.mesh.world.size
 
     def flag(self, *, may_stop: bool) -> bool:
         """`may_stop`: True if a request to stop counts in this step."""
@@ -61,23 +61,15 @@ class Consensus:
 
     def agree(self, results: Sequence[StepResult], *, may_stop: bool) -> Request:
         """Every rank calls it."""
-        if not results:  # all models have skipped the step
-            return (
-                self._merged(may_stop)
-                if self.mesh.world.any(self.flag(may_stop=may_stop))
-                else NOTHING
-            )
-        raised = self._any_flag([result.flags for result in results], wait=may_stop)
-        return self._merged(may_stop) if raised else NOTHING
-
-    def _merged(self, may_stop: bool) -> Request:
+        if results:
+            raised = self._any_flag([result.flags for result in results], wait=may_stop)
+        else:  # all models have skipped the step
+            raised = self.mesh.world.any(self.flag(may_stop=may_stop))
+        if not raised:
+            return NOTHING
         mine = self._mine(may_stop)
-        return merge(
-            [
-                Request(*each)
-                for each in self.mesh.world.gather_values([mine.stop, mine.save, mine.end])
-            ]
-        )
+        everyone = self.mesh.world.gather_values([mine.stop, mine.save, mine.end])
+        return merge([Request(*each) for each in everyone])
 
     def agree_to_stop(self) -> str | None:
         """Every rank calls it."""
@@ -98,7 +90,7 @@ class Consensus:
         ]
         if not on_gpu:
             raised = any(map(bool, flags))
-            return raised if self._reach_all else self.mesh.world.any(raised)
+            return raised if self._flags_reach_all_ranks else self.mesh.world.any(raised)
         raised_by = torch.stack(on_gpu)
         for axis in self.mesh.larger:
             # over the other axes, the flags were already summed together with the gradients
