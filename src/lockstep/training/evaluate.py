@@ -148,16 +148,14 @@ class Evaluator:
         columns = {}
         if self._mean or self._gathered:
             output = self.module.executor.whole(output)
-        for name, metric in self._mean.items():
-            sums[name] = _sum_and_number(
-                name, self._called(name, metric.values, output, batch), item.size
-            )
+        for name, mean in self._mean.items():
+            values = self._called(name, mean.values, output, batch)
+            sums[name] = _sum_and_number(name, values, item.size)
             if self.mesh.loss_parts.rank:
                 sums[name] = 0.0, 0.0  # the first rank has counted all tokens
-        for name, metric in self._gathered.items():
-            columns[name] = checked_columns(
-                f"metric {name!r}", self._called(name, metric.collect, output, batch), item.size
-            )
+        for name, gathered in self._gathered.items():
+            collected = self._called(name, gathered.collect, output, batch)
+            columns[name] = checked_columns(f"metric {name!r}", collected, item.size)
         self._is_first = False
         return sums, _ToHost(columns, self.module.device)
 
