@@ -459,8 +459,8 @@ def set_up_computation(
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
-    """By default, glibc returns the memory of a step's gradients to the system and gets it back
-    page by page, which takes up to a fifth of a step."""
+    """Otherwise glibc returns the memory of a step's gradients to the system and gets it back page
+    by page, which takes up to a fifth of a step."""
     if sys.platform != "linux" or any(name in environ for name in OWN_SETTINGS):
         return False
     try:
