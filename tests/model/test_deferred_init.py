@@ -464,7 +464,6 @@ def test_memory_is_that_of_one_tensor(name: str) -> None:
         for parameter in deferred.module.parameters():
             assert deferred.materialize(parameter).untyped_storage().nbytes() == LAYER_BYTES
     assert LAYER_BYTES <= peak.bytes <= (most + 0.1) * LAYER_BYTES
-    assert deferred.constant_bytes == 0
 
 
 def test_a_value_that_is_overwritten_is_not_drawn() -> None:
@@ -486,20 +485,13 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_values_from_numpy_are_counted() -> None:
-    deferred = DeferredModel.build(from_numpy, KEY)
-    # The weight in float64, the bias in float32, and `chosen`.
-    assert deferred.constant_bytes == 12 * 8 + 4 * 4 + 5 * 8
-
-
-def test_values_from_a_file_are_counted(tmp_path: Path) -> None:
+def test_values_from_a_file(tmp_path: Path) -> None:
     torch.save(nn.Linear(3, 4).state_dict(), tmp_path / "state.pt")
     factory = initialised(
         lambda: nn.Linear(3, 4),
         lambda model: model.load_state_dict(torch.load(tmp_path / "state.pt")),
     )
     check(factory)
-    assert DeferredModel.build(factory, KEY).constant_bytes == (12 + 4) * 4
 
 
 def changed_after() -> nn.Module:

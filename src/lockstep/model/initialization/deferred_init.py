@@ -77,11 +77,7 @@ class DeferredModel:
         recorder = InitRecorder(key)
         with _older_objects_frozen():
             try:
-                with (
-                    recorder,
-                    fake_parameters_keep_class(recorder.fake_class, recorder.is_fake),
-                    warnings.catch_warnings(),
-                ):
+                with recorder, fake_parameters_keep_class(), warnings.catch_warnings():
                     # copy.deepcopy causes this warning
                     warnings.filterwarnings(
                         "ignore", message="Accessing the data pointer of FakeTensor"
@@ -97,13 +93,6 @@ class DeferredModel:
                     f"the function returned a {type(module).__name__}, not a torch.nn.Module"
                 )
             return _finish(cls, module, recorder)
-
-    @property
-    def constant_bytes(self) -> int:
-        """Bytes of the tensors that the factory made from NumPy arrays, lists and files."""
-        made = sum(value.nbytes() for value in self._log.constants.values())
-        given = (each for each in self._sources.values() if isinstance(each, Tensor))
-        return made + sum(each.nbytes for each in given)
 
     @torch.no_grad()
     def materialize(self, tensor: str | Tensor) -> Tensor:
@@ -132,7 +121,7 @@ def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder)
     _check(recorder, [*named.values(), *outside])
     sources: dict[int, StorageView | Tensor] = {}
     for _, tensor in named.values():
-        source = recorder.view(tensor) if recorder.is_fake(tensor) else None
+        source = recorder.view(tensor) if isinstance(tensor, FakeTensor) else None
         shape, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
         empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         before = replace_contents(tensor, empty)
@@ -160,7 +149,7 @@ def _fakes(recorder: InitRecorder) -> list[Any]:
     return [
         item
         for item in gc.get_objects()
-        if issubclass(type(item), recorder.fake_class) and item.fake_mode is recorder.fake
+        if issubclass(type(item), FakeTensor) and item.fake_mode is recorder.fake
     ]
 
 
@@ -179,7 +168,7 @@ def _check(recorder: InitRecorder, tensors: list[tuple[str, Any]]) -> None:
         if tensor.numel() and storage in seen:
             raise CannotDefer(f"{name} and {seen[storage]} are two tensors that share memory")
         seen[storage] = name
-        if recorder.is_fake(tensor):
+        if isinstance(tensor, FakeTensor):
             recorder.view(tensor)
 
 
@@ -230,19 +219,19 @@ def _fake_attributes() -> frozenset[str]:
 
 
 @contextmanager
-def fake_parameters_keep_class(fake_class: Any, is_fake: Callable[[Any], bool]) -> Iterator[None]:
+def fake_parameters_keep_class() -> Iterator[None]:
     """A fake parameter gets the subclass of `nn.Parameter` that the user's code constructs."""
     make: Any = nn.Parameter.__new__
     swap: Any = torch.utils.swap_tensors
 
     def made(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         parameter: Any = make(cls, data, requires_grad)
-        if cls is not nn.Parameter and is_fake(parameter):
-            parameter.__class__ = type(cls.__name__, (fake_class, cls), {})
+        if cls is not nn.Parameter and isinstance(parameter, FakeTensor):
+            parameter.__class__ = type(cls.__name__, (FakeTensor, cls), {})
         return parameter
 
     def swapped(one: Any, other: Any) -> None:
-        if is_fake(one) and is_fake(other):
+        if isinstance(one, FakeTensor) and isinstance(other, FakeTensor):
             former = one.detach()
             one.data = other
             other.data = former

@@ -69,14 +69,9 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
     def __init__(self, key: int) -> None:
         super().__init__(key)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.fake_class = FakeTensor
-        self._needs_values = (DataDependentOutputException, DynamicOutputShapeException)
         self.log = OperationLog(self.seeds)
         self.failure: Exception | None = None
         self.failed: Any = None
-
-    def is_fake(self, item: Any) -> bool:
-        return isinstance(item, self.fake_class)
 
     def view(self, fake: Any) -> StorageView:
         storage = storage_address(fake.untyped_storage())
@@ -88,9 +83,9 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
 
     def values(self, tree: Any) -> Any:
         """Replace each fake tensor in `tree` by its value, computed from the log."""
-        views = [self.view(item) for item in tensor_leaves(tree) if self.is_fake(item)]
+        views = [self.view(item) for item in tensor_leaves(tree) if _is_fake(item)]
         values = iter(self.log.replay(views))
-        return tree_map(lambda item: next(values) if self.is_fake(item) else item, tree)
+        return tree_map(lambda item: next(values) if _is_fake(item) else item, tree)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -106,11 +101,11 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         tensors = tensor_leaves((args, kwargs))
         given = _generator(args, kwargs)
         number = self.seeds.next() if _draws(func) and given is None else None
-        if not any(map(self.is_fake, tensors)) and (tensors or _is_empty(func, args, kwargs)):
+        if not any(map(_is_fake, tensors)) and (tensors or _is_empty(func, args, kwargs)):
             return self._now(func, args, kwargs, number)
         written = _written(func, args, kwargs)
-        if any(not self.is_fake(tensor) for tensor in written):
-            if any(map(self.is_fake, written)):
+        if any(not _is_fake(tensor) for tensor in written):
+            if any(map(_is_fake, written)):
                 raise CannotDefer("it writes both to a tensor with values and to one without")
             return self._now(func, self.values(args), self.values(kwargs), number)
         state = None
@@ -122,7 +117,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         try:
             with self.fake:
                 out = func(*args, **kwargs)
-        except self._needs_values:
+        except (DataDependentOutputException, DynamicOutputShapeException):
             if written:
                 raise
             return self._now(func, self.values(args), self.values(kwargs), number)
@@ -137,7 +132,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
     def _constant(self, item: Any) -> Any:
         """Return a fake tensor for a tensor with values, and log a copy of the values, because
         NumPy could change them later without an operation of torch."""
-        if not isinstance(item, Tensor) or self.is_fake(item):
+        if not isinstance(item, Tensor) or _is_fake(item):
             return item
         copy = item.detach().clone()
         fake = self.fake.from_tensor(copy, static_shapes=True)
@@ -154,7 +149,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
             return
         fresh = new | self._overwritten(func, written, inputs)
         given_args, given_kwargs = tree_map(
-            lambda item: self.view(item) if self.is_fake(item) else item, (args, kwargs)
+            lambda item: self.view(item) if _is_fake(item) else item, (args, kwargs)
         )
         self.log.add(
             LoggedOperation(
@@ -199,6 +194,10 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
             return set()
         others = {storage_address(tensor.untyped_storage()) for tensor in inputs[1:]}
         return {written[0].storage} - others
+
+
+def _is_fake(item: Any) -> bool:
+    return isinstance(item, FakeTensor)
 
 
 def _generator(args: Any, kwargs: Any) -> torch.Generator | None:
