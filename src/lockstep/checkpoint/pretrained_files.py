@@ -22,7 +22,7 @@ from lockstep.checkpoint.manifest import UnreadableError
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.saved_model import StateDictReader, StoredCheckpoint
 from lockstep.checkpoint.storage import CheckpointName
-from lockstep.checkpoint.tensor_shards import DTYPES, Box, torch_dtype
+from lockstep.checkpoint.tensor_shards import TORCH_DTYPES, Box, torch_dtype
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -32,7 +32,6 @@ SUPPORTED = (
     " .bin, .ckpt)"
 )
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
-_OURS = {theirs: ours for ours, theirs in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +141,7 @@ def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
                 for name in opened.keys() if names is None else names:
                     part = opened.get_slice(name)
                     dtype = part.get_dtype()
-                    specs[name] = _OURS.get(dtype, dtype), tuple(part.get_shape())
+                    specs[name] = TORCH_DTYPES.get(dtype, dtype), tuple(part.get_shape())
                     slices[name] = path, part
             except (OSError, SafetensorError) as error:
                 raise RecipeError(

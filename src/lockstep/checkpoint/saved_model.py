@@ -17,8 +17,8 @@ from lockstep.base.system import signals_blocked
 from lockstep.checkpoint.manifest import DamagedError, read_block, read_manifest
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.checkpoint.tensor_shards import (
-    DTYPES,
     MOST_DIMS,
+    TORCH_DTYPES,
     TensorShard,
     box_of,
     item_bytes,
@@ -28,7 +28,6 @@ from lockstep.checkpoint.tensor_shards import (
 MODEL = "model.safetensors"
 """The final model in a run directory."""
 _MOST_HEADER_BYTES = 100_000_000
-_OURS = {theirs: ours for ours, theirs in DTYPES.items()}
 _BLOCKS = 8
 """Blocks that are cached: a block may contain many small tensors."""
 
@@ -146,7 +145,7 @@ def _safetensors(name: str, opened: Callable[[], FileIO]) -> StateDictReader:
             shape = tuple(whole_number(size) for size in entry["shape"])
             if len(shape) > MOST_DIMS:
                 raise ValueError(f"a tensor of {len(shape)} dims")
-            specs[key] = _OURS[entry["dtype"]], shape
+            specs[key] = TORCH_DTYPES[entry["dtype"]], shape
             first, last = map(whole_number, entry["data_offsets"])
             spans[key] = first, last
         _check_spans(specs, spans, size - 8 - length)

@@ -41,6 +41,7 @@ DTYPES = {
     "int64": "I64", "float64": "F64",
 }  # fmt: skip
 """Torch's name, safetensors' name."""
+TORCH_DTYPES = {theirs: ours for ours, theirs in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)

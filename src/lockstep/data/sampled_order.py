@@ -41,13 +41,10 @@ class SampleOrder(ABC):
     field: str
     wants: str
     """Says in errors what the sampler should return."""
+    stride: int
 
     def __init__(self, sampler: Callable[[int, int], Any], seed: int, samples: int) -> None:
         self._sampler, self._seed, self._samples = sampler, seed, samples
-
-    @property
-    @abstractmethod
-    def stride(self) -> int: ...
 
     @abstractmethod
     def indices(self, epoch: int) -> Indices: ...
@@ -94,28 +91,24 @@ class SampledOrder(SampleOrder):
     def __init__(self, sampler: Callable[[int, int], Any], seed: int, samples: int) -> None:
         super().__init__(sampler, seed, samples)
         self.epoch = lru_cache(maxsize=2)(self._epoch)
-        self.length = 0
+        self.stride = 0
         self.digest = _digest(self._epoch(0))
         self._epoch(1)
         if _digest(self._epoch(0)) != self.digest:
             raise self._error(0, f"returned other indices the second time; {PURE}")
-
-    @property
-    def stride(self) -> int:
-        return self.length
 
     def indices(self, epoch: int) -> Indices:
         return self.epoch(epoch)
 
     def _epoch(self, epoch: int) -> Indices:
         indices = self._checked(epoch, self._sampled(epoch))
-        if len(indices) != (self.length or len(indices)):
+        if len(indices) != (self.stride or len(indices)):
             raise self._error(
                 epoch,
-                f"returned {len(indices)} indices, and {self.length} in epoch 0; a run is counted"
+                f"returned {len(indices)} indices, and {self.stride} in epoch 0; a run is counted"
                 " in epochs of one length",
             )
-        self.length = len(indices)
+        self.stride = len(indices)
         return indices
 
 

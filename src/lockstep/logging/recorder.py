@@ -155,23 +155,20 @@ class Recorder:
             "world_size": world.size,
             "versions": environment["versions"],
         }
-        if self._directory is None:
-            return
         if checkpoints is not None and "://" not in checkpoints:
             checkpoints = str(Path(checkpoints).absolute())
-        self._run_json = {
-            "recipe": recipe,
-            "code": code,
-            "seed": seed,
-            "plan": {"text": str(plan), **asdict(plan)},
-            "world_size": world.size,
-            "launcher": launcher,
-            "checkpoints": checkpoints,
-            "place_in_script": list(dict.fromkeys(_opened)).index(self.path) + 1,
-            "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "environment": environment,
-        }
-        self._directory.write_json("run.json", self._run_json)
+        self._write_run(
+            recipe=recipe,
+            code=code,
+            seed=seed,
+            plan=_plan_fields(plan),
+            world_size=world.size,
+            launcher=launcher,
+            checkpoints=checkpoints,
+            place_in_script=list(dict.fromkeys(_opened)).index(self.path) + 1,
+            started=datetime.now().astimezone().isoformat(timespec="seconds"),
+            environment=environment,
+        )
         if self._loggers is not None:
             self._loggers.start(self._run_json)
 
@@ -199,17 +196,17 @@ class Recorder:
     ) -> None:
         """Write the values chosen for `auto` to `run.json`."""
         self.summary |= {"recipe": recipe, "plan": str(plan)}
-        if self._directory is not None:
-            texts = {"text": str(plan), **asdict(plan)}
-            self._run_json |= {"recipe": recipe, "plan": texts, "auto": auto}
-            environment = describe_environment(device)
-            self._directory.write_json("run.json", self._run_json | {"environment": environment})
+        environment = describe_environment(device)
+        self._write_run(recipe=recipe, plan=_plan_fields(plan), auto=auto, environment=environment)
 
     def describe(self, recipe: Mapping[str, Any]) -> None:
         """Write a description of a script's own loop to `run.json`."""
         self.summary |= {"recipe": recipe}
+        self._write_run(recipe=recipe)
+
+    def _write_run(self, **changed: Any) -> None:
         if self._directory is not None:
-            self._run_json |= {"recipe": recipe}
+            self._run_json |= changed
             self._directory.write_json("run.json", self._run_json)
 
     def resume(self, step: int, checkpoints: str | None) -> None:
@@ -304,6 +301,10 @@ class Recorder:
 
     def close(self) -> None:
         self._open.close()
+
+
+def _plan_fields(plan: Plan) -> dict[str, Any]:
+    return {"text": str(plan), **asdict(plan)}
 
 
 @contextmanager

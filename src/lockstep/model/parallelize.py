@@ -341,7 +341,7 @@ def _wrap_blocks(model: nn.Module, names: Sequence[str], plan: Plan) -> None:
 
 def _check_not_compiled(head: str, compiled: Sequence[str]) -> None:
     for name in compiled:
-        if not name or f"{head}.".startswith(f"{name}."):
+        if is_within(head, name):
             what = f"the block {name!r}" if name else "the whole model"
             raise PlanError(
                 f"compile=yes with logits=chunked; {what} is compiled, with the head {head!r} in"
@@ -361,5 +361,5 @@ def _blocks_within(parts: Sequence[str], blocks: Sequence[str]) -> list[str]:
         if any(part.startswith(f"{block}.") for block in blocks):
             found.append(part)
         else:
-            found += [block for block in blocks if f"{block}.".startswith(f"{part}.")]
+            found += [block for block in blocks if is_within(block, part)]
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -61,13 +61,22 @@ def epsilon(tensor: Tensor) -> float:
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore the default generators and the model's buffers at the end."""
-    buffers = {each: each.clone() for each in model.buffers()}
+    with (
+        unchanged_buffers([model]),
+        torch.no_grad(),
+        accelerator.preserved_generators(device),
+    ):
+        yield
+
+
+@contextmanager
+def unchanged_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     try:
-        with torch.no_grad(), accelerator.preserved_generators(device):
-            yield
+        yield
     finally:
         with torch.no_grad():
-            for buffer, before in buffers.items():
+            for buffer, before in kept:
                 # a write would increase the version, and look like a change by the forward
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)

@@ -48,9 +48,10 @@ _WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
 }
 """Parameters that the forwards of torch's modules use only in matrix products and convolutions."""
 SMALL_PART = 200
-"""Smaller weights are gathered in their own dtype: a router may be called outside of autocast. A
-router has at most 1 / (2 h) of the elements that FSDP2 gathers together, where h is the width of
-the experts' hidden layer; the smallest projection of a large model's attention has 1 / 100."""
+"""A weight with less than 1 / 200 of the elements that FSDP2 gathers together keeps its dtype,
+because a router may be called outside of autocast. A router has at most 1 / (2 h) of these
+elements, where h is the width of the experts' hidden layer; the smallest projection of a large
+model's attention has 1 / 100."""
 VIEWS = (
     "(T|Transpose|Permute|View|UnsafeView|Split|SplitWithSizes|Chunk|Slice|Select|Squeeze|Unsqueeze"
     "|Expand|Alias|Unbind)"

@@ -285,7 +285,7 @@ def interval_of(recipe: Recipe, evaluation: Evaluation) -> int | None:
 
 
 def _length(order: SampleOrder | None, data: Any) -> int:
-    return order.length if isinstance(order, SampledOrder) else len(data)
+    return order.stride if isinstance(order, SampledOrder) else len(data)
 
 
 def _microbatch(training: Training, options: LoopOptions) -> int | None:

@@ -24,7 +24,8 @@ from lockstep.model.pipeline.boundary import (
     Run,
     sendable_outputs,
 )
-from lockstep.model.pipeline.stage import StageForwards, unchanged_buffers
+from lockstep.model.pipeline.stage import StageForwards
+from lockstep.model.trial import unchanged_buffers
 
 
 class StageFailed(LockstepError): ...

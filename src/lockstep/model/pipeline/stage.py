@@ -258,18 +258,3 @@ class StageForwards:
     @property
     def _exchange_in_training(self) -> SyncBatchNormExchange | None:
         return self.exchange if self._model.training else None
-
-
-@contextmanager
-def unchanged_buffers(parts: Sequence[nn.Module]) -> Iterator[None]:
-    kept = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in kept:
-                # write only if the value differs, because each write changes the tensor's version;
-                # BatchNorm's own writes do not
-
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
