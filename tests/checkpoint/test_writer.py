@@ -85,9 +85,7 @@ def test_all_ranks_files_become_one_checkpoint(tmp_path: Path, writers: list[Wri
     for rank in (0, 2, 1):
         assert folder.names() == []
         writers[rank].tell(job(folder.path, rank))
-    assert [writer.answer() for writer in writers] == [
-        {"step": 60, "error": None, "not_deleted": None}
-    ] * 3
+    assert [writer.answer() for writer in writers] == [{"error": None, "not_deleted": None}] * 3
     assert folder.names() == [NAME]
     manifest = Manifest.decode(folder.read(NAME, MANIFEST))
     assert (manifest.step, manifest.values, manifest.metadata) == (

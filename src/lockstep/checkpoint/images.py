@@ -32,7 +32,7 @@ from torch import Tensor
 from lockstep.checkpoint.load import copies_by_shard, fill
 from lockstep.checkpoint.manifest import Manifest, merge_objects
 from lockstep.checkpoint.storage import CheckpointName
-from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, torch_dtype
+from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, TensorSpec, torch_dtype
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
@@ -251,7 +251,7 @@ class ImageReader:
                     self._seen[shard] = data.view(shard.lengths)
 
     @property
-    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def tensors(self) -> dict[str, TensorSpec]:
         return {shard.name: (shard.dtype, shard.shape) for shard in self._saved}
 
     @torch.no_grad()

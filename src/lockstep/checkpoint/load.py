@@ -22,7 +22,13 @@ from lockstep.checkpoint.manifest import (
     read_manifest,
 )
 from lockstep.checkpoint.storage import CheckpointName, Storage
-from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, plan_copies, torch_dtype
+from lockstep.checkpoint.tensor_shards import (
+    ShardCopy,
+    TensorShard,
+    TensorSpec,
+    plan_copies,
+    torch_dtype,
+)
 from lockstep.comm.agreed_errors import raise_on_all_ranks
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
@@ -113,7 +119,7 @@ class CheckpointReader:
         self._spare: list[bytearray] = []
 
     @property
-    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def tensors(self) -> dict[str, TensorSpec]:
         return {shard.name: (shard.dtype, shard.shape) for shard in self._locations}
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ from lockstep.checkpoint.manifest import UnreadableError
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.saved_model import StateDictReader, StoredCheckpoint
 from lockstep.checkpoint.storage import CheckpointName
-from lockstep.checkpoint.tensor_shards import TORCH_DTYPES, Box, torch_dtype
+from lockstep.checkpoint.tensor_shards import TORCH_DTYPES, Box, TensorSpec, torch_dtype
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -36,7 +36,7 @@ _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 @dataclass(frozen=True, slots=True)
 class TensorFiles:
-    specs: Mapping[str, tuple[str, tuple[int, ...]]]
+    specs: Mapping[str, TensorSpec]
     """Torch's dtype, if there is one, and shape."""
     read: Callable[[str, Box], Tensor]
     """Reads slices of a tensor to the CPU."""
@@ -132,7 +132,7 @@ def _indexed(index: Path) -> TensorFiles:
 
 def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
     """The values are the names to read; None: all."""
-    specs: dict[str, tuple[str, tuple[int, ...]]] = {}
+    specs: dict[str, TensorSpec] = {}
     slices: dict[str, tuple[Path, Any]] = {}
     with ExitStack() as stack:
         for path, names in files.items():

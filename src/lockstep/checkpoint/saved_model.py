@@ -20,6 +20,7 @@ from lockstep.checkpoint.tensor_shards import (
     MOST_DIMS,
     TORCH_DTYPES,
     TensorShard,
+    TensorSpec,
     box_of,
     item_bytes,
     whole_number,
@@ -34,7 +35,7 @@ _BLOCKS = 8
 
 @dataclass(frozen=True, slots=True)
 class StateDictReader:
-    specs: Mapping[str, tuple[str, tuple[int, ...]]]
+    specs: Mapping[str, TensorSpec]
     """Torch's dtype and the shape. Tied tensors appear under each of their names."""
     read: Callable[[str], memoryview]
     """Reads a tensor's bytes, row-major."""
@@ -83,9 +84,12 @@ class StoredCheckpoint:
                 f"the manifest describes no models as a run does: {error!r}"
             ) from error
 
-    def specs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        firsts = {name: next(iter(shards.values()))[0] for name, shards in self._shards.items()}
-        return {name: (shard.dtype, shard.shape) for name, shard in firsts.items()}
+    def specs(self) -> dict[str, TensorSpec]:
+        return {
+            name: (shard.dtype, shard.shape)
+            for name, shards in self._shards.items()
+            for shard, *_ in shards.values()
+        }
 
     def read(self, name: str) -> memoryview:
         with signals_blocked():  # Ctrl-C in an import may be swallowed
@@ -139,7 +143,7 @@ def _safetensors(name: str, opened: Callable[[], FileIO]) -> StateDictReader:
             header = parse_object(file.read(length).decode())
         header.pop("__metadata__", None)
         "".join(header).encode()  # half a surrogate pair is not allowed in a name
-        specs: dict[str, tuple[str, tuple[int, ...]]] = {}
+        specs: dict[str, TensorSpec] = {}
         spans: dict[str, tuple[int, int]] = {}
         for key, entry in header.items():
             shape = tuple(whole_number(size) for size in entry["shape"])
@@ -168,7 +172,7 @@ def _safetensors(name: str, opened: Callable[[], FileIO]) -> StateDictReader:
 
 
 def _check_spans(
-    specs: Mapping[str, tuple[str, tuple[int, ...]]],
+    specs: Mapping[str, TensorSpec],
     spans: Mapping[str, tuple[int, int]],
     size: int,
 ) -> None:

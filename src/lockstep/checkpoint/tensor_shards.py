@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 Box = tuple[slice, ...]
+TensorSpec = tuple[str, tuple[int, ...]]
+"""(torch's name of the dtype, shape)."""
 ALIGNMENT = 64
 SMALL_BYTES = 1 << 20
 """Shards of up to this size are adjacent in a file and copied together, because starting a copy

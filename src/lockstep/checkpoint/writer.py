@@ -228,9 +228,9 @@ def main() -> None:
         job = json.loads(lines.get())
         try:
             save(job, shards, content)
-            result = {"step": job["step"], "error": None, "not_deleted": _retire(job)}
+            result = {"error": None, "not_deleted": _retire(job)}
         except OSError as error:
-            result = {"step": job["step"], "error": _words(error)}
+            result = {"error": _words(error)}
         try:
             print(json.dumps(result), flush=True)
         except BrokenPipeError:  # the training process has ended

@@ -113,16 +113,16 @@ def test_what_has_nothing_to_train_is_no_stage() -> None:
 
 
 def test_stages_on_ranks() -> None:
-    stages = Stages.split(Named(), ALL, ranks=2, per_rank=2, costs=[1, 1, 1, 1, 1, 1, 2])
-    assert stages.ranges == (range(2), range(2, 4), range(4, 6), range(6, 7))
-    assert stages.parts_on_rank(0) == ["embed", "blocks.0", "blocks.3", "norm"]
-    assert stages.parts_on_rank(1) == ["blocks.1", "blocks.2", "head"]
+    stages = Stages.split(Named(), ALL, ranks=2, per_rank=2)
+    assert stages.ranges == (range(1), range(1, 3), range(3, 5), range(5, 7))
+    assert stages.parts_on_rank(0) == ["embed", "blocks.2", "blocks.3"]
+    assert stages.parts_on_rank(1) == ["blocks.0", "blocks.1", "norm", "head"]
     assert stages.shared_parameters == ()
 
 
 def test_tied_parameters_and_what_a_rank_keeps() -> None:
     model = Named(tied=True)
-    stages = Stages.split(model, ALL, ranks=2, costs=[1] * 7)
+    stages = Stages.split(model, ALL, ranks=2)
     assert stages.shared_parameters == (SharedParameter("embed.weight", (0, 1)),)
     keep_only_parts(model, stages.parts_on_rank(1))
     assert [name for name, _ in model.named_parameters()] == [
@@ -133,9 +133,9 @@ def test_tied_parameters_and_what_a_rank_keeps() -> None:
 
 
 def test_a_parameter_that_one_rank_holds_alone_is_not_tied() -> None:
-    assert Stages.split(
-        Named(tied=True), ALL, ranks=3, per_rank=2, costs=[1, 1, 1, 1, 1, 1, 1]
-    ).shared_parameters == (SharedParameter("embed.weight", (0, 2)),)
+    assert Stages.split(Named(tied=True), ALL, ranks=3, per_rank=2).shared_parameters == (
+        SharedParameter("embed.weight", (0, 2)),
+    )
     assert Stages.split(Named(tied=True), ALL, ranks=1, per_rank=4).shared_parameters == ()
 
 

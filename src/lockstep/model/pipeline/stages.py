@@ -47,11 +47,9 @@ class Stages:
         *,
         ranks: int,
         per_rank: int = 1,
-        costs: Sequence[float] | None = None,
         bitwise: bool = False,
     ) -> Stages:
-        """Call it before any parameter is removed from `model`. `costs` is the relative cost of
-        computing each part; None: its number of parameters."""
+        """Call it before any parameter is removed from `model`."""
         if not (parts := sequential_parts(model, patterns)):
             raise RecipeError(
                 f"pipeline={ranks} and a model ({type(model).__name__}) that is not an"
@@ -59,7 +57,7 @@ class Stages:
                 " calls; name them, as in Recipe.stages=['embed', 'blocks.*', 'head']"
             )
         modules = [model.get_submodule(name) for name in parts]
-        costs = [numel(module) for module in modules] if costs is None else costs
+        costs = [numel(module) for module in modules]
         units = _units([any(each.requires_grad for each in part.parameters()) for part in modules])
         count = ranks * per_rank
         if count > len(units):
