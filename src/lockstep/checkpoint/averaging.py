@@ -42,7 +42,8 @@ class WeightAverage:
             (member, share) for member, share in zip(members, shares, strict=True) if share > 0
         ]
         self.differing: dict[str, str] = {}
-        """The first model that differs in a tensor that is not averaged, by tensor."""
+        """Keys are tensors that are not averaged but differ; values are the first model that
+        differs."""
 
     @property
     def model(self) -> StateDictReader:

@@ -38,7 +38,7 @@ _COMMIT = "commit"
 
 
 class StateChangedError(LockstepError):
-    """The tensors have changed since the end of the step that is to be saved."""
+    """The tensors to save have changed since the end of their step."""
 
 
 def emergency_save(

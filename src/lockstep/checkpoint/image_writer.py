@@ -30,7 +30,8 @@ class ImageWriter:
     """Every rank makes one, and calls `prepare` and `write` at the same points."""
 
     def __init__(self, world: World, attempt: str, metadata: JsonObject) -> None:
-        """Each start that repeats steps needs a new `attempt`. Only rank 0's `metadata` counts."""
+        """Each start that repeats steps needs a new `attempt`. `metadata` is used on rank 0
+        only."""
         require_linux("images of the state in memory")
         self._world = world
         self._attempt = attempt
@@ -89,7 +90,7 @@ class ImageWriter:
     def _agree(
         self, tensors: Mapping[str, Tensor], figures: Sequence[float]
     ) -> tuple[int, list[float]]:
-        """Returns the newest step whose image all ranks have (no rank may overwrite it), and the
+        """Returns the newest step whose image all ranks have, which no rank may overwrite, and the
         maximum of each figure over the ranks."""
         # finding a DTensor's shard takes 100 µs; comparing the properties on which it depends takes
         # almost no time
@@ -138,7 +139,7 @@ def image_interval(copy_seconds: float, step_seconds: float, limit: float) -> in
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """The shard of a tensor depends on these properties."""
+    """A tensor's shard depends on these properties."""
     layout = (tensor.placements, tensor.device_mesh) if is_distributed(tensor) else ()  # type: ignore[attr-defined]
     return tensor.dtype, tensor.shape, *layout
 
@@ -147,8 +148,7 @@ _HEADER_TAG, _FILE_TAG, _TEXT_TAG = range(3)
 
 
 def buddy_of_each(local_sizes: Sequence[int]) -> list[int]:
-    """Return, for each rank, the rank on the next host that keeps a copy of its image. There are at
-    least two hosts."""
+    """Return, for each rank, a rank on the next host. There are at least two hosts."""
     starts = [0, *accumulate(local_sizes)]
     buddies = []
     for host, size in enumerate(local_sizes):

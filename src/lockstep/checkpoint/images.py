@@ -40,7 +40,7 @@ SLOT_BYTES = 1 << 40
 """Larger than any rank's part. Unwritten pages take no memory."""
 FILE_START = mmap.ALLOCATIONGRANULARITY
 NONE = -1
-"""The step of a slot whose image is incomplete."""
+"""A slot has this step if its image is incomplete."""
 _MAGIC = b"lockstp1"
 _HEADER = struct.Struct("<8s8sQIIQQ")
 _SUM = struct.Struct("<I")
@@ -155,7 +155,7 @@ class Part:
 
 
 def parts_in(path: str) -> list[Part]:
-    """Map the complete images in a file. Raises `OSError`."""
+    """Map the complete images of one rank's memory. Raises `OSError`."""
     parts = []
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -172,7 +172,7 @@ def parts_in(path: str) -> list[Part]:
 
 
 class Images:
-    """The images whose parts the ranks can read together."""
+    """The in-memory checkpoints ("images") of which every part is readable on some rank."""
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
         """Every rank makes one, from the parts that it can read, after all ranks that wrote images
@@ -256,8 +256,8 @@ class ImageReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Tensors of `state` must all be saved with the same shapes. Every rank calls it. A part
-        that some rank cannot read is sent to it, shard by shard."""
+        """Tensors of `state` must all be saved with the same shapes. Every rank calls it. Ranks
+        send each other the shards that some rank cannot read."""
         copies = copies_by_shard(state, list(self._saved))
         for shard, targets in copies.items():
             if shard in self._seen:
@@ -283,8 +283,7 @@ class ImageReader:
 
 
 def open_images(paths: Sequence[str], world: World) -> Images:
-    """`paths` are such as /proc/4711/fd/12. Raises `OSError`. Every rank calls it. An image is
-    included if the ranks together can read the parts of all ranks that wrote it."""
+    """`paths` are such as /proc/4711/fd/12. Every rank calls it. Raises `OSError`."""
     return Images([part for path in paths for part in parts_in(path)], world)
 
 

@@ -26,7 +26,7 @@ HASH_BYTES = 16
 """Number of bytes that are kept of BLAKE3's 32."""
 MOST_BYTES = 1 << 30
 _HEAD_BYTES = 1 << 20
-"""If these bytes are not a manifest's beginning, no more are read."""
+"""Read first, to check that a large file begins as a manifest."""
 DAMAGE = (
     errno.ENOENT,
     errno.ENOTDIR,
@@ -182,7 +182,8 @@ class Manifest:
 
 
 def merge_objects(parts: Sequence[JsonObject]) -> dict[str, Any]:
-    """Values that are no objects are taken from the first rank that has them."""
+    """Merge the ranks' JSON objects recursively. The first rank's value is used if a value is no
+    object."""
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
@@ -214,7 +215,7 @@ def read_block(
     block: int,
     parts: Sequence[memoryview],
 ) -> None:
-    """The sizes of `parts` add up to the block's."""
+    """Read into `parts`, whose sizes add up to the block's, and check the hash."""
     start, stop = hashes.span(block)
     length = 0
 

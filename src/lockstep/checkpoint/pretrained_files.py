@@ -131,7 +131,7 @@ def _indexed(index: Path) -> TensorFiles:
 
 
 def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
-    """The values are the names to read; None: all."""
+    """None reads all names of a file."""
     specs: dict[str, TensorSpec] = {}
     slices: dict[str, tuple[Path, Any]] = {}
     with ExitStack() as stack:

@@ -30,7 +30,7 @@ MODEL = "model.safetensors"
 """The final model in a run directory."""
 _MOST_HEADER_BYTES = 100_000_000
 _BLOCKS = 8
-"""Blocks that are cached: a block may contain many small tensors."""
+"""Number of cached blocks: a block may contain many small tensors."""
 
 
 @dataclass(frozen=True, slots=True)

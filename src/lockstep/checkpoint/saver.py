@@ -49,7 +49,7 @@ class SaveResult:
     error: str | None
     """None if the save succeeded."""
     not_deleted: str | None = None
-    """None if all old checkpoints were deleted that are not kept."""
+    """None if every old checkpoint that is not kept was deleted."""
     device_seconds: float = 0.0
     """Time from the device's last kernel before `Saver.begin` to the end of the copies; 0 if the
     host waited for the copies."""
@@ -111,9 +111,9 @@ class Saver:
         metadata: JsonObject,
         keep: JsonObject | None = None,
     ) -> None:
-        """Every rank calls it, between saves. `values` are merged over ranks; only rank 0's
-        `metadata` counts. `keep` has the other arguments of `writer.checkpoints_to_delete`; None
-        keeps all checkpoints."""
+        """Every rank calls it, between saves. `values` are merged over ranks; `metadata` is used on
+        rank 0 only. `keep` has the other arguments of `writer.checkpoints_to_delete`; None keeps
+        all checkpoints."""
         assert self._under_way is None, "one save at a time"
         identifier = self.prepare(state)
         assert self._memory is not None
@@ -236,8 +236,8 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
-_left: list[tuple[SharedFile, Tensor]] = []
-"""Never freed, because a hanging device may still copy into this memory."""
+_never_freed: list[tuple[SharedFile, Tensor]] = []
+"""A hanging device may still copy into this memory."""
 
 
 class _FileContent:
@@ -294,7 +294,7 @@ class _FileContent:
             del registered
             self.file.close()
         else:
-            _left.append((self.file, registered))
+            _never_freed.append((self.file, registered))
 
     def _is_unregistered(self, memory: Tensor) -> bool:
         """Returns False if a device may still copy into the memory."""

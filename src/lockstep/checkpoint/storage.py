@@ -21,7 +21,7 @@ from lockstep.base.system import BINARY
 MANIFEST = "manifest.json"
 PAGE_BYTES = 4096
 READ_BYTES = 1 << 20
-"""Bytes stay in the processor's cache until they are hashed."""
+"""Small enough to stay in the processor's cache until hashed."""
 _NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})")
 
 
@@ -217,8 +217,8 @@ class FolderStorage:
 
 @contextmanager
 def discarding_after_failure(folder: Storage, name: CheckpointName) -> Iterator[list[str]]:
-    """Remove the files that the body has added to the list if it raises `OSError`, because the disk
-    may be full. An object store, which may be down, is cleaned at the next start."""
+    """If the body raises `OSError`, remove the files that it has added to the list, because the
+    disk may be full. An object store, which may be down, is cleaned at the next start."""
     files: list[str] = []
     try:
         yield files

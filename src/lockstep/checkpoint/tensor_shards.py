@@ -42,7 +42,7 @@ DTYPES = {
     "complex64": "C64", "uint64": "U64",
     "int64": "I64", "float64": "F64",
 }  # fmt: skip
-"""Torch's name, safetensors' name."""
+"""Maps torch's names to safetensors' names."""
 TORCH_DTYPES = {theirs: ours for ours, theirs in DTYPES.items()}
 
 

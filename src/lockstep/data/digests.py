@@ -15,7 +15,8 @@ from lockstep.base.errors import DataError, first_few
 
 SAMPLES = 16
 SECONDS = 0.5
-"""Ranks compare only the samples that all of them have fetched in this time."""
+"""Time for fetching a rank's samples. Ranks compare only the samples that all of them have
+fetched."""
 COLLATIONS = 5
 COLLATED = 4
 _PARTS = 64  # most parts of a sample that have their own digest

@@ -23,8 +23,7 @@ from lockstep.keys import RandomStream, key
 CPU = torch.device("cpu")
 GATHERED_BYTES = 2**17
 GATHERED_REQUESTS = 16
-"""Rows of up to so many microbatches of a TensorDataset are copied at once. Together they have
-about GATHERED_BYTES at most, so that they stay in the processor's cache."""
+"""Rows of up to this number of microbatches of a TensorDataset are copied at once."""
 ALIGNMENT_BYTES = 64
 """Torch's alignment. A matrix product may round differently on tensors with another alignment."""
 
@@ -213,7 +212,7 @@ def batch_of(
     request: SampleRequest | ShardRequest,
     describe: Callable[[], str],
 ) -> Any:
-    """Errors have a note with `describe()`, the names of the samples."""
+    """`describe` names the samples, for errors."""
     if collate is None:
         try:
             return default_collate(samples)
@@ -256,7 +255,7 @@ def _some_requests(
 
 
 def _fetches_many(data: Any) -> bool:
-    """Torch's Subset always has `__getitems__`, so the dataset inside a Subset decides."""
+    """Torch's Subset always has `__getitems__`, even if the dataset inside has not."""
     if type(data) is Subset:
         return _fetches_many(data.dataset)
     return getattr(data, "__getitems__", None) is not None

@@ -62,7 +62,7 @@ class SamplesLeftOut:
     """Samples of a map-style dataset that one step leaves out of its global batch."""
 
     step: int
-    """The number of steps done before."""
+    """Number of steps done before this one."""
     samples: frozenset[int]
     """Indices in the dataset."""
 
@@ -97,8 +97,7 @@ class _BatchLoader:
             yield request, made
 
     def digests(self, *, again: bool = True) -> Digests:
-        """Call it before `fetch`. The process that fetches microbatches fetches these samples
-        too."""
+        """Call it before `fetch`."""
         found: Digests = next(self._fetched(iter([DigestRequest(again)])))[1]
         return found
 
@@ -202,8 +201,8 @@ class StreamLoader(_BatchLoader):
         self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, Position]
     ) -> Iterator[Microbatch]:
         """Only the lengths of spans matter. Consecutive spans of one microbatch are read once.
-        `positions` says where shards continue; other shards begin at their first sample. Only one
-        call may be in progress at a time."""
+        Shards without an entry in `positions` begin at their first sample. Only one call may be in
+        progress at a time."""
         requests = self._round_robin(self._requests(spans, microbatches, positions))
         for request, made in self._fetched(requests):
             if request is None:

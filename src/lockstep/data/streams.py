@@ -32,8 +32,8 @@ from lockstep.order import Order, hashed
 from lockstep.recipe.data import Mixture, PackedStream, Stream
 
 BLOCK = 1024
-"""Each stream of a mixture contributes to so many consecutive samples in proportion to its
-weight."""
+"""Within this number of consecutive samples, each stream of a mixture contributes in proportion to
+its weight."""
 
 
 class SampleName(NamedTuple):
@@ -108,8 +108,8 @@ class StreamFetcher:
         ), origin
 
     def _digests(self, *, again: bool) -> Digests:
-        """Digest the first sample of shard 0. That shard may be on one machine only: elsewhere the
-        result names the error instead."""
+        """Digest the first sample of shard 0. If this machine lacks the shard, the result has the
+        error instead."""
         first = {"the first sample of shard 0": (self._stream, self._seed)}
         if isinstance(mixture := self._stream.open, Mixture):
             first = {
@@ -288,7 +288,7 @@ def _unordered(stream: Stream, shard: int, seed: int) -> Iterator[Any]:
 
 
 def _seed_of_stream(seed: int, name: str) -> int:
-    """Does not depend on the mixture's other streams."""
+    """The result does not depend on the mixture's other streams."""
     hashed_name = blake2b(name.encode(), digest_size=8).digest()
     return key(seed, RandomStream.MIXTURE, int.from_bytes(hashed_name, "big"))
 

@@ -30,13 +30,13 @@ from lockstep.data.fetch import Fetcher
 from lockstep.data.streams import StreamFetcher
 
 _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
-"""The path in the system's `sockaddr_un`."""
+"""Longest path in the system's `sockaddr_un`."""
 _FOLDER = "pymp-"
 """Multiprocessing's prefix for a folder with sockets."""
 REST_SECONDS = 0.01
 """Sleep before the workers are forked, so that Gloo's threads, which finish shortly after a
-collective, are done. A child that is forked while a thread frees a tensor hangs in Python 3.11.7
-(python/cpython#112275); without the sleep, one worker in a few hundred."""
+collective, are done. In Python 3.11.7, a child that is forked while a thread frees a tensor hangs
+(python/cpython#112275)."""
 LATER_SECONDS = 30
 """Time after SIGTERM after which a worker process ends."""
 
@@ -66,7 +66,7 @@ class LoaderWorkers:
         self._batches: Any = None
 
     def fetch(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Requests are read ahead. A call ends the previous one. A worker's exception has the
+        """Requests are read ahead. A call ends the previous one. An error of a worker has the
         worker's traceback as its cause."""
         self._current.requests = requests
         if self._batches is None:
@@ -147,7 +147,7 @@ class _Task(Dataset[Any]):
 
 
 class _Current:
-    """The sampler of the workers' DataLoader, which persists: yields the requests of the current
+    """The sampler of the workers' persistent DataLoader: yields the requests of the current
     `fetch`."""
 
     def __init__(self) -> None:

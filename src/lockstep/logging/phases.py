@@ -17,7 +17,7 @@ from lockstep.comm.torch_collectives import waits
 T = TypeVar("T")
 WAITING_FOR_DEVICE = "waiting for the device"
 _MAX_EVENTS = 256
-"""After so many CUDA events, those that the GPU has already passed are reused."""
+"""Events that the GPU has already passed are reused once there are more CUDA events."""
 FADES = 0.95
 """The recorded longest duration decreases by this factor each time that a phase ends."""
 

@@ -171,7 +171,7 @@ _IMPORTANCE = {
     _LR: _MIN_BAR_COLUMNS + 1,
     _EXTRA: 2 * _MIN_BAR_COLUMNS + 1,
 }
-"""In order of importance: the columns that must remain for the bar if the number is shown."""
+"""Most important first. Values: the columns that must remain for the bar if the number is shown."""
 
 
 def _numbers(

@@ -42,7 +42,8 @@ _runs_in_launched = 0
 """Runs of this process that used the launcher's run directory or one of its numbered successors."""
 _opened: list[Path] = []
 _goes_through_again = False
-"""This process has opened an ended run that the script repeats on the way to a later run."""
+"""True once this process has opened an ended run that the script repeats on the way to a later
+run."""
 
 
 class Recorder:
@@ -101,7 +102,7 @@ class Recorder:
             self._open.close()
             raise
         self.path = Path(path)
-        """Like `attempt` (eight hexadecimal digits for this start), the same on all ranks."""
+        """The same on all ranks, like `attempt` (eight hexadecimal digits for this start)."""
         if self._directory is not None and _opened and not again:
             note_followed(_opened[-1], self.path)
         _opened.append(self.path)

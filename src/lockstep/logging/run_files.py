@@ -74,7 +74,7 @@ def read_rows(
 
 
 def is_there(folder: Path, name: str) -> bool:
-    """A broken link is there."""
+    """True for a broken link, too."""
     return os.path.lexists(folder / name)
 
 

@@ -43,10 +43,10 @@ class _SameAs:
 
 
 class RepeatedInputs:
-    """Keeps a tensor one object if it is passed to a block as several arguments. FSDP2 makes a new
+    """Keeps a tensor one object if a block gets the tensor as several arguments. FSDP2 makes a new
     tensor for each argument: `query is key` would be False, and nn.MultiheadAttention would compute
-    other bits. Create it before the block is sharded and install it afterwards, so that its hooks
-    run around FSDP2's."""
+    other bits. Create the object before the block is sharded and install it afterwards, so that its
+    hooks run around FSDP2's."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block

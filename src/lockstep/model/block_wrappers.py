@@ -47,7 +47,7 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
 
             def both() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
                 computation, recomputation = contexts()
-                return computation, _DrawnAgain(generators, [sequence, recomputation])
+                return computation, _ReplayedGenerators(generators, [sequence, recomputation])
 
             return checkpoint(
                 forward,
@@ -61,7 +61,7 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
     block.forward = wrapped
 
 
-class _DrawnAgain:
+class _ReplayedGenerators:
     """Replays a checkpointed block's random numbers during its recomputation; made before the
     forward. Torch restores generators only on CUDA and XPU, and only for devices of positional
     arguments (https://github.com/pytorch/pytorch/issues/127676)."""

@@ -49,11 +49,11 @@ OF_HIDDEN = frozenset(
     | accelerator.DEVICE_FLAGS
 )
 """Attributes and methods that `ChunkedLogits` takes from its hidden states."""
-OF_EACH_LOGIT = frozenset(
+ELEMENTWISE = frozenset(
     {"div", "true_divide", "divide", "mul", "multiply", "tanh", "sigmoid", "clamp", "exp", "pow"}
     | {"__truediv__", "__rtruediv__", "__mul__", "__rmul__", "__pow__"}
 )
-"""Elementwise functions, for which the error explains how to do without them on logits."""
+"""Functions for which the error explains how to do without them on logits."""
 
 
 class Head(NamedTuple):
@@ -113,7 +113,7 @@ class ChunkedLogits(Tensor):
             return logits
         if name == "_base":
             return None
-        if name == "register_hook" and _is_of_the_house(args[1]):
+        if name == "register_hook" and _is_internal_hook(args[1]):
             return hidden.register_hook(args[1])  # type: ignore[no-untyped-call]
         if name == "detach":
             return cls.of(hidden.detach(), _detached(head), class_dim)
@@ -214,7 +214,7 @@ def _hugging_face_head(model: nn.Module) -> nn.Module | None:
 
 
 def _error(name: str) -> PlanError:
-    if name in OF_EACH_LOGIT:
+    if name in ELEMENTWISE:
         return PlanError(
             f"logits=chunked, and torch's {name} is called on the logits, which are never computed"
             " as a whole; leave logits=chunked out for a soft cap (torch.tanh) or another function"
@@ -228,7 +228,7 @@ def _error(name: str) -> PlanError:
     )
 
 
-def _is_of_the_house(hook: Any) -> bool:
+def _is_internal_hook(hook: Any) -> bool:
     """True for gradient hooks of torch and lockstep, which only note that a backward begins. Any
     other hook expects the gradient of the logits, but would get the gradient of the hidden
     states."""
@@ -281,7 +281,6 @@ def _index(logits: ChunkedLogits, index: Any) -> tuple[Any, ...]:
 
 
 def _behind_one_node(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-    """Weights without a gradient stay as they are."""
     trained = [each for each in (weight, bias) if each is not None and each.requires_grad]
     joined = _Joined.apply(hidden, *trained)  # type: ignore[no-untyped-call]
     found = dict(zip(map(id, trained), joined[1:], strict=True))
@@ -389,8 +388,7 @@ def _check_call(input: Any, target: Any, size_average: Any, reduce: Any, reducti
 
 
 def _rows_of_chunk(hidden: Tensor, classes: int) -> int:
-    """A chunk's logits are about as large as all hidden states. The result depends on shapes
-    only."""
+    """A chunk's logits are about as large as all hidden states."""
     least = MIN_ROWS_OF_ACCELERATOR if accelerator.is_accelerator(hidden) else MIN_ROWS
     tokens, features = hidden.shape
     return max(1, min(max(least, tokens * features // max(1, classes)), -(-tokens // 2)))

@@ -34,7 +34,7 @@ DRAWING = (
     nn.FractionalMaxPool3d,
 )
 REMEMBERED = 2**16
-"""At least (number of parts) x (number of microbatches before their backward) are needed."""
+"""Must be at least (number of parts) x (number of microbatches before their backward)."""
 
 
 class ModuleRandomStreams:
@@ -70,8 +70,7 @@ class ModuleRandomStreams:
         self._begin(key(*position, part, 0) if part and self.are_several else key(*position))
 
     def set_position(self, position: tuple[int, ...]) -> None:
-        """Name the microbatch whose forward begins, if its first part's generators are already
-        seeded."""
+        """For a forward whose first part's generators are already seeded."""
         self._position = position
         self._calls.made.clear()
 

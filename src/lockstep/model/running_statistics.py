@@ -69,8 +69,7 @@ class _ScratchBuffers:
         return torch.cat([torch.stack([keep, calls]), gains])
 
     def apply(self, rows: Tensor, gate: Tensor | None) -> None:
-        """Apply one row for each microbatch, in order. If the bool tensor `gate` is False, nothing
-        changes."""
+        """Apply one row for each microbatch, in order, unless the bool tensor `gate` is False."""
         mean, variance = self.kept["running_mean"], self.kept["running_var"]
         rows, gate = rows.to(mean.device), gate if gate is None else gate.to(mean.device)
         running = torch.cat([mean, variance]).double()
@@ -147,7 +146,7 @@ class RunningStatistics:
             hook.remove()
 
     def begin(self, *, compare: bool) -> None:
-        """`compare` finds changes that do not increase a tensor's version."""
+        """With `compare`, `check` also finds changes that do not increase a tensor's version."""
         if self._others:  # a buffer may have been replaced since the last step
             self._others |= {
                 name: buffer
@@ -288,7 +287,6 @@ class SelfUpdatingBuffers:
         ]
 
     def discard(self) -> None:
-        """Drop the copies that a forward may have changed."""
         self._taken: dict[str, Tensor] | None = None
 
     def begin(self) -> None:
@@ -296,7 +294,7 @@ class SelfUpdatingBuffers:
         self.discard()
 
     def note_microbatch(self) -> None:
-        """Keep the buffers as this rank's first microbatch of the step has updated them."""
+        """Only this rank's first microbatch of the step counts."""
         if self._first is None and self._taken is not None:
             self._first = self._taken
         self.discard()

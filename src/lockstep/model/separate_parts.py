@@ -34,7 +34,7 @@ class SeparateParts:
         once = {id(each): each for name, each in modules.items() if name != last}
         self._handles = [each.register_forward_hook(_separate) for each in once.values()]
         self.leaves: dict[str, list[PartLeaf]] = {}
-        """For each shared parameter, in the order of this rank's parts. The first of these parts
+        """A shared parameter's leaves, in the order of this rank's parts. The first of these parts
         has no entry: there the parameter itself is the leaf."""
         self._in_place: list[PartLeaf] = []
         named = dict(model.named_parameters())

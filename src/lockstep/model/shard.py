@@ -53,15 +53,14 @@ def reshard(model: nn.Module) -> None:
 
 
 def reset_after_error(model: nn.Module) -> None:
-    """Return FSDP2 to its state at the beginning of a step."""
     for group in fsdp_groups(model):
         if is_fsdp_root(group):
             group.reset_iter_state()
 
 
 def gather_whole(model: nn.Module) -> None:
-    """All-gather all parameters in each forward and keep them until `reshard`, without reduction of
-    gradients, so that several forwards and backwards can run in turn."""
+    """All-gather all parameters in each forward and keep them until `reshard`. Gradients are not
+    reduced, so several forwards and backwards can run in turn."""
     groups = fsdp_groups(model)
     versions: dict[str, int] = {}
     for group in groups:
@@ -228,9 +227,9 @@ def _check_dtypes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def unmark(model: nn.Module, compiled: Sequence[str]) -> None:
-    """Remove the attribute by which FSDP2 marks modules, except in `compiled` blocks, because
-    torch.compile needs it. With the attribute, transformers calls the layers that LayerDrop skips
-    (Wav2Vec2, HuBERT). Modules with a `generate` method keep it: by it, transformers makes equally
+    """Remove the attribute by which FSDP2 marks modules, because transformers calls the layers that
+    LayerDrop skips if a module has the attribute. Blocks in `compiled` keep the attribute for
+    torch.compile. Modules with a `generate` method keep it too: by it, transformers makes equally
     many forwards on all ranks."""
     for name, module in model.named_modules():
         if not hasattr(module, "generate") and not any(
@@ -247,7 +246,8 @@ def shard_parts(
     experts: Sequence[str],
     **how: Any,
 ) -> None:
-    """A pipeline calls `parts` separately, each with its blocks; `how` goes to `shard`."""
+    """A pipeline calls `parts` separately. `parts` maps each module's name to the names of its
+    blocks."""
     shared = shared_names(model)
     for names in shared:
         holders = [part for part in parts if any(name.startswith(f"{part}.") for name in names)]
@@ -310,8 +310,7 @@ def error_of_sharding(error: BaseException | None, plan: object) -> UserError | 
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:
-    """FSDP2 all-gathers the parameters of each of these modules together, without those of such
-    modules inside it."""
+    """Return the modules on which `fully_shard` was called."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

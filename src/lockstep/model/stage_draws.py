@@ -14,9 +14,9 @@ from lockstep.model.random_functions import draws
 
 
 class StageDraws(TorchFunctionMode):
-    """Refuses random numbers that a user's hook draws for parameters of pipeline stages without a
-    `generator`. The default generators have the same seeds on all ranks of the pipeline, so each
-    stage would draw the numbers that one process draws for the first stage."""
+    """Refuses random functions without a `generator` that a user's hook calls for parameters of
+    pipeline stages. The default generators have the same seeds on all ranks of the pipeline, so
+    each stage would draw the numbers that one process draws for the first stage."""
 
     def __init__(self, models: Iterable[nn.Module], pipeline: int) -> None:
         super().__init__()

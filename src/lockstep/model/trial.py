@@ -42,7 +42,8 @@ def trial() -> Iterator[None]:
 
 
 def tolerance(tensor: Tensor) -> float:
-    """Return the largest relative difference that rounding explains."""
+    """Return the largest relative difference that rounding explains between `tensor` and the same
+    result computed in another order."""
     eps = epsilon(tensor)
     return ROUNDINGS * eps**0.75 if eps <= SINGLE else SHORT_ROUNDINGS * eps
 

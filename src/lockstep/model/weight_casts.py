@@ -192,7 +192,6 @@ def _is_output_of_block(node: Any) -> bool:
 
 
 def _may_be_cast(weight: Tensor) -> bool:
-    """False for norms and biases, whose casts are small."""
     return weight.dim() > 1 and weight.dtype is torch.float32 and not is_distributed(weight)
 
 
@@ -202,8 +201,8 @@ def drop_from_graph(
     is_end: Callable[[Any], bool],
     compared: set[str],
 ) -> None:
-    """Replace saved casts of the weights by functions that make the casts again in the backward,
-    which adds to `compared` the names of weights whose casts were equal."""
+    """Replace saved casts of the weights by functions that make the casts again in the backward.
+    `compared` collects the names of weights whose new casts had the same bits."""
     seen = set(waiting)
     while waiting:
         node = waiting.pop()

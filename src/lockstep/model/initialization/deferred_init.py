@@ -73,7 +73,7 @@ class DeferredModel:
 
     @classmethod
     def build(cls, factory: Callable[[], Any], key: int) -> DeferredModel:
-        """Raises `CannotDefer` also if `factory` raises. `key` seeds the initial values."""
+        """Raises `CannotDefer` if `factory` raises, too."""
         recorder = InitRecorder(key)
         with _older_objects_frozen():
             try:
@@ -133,7 +133,7 @@ def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder)
 
 @contextmanager
 def _older_objects_frozen() -> Iterator[None]:
-    """Hide today's objects from `gc.get_objects`, so that the search for the factory's tensors is
+    """Hide existing objects from `gc.get_objects`, so that the search for the factory's tensors is
     fast."""
     if is_frozen():  # objects that other code has frozen could not be told apart from ours
         yield

@@ -208,8 +208,7 @@ def _generator(args: Any, kwargs: Any) -> torch.Generator | None:
 
 
 def _is_empty(func: Any, args: Any, kwargs: Any) -> bool:
-    """True for a new empty CPU tensor, to which code then gives the storage of a file or of a
-    copy."""
+    """Code gives such a tensor the storage of a file or of a copy."""
     on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
     return func is torch.ops.aten.empty.memory_format and 0 in args[0] and on_cpu
 

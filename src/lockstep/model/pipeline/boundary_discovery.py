@@ -55,8 +55,7 @@ class PipelineFailure:
             self.raise_known()
 
     def raise_known(self) -> None:
-        """Every rank calls it, at a point where all ranks know that there is an error. The text is
-        that of the first rank that has one."""
+        """Every rank calls it once all ranks know that some rank has an error."""
         mine, self.error = self.error, None
         error = None if mine is None else [type(mine).__name__, str(mine)]
         everyone = self._world.gather_values(error)

@@ -85,7 +85,8 @@ class Pipeline:
         self._routes: list[list[Boundary]] = []
         self._results: dict[int, Any] = {}
         self._rows: dict[int, list[Sequence[Tensor | float]]] = {}
-        """The numbers for all ranks from each of this rank's stages, by the microbatch's index."""
+        """Keys are indices of microbatches. Values are the records of this rank's stages, to be
+        summed over ranks."""
 
     @property
     def exchange(self) -> SyncBatchNormExchange | None:
@@ -331,8 +332,7 @@ class _StageModule(nn.Module):
         self.parts = nn.ModuleList(parts)
         self.leaves = nn.ParameterList(leaves)
         self.expert_leaves = expert_leaves
-        """With sharded parameters, these tensors exist only once the forward has gathered the
-        parameters."""
+        """Called after the forward: with sharded parameters, the tensors exist only then."""
         self.compute = compute
         self.received: tuple[Tensor, ...] = ()
         self.index = 0

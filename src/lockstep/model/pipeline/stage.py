@@ -53,8 +53,8 @@ class VariableShapeStage(PipelineStage):
     first: int
     """The first microbatch in the present call of the schedule, as an index in `Pipeline.run`."""
     around: Callable[[int], AbstractContextManager[Any]]
-    """The context of a microbatch's backward, by the microbatch's index in the call of the
-    schedule."""
+    """The context of a microbatch's backward. The argument is the microbatch's index in the call of
+    the schedule."""
     on_missing_gradient: Callable[[], None]
     on_gradient: Callable[[int], None] | None
     """Called with the microbatch's index in `Pipeline.run`, once the gradient of the stage's
@@ -181,7 +181,7 @@ class VariableShapeStage(PipelineStage):
 
 
 def _allocates_at_receive(info: Any) -> bool:
-    """True from torch 2.15 on; before, `info` has a buffer for each microbatch."""
+    """True from torch 2.15 on; before, each microbatch has a buffer."""
     return hasattr(info, "allocate_buffer")
 
 

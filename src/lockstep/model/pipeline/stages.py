@@ -108,8 +108,8 @@ def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[s
 
 
 def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
-    """Return contiguous runs of which the largest sum is as small as possible; of several such
-    splits, the one with the smallest sum of squares."""
+    """Return contiguous runs with the smallest largest sum; of several such splits, the one with
+    the smallest sum of squares."""
     most = _best(costs, count, lambda cost: cost, max, math.inf)[-1][0]
     table = _best(costs, count, lambda cost: cost * cost, lambda one, other: one + other, most)
     runs: list[range] = []
@@ -219,8 +219,8 @@ def _check_statistics(model: nn.Module, parts: Sequence[str], ranges: Sequence[r
 
 
 def _units(trainable: Sequence[bool]) -> list[range]:
-    """Group each part with trainable parameters with the following parts without any; a split must
-    not separate them."""
+    """A split must not separate a part with trainable parameters from the following parts without
+    any."""
     starts = [place for place, can in enumerate(trainable) if can]
     if not starts:
         return []
