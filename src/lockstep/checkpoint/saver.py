@@ -212,10 +212,8 @@ class MappedShards:
                         self._targets[shard.name].copy_(source, non_blocking=non_blocking)
                 else:  # at once
                     packed = torch.cat([_bytes(source) for _, source in pairs])
-                    start, stop = (
-                        self._layout.span(pairs[0][0])[0],
-                        self._layout.span(pairs[-1][0])[1],
-                    )
+                    start, _ = self._layout.span(pairs[0][0])
+                    _, stop = self._layout.span(pairs[-1][0])
                     self._file[start:stop].copy_(packed, non_blocking=non_blocking)
 
 

@@ -92,23 +92,18 @@ class Fetcher:
         few = np.array(indices[:COLLATED], np.int64)
         request = SampleRequest(0, 0, False, np.zeros_like(few), few)
         collated = None if self._collate is None else lambda: self._make(request)
-        numbers = partial(numbers_of_dataset, self._data)
-        if _fetches_many(self._data):
-            return Digests.of(
-                [f"samples {some(indices)}"],
-                lambda _: self._many(indices, 0, during),
-                collated,
-                again=again,
-                numbers=numbers,
-            )
-        names = [f"sample {index}" for index in indices]
-        return Digests.of(
-            names,
-            lambda place: self._fetch_sample(indices[place], 0, during),
-            collated,
-            again=again,
-            numbers=numbers,
+        at_once = _fetches_many(self._data)
+
+        def fetch(place: int) -> Any:
+            if at_once:
+                return self._many(indices, 0, during)
+            return self._fetch_sample(indices[place], 0, during)
+
+        names = (
+            [f"samples {some(indices)}"] if at_once else [f"sample {index}" for index in indices]
         )
+        numbers = partial(numbers_of_dataset, self._data)
+        return Digests.of(names, fetch, collated, again=again, numbers=numbers)
 
     def check_length(self, request: SampleRequest) -> None:
         if len(self._data) != self._length:

@@ -18,7 +18,7 @@ import crc32c
 
 from lockstep.base.closing import Closing
 from lockstep.base.errors import DataError, RunDirectoryError, cannot_write
-from lockstep.base.files import MOST_BYTES, lines_below, write_atomically
+from lockstep.base.files import MOST_BYTES, finite, lines_below, write_atomically
 from lockstep.logging.run_files import CHECKSUM
 
 RESERVED_NAMES = frozenset({"step", "time", "not_finite", CHECKSUM})
@@ -128,10 +128,8 @@ def _is_up_to(step: int, line: str) -> bool:
 def _row(step: int, now: float, numbers: dict[str, float]) -> dict[str, Any]:
     row: dict[str, Any] = {"step": step, "time": now, **numbers}
     if not all(map(math.isfinite, numbers.values())):
-        not_finite = {
-            name: str(number) for name, number in numbers.items() if not math.isfinite(number)
-        }
-        row.update(dict.fromkeys(not_finite), not_finite=not_finite)
+        not_finite: dict[str, str] = {}
+        row = finite(row, not_finite) | {"not_finite": not_finite}
     return row
 
 
