@@ -25,7 +25,7 @@ def begin_launched_worker(parent: int) -> None:
 
 
 def begin_loader_worker(parent: int) -> None:
-    workers._set_up("", parent, 0)
+    workers._set_up_worker("", parent, 0)
 
 
 @pytest.mark.parametrize("begin", [die_with_parent, begin_launched_worker, begin_loader_worker])

@@ -47,16 +47,16 @@ class LoaderWorkers:
     ) -> None:
         """Each process fetches `prefetch` microbatches ahead."""
         self._folder = _new_folder()
-        self._current = _Current()
+        self._current = _RequestSampler()
         self._loader = DataLoader(
-            _Task(fetcher),
+            _RequestDataset(fetcher),
             batch_size=None,
             sampler=self._current,
             num_workers=count,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             pin_memory=pinned,
             prefetch_factor=prefetch,
-            worker_init_fn=partial(_set_up, self._folder, os.getpid()),
+            worker_init_fn=partial(_set_up_worker, self._folder, os.getpid()),
             persistent_workers=True,
             generator=torch.Generator(),
             # A dataset or a collate function may be a lambda or defined in a notebook: it cannot be
@@ -135,7 +135,7 @@ class RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-class _Task(Dataset[Any]):
+class _RequestDataset(Dataset[Any]):
     def __init__(self, fetcher: Fetcher | StreamFetcher) -> None:
         self._fetcher = fetcher
 
@@ -146,9 +146,8 @@ class _Task(Dataset[Any]):
             return WorkerException.of(error)
 
 
-class _Current:
-    """The sampler of the workers' persistent DataLoader: yields the requests of the current
-    `fetch`."""
+class _RequestSampler:
+    """Yields the requests of the current `fetch`, because the DataLoader persists."""
 
     def __init__(self) -> None:
         self.requests: Iterable[Any] = ()
@@ -157,7 +156,7 @@ class _Current:
         return iter(self.requests)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
@@ -175,7 +174,7 @@ def _new_folder() -> str:
     return tempfile.mkdtemp(prefix=_FOLDER, dir=folder)
 
 
-def _set_up(folder: str, parent: int, worker: int) -> None:
+def _set_up_worker(folder: str, parent: int, worker: int) -> None:
     """The kernel kills the worker together with the training process, because the worker holds
     copies of sockets on which other ranks wait. After SIGTERM the worker continues for
     `LATER_SECONDS`, so that the training step can end. The worker ends if a batch cannot be sent:
