@@ -38,7 +38,7 @@ def test_memory_stays_registered_while_any_device_may_copy_to_it(
     monkeypatch.setattr(accelerator, "register_memory", lambda memory, device: None)
     monkeypatch.setattr(accelerator, "unregister_memory", unregister)
     monkeypatch.setattr(saver, "END_SECONDS", 0.0)
-    monkeypatch.setattr(saver, "_left", left)
+    monkeypatch.setattr(saver, "_never_freed", left)
     content = saver._FileContent(FileLayout([]), torch.device("cpu"), [])
     monkeypatch.setattr(
         content, "_copies", [(Event(True), Event(first)), (Event(True), Event(second))]
