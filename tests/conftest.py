@@ -43,6 +43,7 @@ PRELOADED = (
     "lockstep.model.pipeline.stage",
     "torch.distributed.checkpoint",
     "warm_caches",
+    "forked_writers",
 )
 """What most tests train with, which each of their ranks would import for itself."""
 

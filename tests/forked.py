@@ -54,7 +54,9 @@ EXCEPT = {"PYTHONUNBUFFERED", "PYTHONWARNINGS", "PYTHONHASHSEED", "TORCH_NCCL_AS
 STARTED = ("pytest",)
 """Modules that run in processes that are started."""
 TRAINS = ("lockstep.launch.worker", "lockstep.search.fork_server")
-"""Modules that train, in their processes or in forks of them: what they start is no fork."""
+"""Modules that train, in their processes or in forks of them: what they start is no fork, but for
+the writers of checkpoints."""
+WRITER = "lockstep.checkpoint.writer"
 PRELOADED = (
     "torch._dynamo",
     "lockstep.run",
@@ -103,6 +105,13 @@ def lockstep(*arguments: Any, folder: Path | None = None) -> subprocess.Complete
         )
 
 
+def fork_writers() -> None:
+    """From now on, the checkpoint writers that this process starts are forks of it, also if it has
+    threads: a writer uses nothing that they may hold."""
+    importlib.import_module(WRITER)
+    subprocess.Popen._execute_child = _fork_writer  # type: ignore[attr-defined]
+
+
 @contextmanager
 def inside(words: Sequence[str], enter: Callable[[], object]) -> Iterator[None]:
     """Within, a command after these words, which have it run in a container, is a fork that calls
@@ -141,6 +150,11 @@ def _fork(
     process_group: int,
 ) -> None:
     """Take the place of `subprocess.Popen._execute_child`."""
+    if _is_writer(args):
+        pipes = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        before = (cwd, env, startupinfo, creationflags, shell)
+        _fork_writer(process, args, executable, preexec_fn, close_fds, pass_fds, *before, *pipes)
+        return
     given = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
     body = None
     if not (shell or isinstance(args, str | bytes) or not close_fds):
@@ -203,6 +217,41 @@ def _fork(
     process._close_pipe_fds(*given)
 
 
+def _is_writer(args: Any) -> bool:
+    return isinstance(args, list) and args[1:4] == ["-P", "-m", WRITER]
+
+
+def _fork_writer(
+    process: Any,
+    args: Any,
+    executable: Any,
+    preexec_fn: Any,
+    close_fds: bool,
+    pass_fds: Sequence[int],
+    *given: Any,
+) -> None:
+    """Take the place of `subprocess.Popen._execute_child`, for writers of checkpoints only."""
+    if not _is_writer(args):
+        _execute_child(process, args, executable, preexec_fn, close_fds, pass_fds, *given)
+        return
+    pipes = given[5:11]
+    p2cread, _, _, c2pwrite, _, errwrite = pipes
+    number = os.fork()
+    if number == 0:
+        try:
+            gc.freeze()
+            _own_descriptors((p2cread, c2pwrite, errwrite), pass_fds, [])
+            faulthandler.enable(2)
+            _default_signals()
+            sys.argv = args[3:]
+            importlib.import_module(WRITER).main()
+        finally:
+            os._exit(255)
+    process.pid = number
+    process._child_created = True
+    process._close_pipe_fds(*pipes)
+
+
 def _inside(line: list[str]) -> tuple[Callable[[], object], list[str]]:
     """Return what brings a fork to where the command runs, and the command."""
     for words, enter in _entered.items():
@@ -243,7 +292,7 @@ def _body(line: list[str], env: Mapping[str, str] | None) -> Callable[[], object
 def _module(name: str, arguments: list[str], *, isolated: bool) -> None:
     sys.path[:] = ([] if isolated else [os.getcwd()]) + _path()
     if name in TRAINS:
-        subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+        fork_writers()
     if name == "lockstep.launch.worker":
         sys.argv = ["worker.py", *arguments]
         importlib.import_module(name).main(arguments)
