@@ -378,6 +378,18 @@ class Recipe:
             check_precision(self.precision)
         check_compression(self.gradient_compression)
         check_seed(self.seed)
+        self._check_modules()
+        if not isinstance(self.sequence, Sequence | None):
+            raise RecipeError(
+                f"sequence is {in_words(self.sequence)}; give ls.Sequence(dim=1, chunks=16), or"
+                " None"
+            )
+        self._check_balance()
+        Weights.of(self.weights)
+        self._check_evaluation()
+        parameters.declared.close()
+
+    def _check_modules(self) -> None:
         for kind, names in (
             ("blocks", self.blocks),
             ("stages", self.stages),
@@ -399,13 +411,8 @@ class Recipe:
                 f"tensor is {in_words(self.tensor)}; it maps patterns of module names to styles:"
                 " {'*.up': 'colwise'}"
             )
-        if not isinstance(self.sequence, Sequence | None):
-            raise RecipeError(
-                f"sequence is {in_words(self.sequence)}; give ls.Sequence(dim=1, chunks=16), or"
-                " None"
-            )
-        self._check_balance()
-        Weights.of(self.weights)
+
+    def _check_evaluation(self) -> None:
         if not isinstance(self.evaluation, Evaluation | Mapping | None):
             raise RecipeError(
                 f"evaluation is {in_words(self.evaluation)}; give ls.Evaluation(data=...,"
@@ -425,8 +432,6 @@ class Recipe:
                     f"evaluation has the name {name!r}; its metrics are called name/loss and so on;"
                     " a name is a str without a slash, and not 'loss'; choose another"
                 )
-
-        parameters.declared.close()
 
     def _check_loss(self) -> None:
         if self.batch_loss is None:

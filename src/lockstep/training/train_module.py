@@ -85,7 +85,6 @@ class TrainModule:
     an optimizer -> function to call instead of its `step()`."""
 
     choice: ReducerChoice
-    executor: Executor
 
     def __init__(
         self,
@@ -148,20 +147,11 @@ class TrainModule:
         self._reducer: GradientReducer | None = None
         self._max_microbatches = 0
         self._chosen_trainable: list[str] | None = None  # the names last given to `set_trainable`
-        serial = (model, self.device, self.autocast, self.flops, parallel.streams)
-        if parallel.pipeline is None:
-            self.executor = (
-                SerialExecutor(*serial)
-                if parallel.cut is None
-                else SequenceExecutor(*serial, cut=parallel.cut)
-            )
-            self.statistics = [RunningStatistics(model, context.mesh)]
-            """One for each pipeline stage on this rank."""
-        else:
-            self.executor = PipelineExecutor(parallel.pipeline, self.autocast, parallel.cut)
-            self.statistics = [
-                RunningStatistics(module, context.mesh) for module in parallel.pipeline.modules
-            ]
+        self.executor = self._new_executor()
+        stages = [model] if parallel.pipeline is None else parallel.pipeline.modules
+        self.statistics = [RunningStatistics(stage, context.mesh) for stage in stages]
+        """One for each pipeline stage on this rank."""
+        if parallel.pipeline is not None:
             parallel.pipeline.watch(self._around_stage, self._after_stage)
         self.norm.begin(model, dict(self._counted))
         fused = all(
@@ -232,6 +222,13 @@ class TrainModule:
             for name, each in trainable.items()
             if self._tied is None or self._tied.counts(each)
         ]
+
+    def _new_executor(self) -> Executor:
+        pipeline, cut = self.parallel.pipeline, self.parallel.cut
+        if pipeline is not None:
+            return PipelineExecutor(pipeline, self.autocast, cut)
+        serial = (self.model, self.device, self.autocast, self.flops, self.parallel.streams)
+        return SerialExecutor(*serial) if cut is None else SequenceExecutor(*serial, cut=cut)
 
     def _new_agreement(self) -> StepAgreement:
         cut = self.parallel.cut

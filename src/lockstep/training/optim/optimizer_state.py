@@ -92,9 +92,8 @@ class OptimizerState:
                 state.shared[key] = values
             elif (name := names.get(id(key))) is not None:
                 for each, value in values.items():
-                    (state.tensors if isinstance(value, Tensor) else state.rest).setdefault(
-                        name, {}
-                    )[each] = value
+                    found = state.tensors if isinstance(value, Tensor) else state.rest
+                    found.setdefault(name, {})[each] = value
         return state
 
     def load(
