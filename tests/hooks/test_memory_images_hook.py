@@ -41,13 +41,12 @@ def test_images_are_offered_after_the_first_and_older_ones_given_up_at_the_secon
     recovered_from: str | None,
 ) -> None:
     said: list[Any] = []
-    recovery: Any = SimpleNamespace(
+    rejoin = SimpleNamespace(
         offer_images=lambda descriptors: said.append(len(descriptors)),
         note_all_offered=lambda: said.append("all offered"),
         raise_if_lost=lambda: None,
-        is_replica=False,
-        can_replace=True,
     )
+    recovery: Any = SimpleNamespace(rejoin=rejoin, is_replica=False, can_replace=True)
     hook, run = MemoryImages(recovery), a_run(7, recovered_from)
     hook.before_steps(run)
     images = [said.copy()]
@@ -60,9 +59,12 @@ def test_images_are_offered_after_the_first_and_older_ones_given_up_at_the_secon
     assert images == ([[], first, both, both] if recovered_from else [first, both, both, both])
 
 
-@pytest.mark.parametrize(
-    "recovery", [None, SimpleNamespace(can_replace=False, raise_if_lost=lambda: None)]
+CANNOT_RECOVER = SimpleNamespace(
+    rejoin=SimpleNamespace(raise_if_lost=lambda: None), can_replace=False
 )
+
+
+@pytest.mark.parametrize("recovery", [None, CANNOT_RECOVER])
 def test_a_run_that_cannot_recover_has_no_images(recovery: Any) -> None:
     hook, run = MemoryImages(recovery), a_run(0, None)
     hook.before_steps(run)
