@@ -154,8 +154,7 @@ class ChunkedAttention:
         )
 
     def _joined_parts(self, parts: Sequence[Tensor]) -> Tensor:
-        """Concatenate attention outputs in the memory order that models use. Autograd saves the
-        result instead of the parts."""
+        """Autograd saves the result, in the memory order that models use, instead of the parts."""
         whole = torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
         copies = torch.split(whole.detach(), [part.shape[2] for part in parts], 2)
         for part, copy in zip(parts, copies, strict=True):

@@ -22,7 +22,7 @@ from lockstep.model.pipeline.boundary import Around
 
 Kind = Literal["attention", "arange", "slice", "draw"]
 NOT_TOKENS: Final = -1
-"""Stands for a dim if a call has the same sizes for sequences of any length."""
+"""Stands for a dim if a call's sizes do not depend on the length of the sequence."""
 NOT_THE_MODEL = ("torch.distributed.", "lockstep.")
 """Prefixes of the names of Python modules that slice tensors for themselves, not for the model."""
 SHARDED = "lockstep.model.tensor."
@@ -46,8 +46,6 @@ class Call(NamedTuple):
 
 
 Dims = Mapping[Site, Sequence[int]]
-"""Site -> the dim of tokens (or `NOT_TOKENS` or `OTHERWISE`) in each of its calls in a forward, in
-order."""
 
 
 def call_of(

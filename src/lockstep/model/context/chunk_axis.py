@@ -1,6 +1,3 @@
-"""Lets the chunks of a sequence take the place of the ranks of the axis `context`, for bitwise
-numerics."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -18,8 +15,9 @@ from lockstep.tree import Counter, cover, fold
 
 @dataclass(frozen=True)
 class ChunkAxis:
-    """An axis whose "ranks" are the chunks of a sequence, in paired order (first, last, second,
-    last but one, ...). A process has several chunks, and computes each in its own thread."""
+    """The chunks of a sequence in the place of an axis's ranks, in paired order (first, last,
+    second, last but one, ...). A process has several chunks, and computes each in its own
+    thread."""
 
     rank: int
     """The index, in paired order, of the chunk that the calling thread computes."""

@@ -1,6 +1,5 @@
-"""Sums the losses of a sequence's chunks, and the chunks' gradients of parameters, in a binary tree
-that does not depend on the number of processes. Its leaves are the chunks in paired order (first,
-last, second, ...). A process adds its own chunks first."""
+"""Sums the losses of a sequence's chunks, and the chunks' gradients of parameters, in a fixed
+binary tree over the chunks, so that the bits do not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -209,8 +208,8 @@ def _gradients(
 def _over_processes(
     axis: ChunkAxis, parameters: Sequence[Tensor], sums: Sequence[LeavesInAnyOrder[Tensor]]
 ) -> list[Tensor | None]:
-    """Return each parameter's gradient summed over the chunks of all processes; None if no chunk
-    uses it. `sums`: for each parameter, the gradients of this process's chunks."""
+    """Return each parameter's gradient summed over all chunks; None if no chunk uses it. `sums`:
+    the gradients of this process's chunks."""
     own, processes = axis.own_share, axis.processes
     used = torch.tensor([float(bool(each.values)) for each in sums], device=axis.device)
     processes.all_reduce(used)

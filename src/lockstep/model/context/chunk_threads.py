@@ -1,6 +1,6 @@
-"""Threads that compute the chunks of a sequence, one chunk each, for bitwise numerics. One thread
-runs at a time, until its chunk needs values of the other chunks. So the model's own code computes
-each chunk, with the shapes of one chunk, on any number of processes."""
+"""Threads that compute the chunks of a sequence for bitwise numerics, each until its chunk needs
+values of the other chunks. One thread runs at a time. So the model's own code computes each chunk,
+with the shapes of one chunk, on any number of processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,3 @@
-"""Computes each chunk of a sequence by itself, for bitwise numerics: the bits are the same on any
-number of processes of the axis `context`."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Sequences
@@ -36,8 +33,8 @@ T = TypeVar("T")
 
 
 class ChunkedSequenceCut(SequenceCut):
-    """A `SequenceCut` whose forward and loss run once for each of this process's chunks, each in a
-    thread of its own. The chunks take the place of ranks of the axis `context`."""
+    """A `SequenceCut` that computes each chunk of a sequence by itself, in a thread, for bitwise
+    numerics. The chunks take the place of ranks of the axis `context`."""
 
     def __init__(
         self,

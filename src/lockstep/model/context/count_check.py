@@ -31,8 +31,8 @@ class TriedGroup(NamedTuple):
     ranks (or chunks)."""
 
     differences: Sequence[tuple[float, float]]
-    """For each of this rank's chunks (one, unless chunks are computed by themselves): the relative
-    difference between the two outputs, and the relative difference that rounding explains."""
+    """For each of this rank's chunks: the relative difference between the two outputs, and the
+    relative difference that rounding explains."""
     noted: Noted
 
 

@@ -1,7 +1,7 @@
 """The counts of tokens that a model's forward reads into Python (`chosen.any()`, `len(rows)`),
-compared between ranks. If ranks divide the tokens, such counts differ, which is right for code that
-skips an expert without tokens, but not for `if rare.any(): x = 2 * x`. Only results show which it
-is, so some tokens are computed both on one rank and divided, and the outputs compared."""
+compared between ranks that divide the tokens. Different counts are right for code that skips an
+expert without tokens, but not for `if rare.any(): x = 2 * x`. Only results show which it is, so
+some tokens are computed both on one rank and divided."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ microbatch is always kept."""
 
 
 class Counts(NamedTuple):
-    """The counts that the forward of one rank (or chunk) has read at one line of code: their range,
-    and a digest."""
+    """The range, and a digest, of the counts that the forward of one rank (or chunk) has read at
+    one line of code."""
 
     low: float
     high: float
@@ -119,11 +119,9 @@ class Place(NamedTuple):
     """The rank, numbered among all ranks; if chunks are computed by themselves, the index of the
     chunk."""
     parts: int
-    """Number of ranks (or chunks) that compute a microbatch's tokens together."""
 
 
 Noted = dict[Place, dict[str, Counts]]
-"""Rank (or chunk) and forward -> line of code -> the counts that it has read."""
 
 
 @dataclass(slots=True)
@@ -179,8 +177,8 @@ class CountReads:
         return Place(self._digests.axis, forward, part, world.size)
 
     def numbers(self) -> list[float]:
-        """Return numbers whose sums over all ranks are 0 if and only if all ranks (or chunks) have
-        read equal counts in each forward. Every rank calls it."""
+        """Return numbers whose sums over all ranks are 0 if and only if all of them have read equal
+        counts. Every rank calls it."""
         return self._digests.numbers()
 
     def end_step(self) -> None:

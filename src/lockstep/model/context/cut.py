@@ -341,8 +341,8 @@ class SequenceCut:
         observer: Around = lambda _: nullcontext(),
         part: PartReads | None = None,
     ) -> Any:
-        """Return the output for this rank's tokens; in a pipeline, on the last rank only.
-        `observer`: (stage) -> a context inside the stage's forward."""
+        """`observer`: (stage) -> a context inside the stage's forward. In a pipeline, only the last
+        rank gets the output."""
 
         @contextmanager
         def around(stage: int) -> Iterator[None]:
@@ -577,8 +577,8 @@ class SequenceCut:
     def _find_shift(
         self, loss: LossFunction, output: Any, layout: TokenLayout, batch: Any, cut: MicrobatchCut
     ) -> int:
-        """Return 1 if the loss compares the output of a token with the label of the next one, else
-        0. If the batch does not show it, both are right for this batch."""
+        """Return 1 if the loss compares a token's output with the next token's label, else 0. If
+        the batch does not show it, both are right for this batch."""
         samples, tokens = cut.samples, cut.layout.tokens
         known, most = self._know_labels(batch, tokens), self._most_of(tokens)
         most -= most > 2 and most % 2 == 0  # odd, so that a rank has no two consecutive tokens
@@ -598,7 +598,6 @@ class SequenceCut:
         return min(tokens, COMPARED_TOKENS_PER_CHUNK * self._sequence.chunks)
 
     def _zeros(self, output: Any, has: int, tokens: int) -> Any:
-        """`has`: the number of tokens of `output`."""
         dim = self.dim
 
         def zeros(like: Tensor) -> Tensor:

@@ -1,6 +1,3 @@
-"""Checks before the first step that documents in one row are independent, both in the model and in
-the labels of the loss."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -112,9 +109,9 @@ def _distance(found: Tensor, truth: Tensor) -> float:
 def check_labels(
     loss: Callable[[Any, Any], Any], part: Part, most: int, batch: Any, documents: Documents
 ) -> bool:
-    """Raise `LossError` if the loss pairs the last token of a document with the first token of the
-    next one, which no token predicts. Returns False if no row has two documents, or no output
-    changes the loss. `most`: the number of tokens of a row that the loss gets at a time."""
+    """Raise `LossError` if the loss compares the last token of a document with the first token of
+    the next one. Returns False if no row has two documents, or no output changes the loss. `most`:
+    the number of tokens of a row that the loss gets at a time."""
     lasts = documents.lasts()
     if not lasts.any():
         return False

@@ -1,7 +1,6 @@
 """Draws a model's random numbers (such as dropout's) for each chunk of a sequence by itself, so
-that they do not depend on which rank has the chunk. A call of `F.dropout` or `torch.rand` takes one
-number from the default generator, whose state is the same on all ranks. This number and the chunk's
-index seed the chunk's generator."""
+that they do not depend on which rank has the chunk. The chunk's generator is seeded with the
+chunk's index and one number from the default generator, whose state is the same on all ranks."""
 
 from __future__ import annotations
 

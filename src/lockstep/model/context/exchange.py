@@ -151,8 +151,8 @@ def _is_sent(layout: TokenLayout) -> bool:
 def attend_by_heads(
     layout: TokenLayout, query: Tensor, key: Tensor, value: Tensor, attend: Attend, remade: Remade
 ) -> Tensor:
-    """Every rank calls it. The number of ranks must divide the numbers of key heads and of query
-    heads. Autograd does not save the output for all tokens; the backward uses a `StandIn`."""
+    """Every rank calls it. The number of ranks must divide the number of key heads. Autograd does
+    not save the output for all tokens; the backward uses a `StandIn`."""
     world = layout.world
     if world.size == 1:
         return attend(query, key, value)

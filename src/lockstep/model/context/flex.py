@@ -22,9 +22,8 @@ def places_of(spans: Iterable[range], device: torch.device) -> Tensor:
 
 
 def allowed_tokens(ids: Tensor | None, places: Tensor, *, is_causal: bool) -> Allowed:
-    """Allow keys of the query's document. Query number i is the token at index `places[i]` of the
-    row; keys are all tokens of the row. `ids`: the document of each token, (samples, tokens); None:
-    each row is one document."""
+    """Allow keys of the query's document. `places[i]`: the index in the row of query number i.
+    `ids`: the document of each token, (samples, tokens); None: each row is one document."""
 
     def allowed(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         place = places[query]

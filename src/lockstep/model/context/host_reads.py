@@ -159,8 +159,8 @@ class HostReads:
             self._reads[forward, layout.world.rank] = part.reads
 
     def numbers(self) -> list[float]:
-        """Return values whose sums over all ranks are 0 if and only if all ranks (or chunks) have
-        read the same numbers in each forward. Every rank of `world` calls it."""
+        """Return values whose sums over all ranks are 0 if and only if all of them have read the
+        same numbers. Every rank of `world` calls it."""
         return self._digests.numbers()
 
     def end_step(self) -> None:
@@ -170,7 +170,7 @@ class HostReads:
 
     def difference(self) -> str | None:
         """Return an error's text for the first number in the last step that two ranks (or chunks)
-        have read differently in the same forward. Every rank of `world` calls it."""
+        have read differently. Every rank of `world` calls it."""
         mine = [[*key, reads] for key, reads in self._before.items()]
         everyone = [each for theirs in self._world.gather_values(mine) for each in theirs]
         forwards: dict[int, dict[int, list[Read]]] = {}

@@ -27,8 +27,7 @@ KERNELS: Mapping[Kernel, str] = {
     "mask": "the model's attention with a dense mask",
     "own": "the model's attention",
 }
-"""Kernel -> its name in the event that reports the choice, the fastest kernel first. `own`: the
-attention that the model calls, without a further mask."""
+"""Kernel -> its name in the event that reports the choice, the fastest kernel first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,7 @@ class Facts:
     """The facts that decide which kernel computes a call of attention."""
 
     no_varlen: str
-    """The reason why `varlen_attn` does not run on the device; "" if it does."""
+    """The reason why `varlen_attn` does not run on the device; "" if it runs."""
     no_flex: str
     on_cpu: bool
     dtype: torch.dtype

@@ -1,7 +1,6 @@
 """Computes a loss function on the tokens of one rank. If the loss shifts its labels (`output[:,
-:-1]`, `labels[:, 1:]`), the rank lacks the label that belongs to the last token of a chunk, so the
-loss gets labels that are already shifted. A test shows if a loss shifts: the sum over ranks must be
-the loss of all tokens."""
+:-1]`, `labels[:, 1:]`), the label that belongs to a chunk's last token is on another rank, so the
+loss gets labels that are already shifted."""
 
 from __future__ import annotations
 
@@ -62,8 +61,8 @@ def parts_of(
     output: Any, batch: Any, cut: BatchCut, rank: int, shift: int
 ) -> Iterator[tuple[Any, Any]]:
     """Yield pairs (part of the output, part of the batch) whose losses sum to the loss of the
-    tokens of `rank`. `output`: for these tokens. `batch`: with all tokens. `shift`: 1 if the loss
-    compares the output of a token with the label of the next one, else 0."""
+    tokens of `rank`. `output` has these tokens, `batch` all. `shift`: 1 if the loss compares a
+    token's output with the next token's label, else 0."""
     layout, dim = cut.layout, cut.dim
     places = layout.places_of(rank)
     own_tokens, tokens = layout.counts[rank], layout.tokens
@@ -133,9 +132,9 @@ def _with_zero_gradient(nothing: Tensor, total: Any) -> Any:
 
 
 def find_shift(loss: LossFunction, output: Any, batch: Any, cut: BatchCut) -> int | None:
-    """Return 1 if the loss compares the output of a token with the label of the next one, else 0;
-    None if this batch does not show it. Raises `LossError` if the loss is not a sum over tokens, or
-    if rounding hides the shift."""
+    """Return 1 if the loss compares a token's output with the next token's label, else 0; None if
+    this batch does not show it. Raises `LossError` if the loss is not a sum over tokens, or if
+    rounding hides the shift."""
     layout, dim = cut.layout, cut.dim
     tokens = layout.tokens
     generator = torch.Generator().manual_seed(17)

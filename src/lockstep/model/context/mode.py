@@ -1,7 +1,3 @@
-"""The `TorchFunctionMode` in which a model's forward computes one rank's tokens of each sequence.
-It changes the calls of torch whose meaning depends on all tokens: attention, positions, random
-numbers."""
-
 from __future__ import annotations
 
 import sys

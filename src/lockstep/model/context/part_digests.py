@@ -1,6 +1,3 @@
-"""Finds out if all ranks (or chunks) that divide a sequence's tokens have read the same values in a
-forward, by numbers that are summed over the ranks."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -14,8 +11,8 @@ from lockstep.model.context.exchange import TokenLayout
 
 
 class PartDigests:
-    """The digests of the values that were read in a step's forwards, whose tokens are divided among
-    ranks."""
+    """Digests of the values that a step's forwards have read. Numbers that are summed over ranks
+    show if all ranks (or chunks) that divide a sequence's tokens have read the same values."""
 
     count = BITS
 

@@ -1,6 +1,6 @@
-"""A check before the first step that a forward whose tokens are divided among ranks (or chunks)
-computes the same as a forward of all tokens on one rank. If the outputs differ, both forwards run
-once more, and the error names the first call of torch whose result differs."""
+"""A check before the first step that a forward whose tokens are divided among ranks computes the
+same as a forward of all tokens on one rank. The error names the first call of torch whose result
+differs."""
 
 from __future__ import annotations
 
@@ -191,8 +191,8 @@ def prove(cut: Trial, whole: Trial, dim: int, ranks: Provers) -> Any:
 
 
 def differences(cut: Trial, whole: Trial, dim: int) -> list[tuple[float, float]]:
-    """Return, for each output of `cut`, its relative difference from the output of `whole`, and
-    the relative difference that rounding explains. The model must be whole on this rank."""
+    """Return, for each output of `cut`, the relative difference from the output of `whole`, and the
+    relative difference that rounding explains. The model must be whole on this rank."""
     found, _ = _run(cut, [partial(_with_reason, each) for each in cut.layouts])
     expected, _ = _run(whole)
     return _differences(found, expected, cut.layouts, dim)
@@ -251,7 +251,6 @@ def _run(
 
 
 def _difference(found: Any, expected: Any, layout: TokenLayout, dim: int) -> tuple[float, float]:
-    """Return the relative difference, and the relative difference that rounding explains."""
     pairs = list(zip(tensors_in(found), tensors_in(expected), strict=True))
     if not any(has_tokens(whole, dim, layout.tokens) for _, whole in pairs):
         shapes = ", ".join(str(tuple(whole.shape)) for _, whole in pairs)
@@ -283,7 +282,7 @@ def _explanation(
     cut: Trial, whole: Trial, differences: Sequence[tuple[float, float]], ranks: Provers
 ) -> str:
     """Run both forwards again to find the first call of torch whose result differs. Every rank
-    calls it. `differences`: empty on ranks without the model's output."""
+    calls it."""
     layout = cut.layouts[0]
     known = [pair for theirs in ranks.gather(differences) for pair in theirs]
     errors, allowances = zip(*known, strict=True)

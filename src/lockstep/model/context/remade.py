@@ -1,6 +1,3 @@
-"""Keeps autograd from saving some tensors for the backward: the backward computes them again, or
-reads them from another tensor."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

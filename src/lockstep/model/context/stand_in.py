@@ -1,9 +1,9 @@
 """A tensor that the backward of an attention reads instead of the attention's output. If each rank
-computes all tokens in some heads (`exchange="heads"`), the output is needed twice: the projection
-after it keeps a rank's tokens of all heads, and the attention's backward reads all tokens of some
-heads. That backward uses the output only in the sum of output times gradient for each token and
-head. The stand-in is zero except for one or two numbers for each token and head, which give the
-same sum. It exists only in the backward."""
+computes all tokens in some heads (`exchange="heads"`), the output would be saved twice: the
+projection after it keeps a rank's tokens of all heads, and the attention's backward reads all
+tokens of some heads. That backward uses the output only in the sum of output times gradient for
+each token and head. The stand-in is zero except for one or two numbers for each token and head,
+which give the same sum."""
 
 from __future__ import annotations
 

@@ -75,8 +75,7 @@ def open_transformers(model: nn.Module) -> bool:
 
 
 def _checked_implementation(model: nn.Module) -> str:
-    """Raise `RecipeError` for an implementation of attention other than "sdpa" and "eager", and
-    for models in which tokens of other documents would change the output."""
+    """Raise `RecipeError` for models in which tokens of other documents would change the output."""
     name = type(model).__name__
     kind = sys.modules["transformers.modeling_utils"].PreTrainedModel
     configs = {id(each.config): each.config for each in model.modules() if isinstance(each, kind)}
@@ -123,8 +122,6 @@ def _rope_kinds(config: Any) -> Iterator[str]:
 
 
 def check_call(model: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Raise `RecipeError` if a model of transformers is called with labels, a cache of keys, or a
-    mask of pairs of tokens, which do not work if ranks divide the tokens."""
     if any(not name for name, _ in pretrained_models(model)):
         bound = inspect.signature(model.forward).bind(*arguments, **given)
         _checked_call(type(model).__name__, bound)
@@ -246,8 +243,6 @@ class SequenceMask:
         return documents.lengths
 
     def of_blocks(self, spans: Sequence[range]) -> Any:
-        """Return FlexAttention's `BlockMask` of the queries in these spans of token indices and
-        the keys of all tokens."""
         kind = (*spans,)
         if kind not in self._block_masks:
             places = places_of(spans, self._device)

@@ -1,6 +1,3 @@
-"""Attention of packed documents by torch's `varlen_attn`, which takes the documents' bounds instead
-of a mask."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +16,7 @@ class Bounds(NamedTuple):
     """Cumulative sums, from 0, of the number of queries in each document."""
     keys: list[int]
     seen: range
-    """The span of the indices in the row of the keys that these queries may attend to."""
+    """The indices in the row of the keys that these queries may attend to."""
 
 
 def bounds(lengths: Iterable[int], span: range, *, is_causal: bool) -> Bounds:

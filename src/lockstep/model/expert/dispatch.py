@@ -203,8 +203,8 @@ class Dispatch:
         return sent, received, theirs[:, :each]
 
     def _call(self, place: int, is_left_out: bool = False) -> int:
-        """Return a number that the ranks compare, to see if they call the same module. `place`:
-        the module's index in `names`; at the end of a forward, the number of modules."""
+        """The ranks compare this number, to see if they call the same module. `place`: the module's
+        index in `names`; at the end of a forward, the number of modules."""
         sequence = None if self.leaves is None else active()
         chunks = 0 if sequence is None else sequence.layout.chunks
         return 2 * (place + (len(self.names) + 1) * chunks) + is_left_out

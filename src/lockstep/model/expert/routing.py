@@ -1,6 +1,3 @@
-"""Computes, from the experts that tokens have chosen, which pairs (token, expert) are sent to which
-rank, without communication."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -239,8 +239,6 @@ class _ShardedLayer:
         return Replicate()
 
     def _check_is_seen(self, given: Tensor) -> None:
-        """Raise `RecipeError` if the layer's input was computed by functions that lockstep could
-        not intercept."""
         if not self._features.is_entered:
             raise unseen(f"{self._name}, called outside of the forward of its module")
         with without_torch_function_modes():

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from lockstep.model.tensor.operators import tensors_of
 
 VECTOR_ELEMENTS = 64
-"""Largest number of elements that a CPU's kernel computes in one pass of its loop over SIMD vectors
-(in bf16 with AVX-512)."""
+"""Largest number of elements that a CPU's kernel computes in one pass of its loop (in bf16 with
+AVX-512)."""
 ALIGNMENT = 64
 
 

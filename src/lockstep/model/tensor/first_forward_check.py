@@ -52,9 +52,8 @@ class FirstForwardCheck:
         *,
         draws_alike: bool,
     ) -> None:
-        """`on_sequence`: further layers, whose output is a shard of the sequence. `unsharded_now`:
-        gets the names of the layers that currently run with full weights. `draws_alike`: False if
-        sharded layers may draw other random numbers than full ones."""
+        """`on_sequence`: further layers, whose output is a shard of the sequence. `draws_alike`:
+        False if sharded layers may draw other random numbers than full ones."""
         self._modules = {name: model.get_submodule(name) for name in layers}
         self._on_sequence = {name: model.get_submodule(name) for name in on_sequence}
         self._unchecked = {training: set(layers) for training in (True, False)}

@@ -1,5 +1,5 @@
-"""Finds which dim of a function's result holds the shard of the features or heads, for each torch
-function of sharded tensors (in models without slices). Each distinct call is analysed once."""
+"""Finds which dim of a function's result holds the shard of the features or heads. Each distinct
+call is analysed once."""
 
 from __future__ import annotations
 

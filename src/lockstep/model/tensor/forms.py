@@ -1,7 +1,7 @@
 """Chooses the form in which each torch function of a sharded tensor is called, so that an element
 of its result has the same bits as with the full tensor: unchanged, with contiguous rows, or with
 padded tensors. Each distinct call is first tried on copies of its tensors, to record its ATen
-operators. A function without such a form is refused."""
+operators."""
 
 from __future__ import annotations
 
@@ -67,16 +67,15 @@ def by_rows(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def expanded(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Expand a tensor. In the backward, the gradients of one element are made contiguous, and
-    summed as one row."""
+    """In the backward, the gradients of one element are made contiguous, and summed as one row."""
     given: Tensor = args[0] if args else kwargs["input"]
     out: Tensor = _Expand.apply(given, func(*args, **kwargs).shape)  # type: ignore[no-untyped-call]
     return out
 
 
 def repeated(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Call `repeat_interleave` with a fixed number of repeats along a dim. The gradient is summed
-    as in `expanded`."""
+    """Call `repeat_interleave` with a fixed number of repeats. The gradient is summed as in
+    `expanded`."""
     named = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
     given, times, dim = named.pop("input"), named.pop("repeats"), named.pop("dim")
     if named or not isinstance(times, int) or not isinstance(dim, int):

@@ -1,6 +1,5 @@
-"""The ATen operators that compute each element of a shard of the features or heads with the same
-bits as in the full tensor. With slices, where bits must not depend on the number of ranks, any
-other operator is refused."""
+"""The kinds of ATen operators, by the bits that they compute for a shard of the features or
+heads."""
 
 from __future__ import annotations
 

@@ -85,9 +85,8 @@ def twice_as_many(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
 
 
 def check_drawn(func: Any, args: Any, kwargs: Any, shards: Sequence[Shard]) -> None:
-    """Raise `RecipeError` if an argument holds random numbers that may have been drawn in a
-    shard's shape: the function fails if only its sharded arguments become twice as large, or the
-    sharded dim of a result is not known."""
+    """Raise `RecipeError` if an argument holds random numbers that may have been drawn in a shard's
+    shape, because the function fails if only its sharded arguments become twice as large."""
     drawn = [each for each in tensors_of(args, kwargs) if mark_of(each) is DRAWN]
     if not drawn:
         return

@@ -510,8 +510,8 @@ def _of_values(func: Any) -> RecipeError:
 
 
 def check_backward(tensor: Tensor) -> None:
-    """Raise `RecipeError` if a sharded tensor was returned by a user's autograd.Function, whose
-    backward lockstep cannot intercept."""
+    """A user's autograd.Function must not return a sharded tensor: lockstep cannot intercept its
+    backward."""
     node: Any = tensor.grad_fn
     if isinstance(node, BackwardCFunction) and is_sharded(tensor):
         function = function_of(node)
@@ -567,8 +567,6 @@ def unseen(what: str) -> RecipeError:
 
 
 def _check_uses_no_weight(out: Any, layer: str, func: Any) -> None:
-    """Raise `RecipeError` if `out` was computed with the weight of the sharded layer `layer`,
-    without calling that layer."""
     if not any(
         each.requires_grad and not isinstance(each, nn.Parameter) for each in tree_tensors(out)
     ):
@@ -583,8 +581,7 @@ def _check_uses_no_weight(out: Any, layer: str, func: Any) -> None:
 
 
 def checked_output(output: Any, name: str) -> Any:
-    """Gather all DTensors in a model's output except `ShardedLogits`. Raises `RecipeError` if a
-    plain tensor in it is sharded."""
+    """Gather all DTensors in a model's output except `ShardedLogits`."""
 
     def leave(item: Any) -> Any:
         if is_sharded(item):

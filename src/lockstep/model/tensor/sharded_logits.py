@@ -1,6 +1,5 @@
-"""Logits whose classes are sharded over the `tensor` axis: the output of a layer with the style
-`loss`. Their cross-entropy is computed on shards, and communicates three numbers per token. Other
-operations gather the logits."""
+"""Logits whose classes are sharded over the `tensor` axis. Their cross-entropy is computed on
+shards, and communicates three numbers per token."""
 
 from __future__ import annotations
 
@@ -59,8 +58,8 @@ WRITES = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|
 
 
 class ShardedLogits(DTensor):
-    """Logits sharded along one dim, the classes, over one mesh axis. Functions other than the
-    cross-entropy and changes of shape get the gathered logits of all classes."""
+    """Logits sharded along one dim, the classes. Functions other than the cross-entropy and changes
+    of shape get the gathered logits."""
 
     slices: Slices | None
 
@@ -81,8 +80,7 @@ def as_sharded_logits(item: Any, slices: Slices | None = None) -> Any:
 
 
 class SlicedLogits(Tensor):
-    """Logits on one process, whose cross-entropy is computed in slices of their classes, with the
-    same bits as that of `ShardedLogits`."""
+    """Logits on one process, whose cross-entropy has the same bits as that of `ShardedLogits`."""
 
     slices: Slices
 

@@ -76,8 +76,8 @@ SAME_SHARDS: Mapping[str, Mapping[int | None, str]] = {
     "embedding": {0: "embedding", 1: "colwise_gathered"},
     "linear": {0: "vocabulary", 1: "rowwise_split"},
 }
-"""Kind of a layer without a style of its own, which shares its weight with a sharded layer -> the
-dim along which that weight is sharded -> the style to give the layer."""
+"""Kind of a layer that shares its weight with a sharded layer -> the dim along which that weight is
+sharded -> the layer's style."""
 HEADS = re.compile(r"(n|num|number_of)?_?((attention|key_value|kv|q|query)_)?n?heads?")
 FUSED = re.compile(
     r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gate_up(_proj)?)$", re.IGNORECASE
@@ -126,8 +126,8 @@ def tensor_styles(
 
 
 def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
-    """Raise `RecipeError` if a layer with a sharded input or output is itself one of the modules
-    `stages`: a pipeline could put its neighbor in another stage."""
+    """A pipeline could put the neighbor of a layer with a sharded input or output in another stage,
+    if that layer is itself one of `stages`."""
     for name, style in styles.items():
         if name in stages and STYLES[style].exposes_shards:
             raise RecipeError(
@@ -224,8 +224,6 @@ def _styles_of(model: nn.Module, source: str, patterns: Mapping[str, str]) -> di
 
 
 def _add_layers_with_shared_weights(model: nn.Module, chosen: dict[str, str]) -> None:
-    """Add to `chosen` the styles of layers that share a weight with a layer in it, so that both
-    shard the weight in the same way."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter in own_parameters(module).values():
