@@ -80,9 +80,7 @@ class AreaResult:
     area: Area
     findings: list[Finding] = field(default_factory=list)
     right: str = ""
-    """The facts that were checked and are right. Empty if nothing was checked."""
     unseen: list[str] = field(default_factory=list)
-    """Reasons why something could not be checked."""
     _badness: dict[Cause, float] = field(default_factory=dict)
 
     def find(
@@ -97,10 +95,8 @@ class AreaResult:
         badness: float = 0.0,
     ) -> None:
         """Add a finding. For each cause only the worst finding is kept, by `badness`; of equally
-        bad ones, the earliest.
-
-        `at`: the record of the optimizer step; it gives the step, and the line if `line` is empty.
-        """
+        bad ones, the earliest. `at`: the record of the optimizer step, which gives step and
+        line."""
         known = next((each for each in self.findings if each.cause is cause), None)
         if known is not None:
             if badness <= self._badness[cause]:
@@ -117,8 +113,8 @@ class AreaResult:
         )
 
     def miss(self, reason: str) -> None:
-        """Add a reason why something could not be checked, unless a reason that differs only in
-        numbers was added before."""
+        """Add a reason why something could not be checked, unless it differs from an earlier one
+        only in numbers."""
         if all(_NUMBER.sub("", each) != _NUMBER.sub("", reason) for each in self.unseen):
             self.unseen.append(reason)
 

@@ -22,11 +22,9 @@ from lockstep.pages.markup import (
 )
 
 AROUND = 2
-"""Number of source lines that are shown before and after the line of a finding."""
 
 
 def audit_page(audit: Audit, source: Mapping[str, Sequence[str]]) -> str:
-    """Return the HTML document. `source`: the lines of each file that findings name."""
     outcome = graded(audit.verdict, audit.passed)
     failed = f"The script failed (exit status {audit.status})."
     return document(
@@ -74,8 +72,6 @@ def _finding(number: int, finding: Finding, source: Mapping[str, Sequence[str]])
 
 
 def _source(line: str, source: Mapping[str, Sequence[str]]) -> Html:
-    """Return the source around the line of a finding as HTML; only the line's name if the file was
-    not found. `source`: the lines of each file."""
     name, _, number = line.rpartition(":")
     lines = source.get(name, [])
     if not (number.isdecimal() and 0 < int(number) <= len(lines)):
@@ -93,7 +89,6 @@ def _source(line: str, source: Mapping[str, Sequence[str]]) -> Html:
 
 
 def _remedy(text: str) -> Iterator[Html]:
-    """Yield the remedy as HTML; its indented lines are code."""
     for is_code, lines in groupby(text.splitlines(), key=lambda line: line.startswith("    ")):
         block = "\n".join(line[4:] if is_code else line for line in lines)
         yield element("pre", element("code", block)) if is_code else paragraph(block)

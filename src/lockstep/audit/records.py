@@ -11,8 +11,6 @@ from pathlib import Path
 from lockstep.evidence.rows import Row, read_row_file
 
 UNKNOWN = -1
-"""The number that stands for a loader whose first pass is not in the record, because another
-process began it and then forked."""
 
 
 @dataclass(slots=True)
@@ -38,12 +36,8 @@ class Rank:
 @dataclass(slots=True)
 class Records:
     ranks: list[Rank] = field(default_factory=list)
-    """The processes that took a step or belong to the process group, in the order of ranks."""
     fetches: list[Row] = field(default_factory=list)
-    """One row for each read of a dataset that drew random numbers, in a loader worker or in a
-    rank's process; with the rank and the process id."""
     problems: list[str] = field(default_factory=list)
-    """Errors of the probes themselves."""
 
     @property
     def world_size(self) -> int:
@@ -51,21 +45,18 @@ class Records:
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps that every rank with an optimizer took."""
         taken = [max(row["index"] + 1 for row in rank.steps) for rank in self.ranks if rank.steps]
         return min(taken, default=0)
 
     @property
     def joined_at(self) -> float:
-        """The position in the list of a rank's rows from which torch's `Join` lets ranks take
-        different numbers of steps; infinite without `Join`."""
+        """The position in a rank's rows from which torch's `Join` lets ranks take different numbers
+        of steps; infinite without `Join`."""
         return min(
             (row["place"] for rank in self.ranks for row in rank.of("join")), default=math.inf
         )
 
     def together(self) -> Iterator[list[Row]]:
-        """Yield, for each optimizer step that all ranks took together, its row of each rank, in the
-        order of ranks."""
         by_rank = [
             {(row["optimizer"], row["index"]): row for row in rank.steps} for rank in self.ranks
         ]
@@ -76,14 +67,12 @@ class Records:
 
 
 def first_line(rows: Iterable[Row], name: str = "line") -> str:
-    """Return the line of the script in the first of `rows`; empty if there are no rows. `name`: the
-    line's key in a row."""
     return next((str(row[name]) for row in rows), "")
 
 
 def read_records(folder: Path) -> Records:
-    """Read the record files of all processes. If several processes have one rank, keep the one that
-    took steps or joined the process group."""
+    """If several processes have one rank, keep the one that took steps or joined the process
+    group."""
     files = [
         rows for path in sorted(folder.glob("process-*.jsonl")) if (rows := read_row_file(path))
     ]
@@ -123,8 +112,8 @@ def read_records(folder: Path) -> Records:
 
 
 def number_loaders(ranks: Sequence[Rank]) -> None:
-    """Renumber the DataLoaders: loaders made by the same line of the script, in their order, get
-    the same numbers on all ranks. (A rank that evaluates alone has made more loaders.)"""
+    """Renumber the DataLoaders, so that those made by one line of the script have the same numbers
+    on all ranks. (A rank that evaluates alone has made more loaders.)"""
     numbers: dict[tuple[str, int], int] = {}
     for rank in ranks:
         made: Counter[str] = Counter()
@@ -142,9 +131,9 @@ def number_loaders(ranks: Sequence[Rank]) -> None:
 
 
 def training_passes(rows: Sequence[Row]) -> set[tuple[int, int]]:
-    """Return the (loader, pass) pairs whose batches were trained on: the pass of the last batch
-    before each backward, and passes that gave a batch for several backwards, as in `zip(labelled,
-    unlabelled)`. (A single batch may be a look at other data.)"""
+    """Return the (loader, pass) pairs whose batches were trained on: that of the last batch before
+    each backward, and those that gave a batch for several backwards, as in `zip(labelled,
+    unlabelled)`."""
     backwards = [row for row in rows if row["kind"] == "backward"]
     counts = Counter(tuple(place) for row in backwards for place in row["passes"])
     last = {(row["loader"], row["pass_number"]) for row in backwards if row["loader"] is not None}

@@ -15,22 +15,17 @@ from lockstep.scripts.request import ScriptRequest
 class AuditRequest(ScriptRequest):
     answered_by: ClassVar[str] = "lockstep.audit.probes.begin"
     folder: Path
-    """The existing folder for the records."""
     steps: int
     """Optimizer steps after which each process ends, with status 0."""
     roots: tuple[str, ...]
-    """Directories of the user's code: the script's directory, or the working directory for a
-    module."""
     runner: int = 0
-    """Process id of `lockstep audit`. 0: none."""
     perturb: int = 0
-    """Seed of noise of one unit in the last place on the initial parameters. 0: none."""
+    """Seed of noise of one unit in the last place on the initial parameters; 0: no noise."""
 
     def die_with_launcher(self) -> None:
         """Have the kernel end this process together with its parent, if `lockstep audit` has
-        started the parent. Linux only.
+        started the parent (Linux only).
 
-        Called in each process before the script, so that a killed audit leaves no rank behind.
         Processes that ranks start are not tied to the audit: the kernel would end them with the
         thread that started them.
         """

@@ -28,7 +28,6 @@ from lockstep.base.system import shell_words
 from lockstep.base.words import counted
 
 RESUMED_STEPS = 8
-"""Number of steps after a resume that are compared with the uninterrupted run."""
 PERTURBED_RUNS = 2
 CONSEQUENCES = {
     Cause.NOT_REDUCED: {
@@ -103,11 +102,8 @@ def run_audit(
     compare: CompareOptions | None = None,
     echo: BinaryIO | None = None,
 ) -> Audit:
-    """Run the script and return the findings.
-
-    `folder`: an empty folder for the records. `echo`: a file to which the script's output is
-    copied. Raises `LaunchError` if there is nothing to check.
-    """
+    """`folder`: an empty folder for the records. Raises `LaunchError` if there is nothing to
+    check."""
     line = options.line
     if ScriptSource.find(line).uses_lockstep():
         raise LaunchError(
@@ -158,9 +154,6 @@ def run_audit(
 
 
 def _judge(records: Records, audit: Audit, hang: HangStacks | None) -> None:
-    """Run all checks on the records of a run, and fill in the findings of `audit`, what is right,
-    and what could not be checked. Findings that only follow from another one are removed. `hang`:
-    the stacks of a script that hung."""
     if is_broken_collective(audit.error) and any(rank.has_ended for rank in records.ranks):
         # the audit itself ended a rank, so collectives of other ranks failed
         audit.error, audit.status = "", 0
@@ -199,7 +192,6 @@ def _judge(records: Records, audit: Audit, hang: HangStacks | None) -> None:
 
 
 def _add(audit: Audit, result: AreaResult) -> None:
-    """Add the result of the checks of one area to the audit, with file names shortened."""
     known = {finding.cause for finding in audit.findings}
     for finding in result.findings:
         path, _, number = finding.line.rpartition(":")
@@ -215,8 +207,6 @@ def _add(audit: Audit, result: AreaResult) -> None:
 
 
 def _say_where(audit: Audit, hang: HangStacks, root: str) -> None:
-    """Add the line at which each process of a hanging script waits, and make sure that a hang is a
-    finding."""
     if not any(finding.area is Area.COLLECTIVES for finding in audit.findings):
         evidence = f"no process made progress for {hang.seconds:.0f} s"
         audit.findings.append(Finding(cause=Cause.HANG, area=Area.COLLECTIVES, evidence=evidence))
@@ -227,8 +217,6 @@ def _say_where(audit: Audit, hang: HangStacks, root: str) -> None:
 def _resumed(
     whole: Records, options: AuditOptions, folder: Path, torchrun: bool, echo: BinaryIO | None
 ) -> AreaResult:
-    """Interrupt the script after a save, resume it, and compare it with the uninterrupted run
-    (`whole`)."""
     saves = [row for rank in whole.ranks for row in rank.of("save")]
     saved = min((row["step"] for row in saves if 0 < row["step"] < whole.steps), default=None)
     if saved is None:
@@ -264,8 +252,6 @@ def _compared(
     folder: Path,
     echo: BinaryIO | None,
 ) -> AreaResult:
-    """Run the script on several numbers of processes with the same global batch, and compare the
-    trainings."""
     result = AreaResult(Area.COMPARE)
 
     def run(name: str, processes: int, perturb: int = 0) -> Records:

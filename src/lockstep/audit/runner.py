@@ -22,12 +22,9 @@ from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.process import OUTPUT, TAIL_LINES, ScriptEnd, run_script
 
 STACKS_SECONDS = 2.0
-"""Seconds that processes get to write their stacks."""
 SITE = Path(__file__).parent / "site"
-"""Directory whose `sitecustomize` installs the probes in each process."""
 LauncherChoice = Literal["auto", "torchrun", "python"]
 _FAILED = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic/multiprocessing/", re.MULTILINE)
-"""Beginning of the first line that torchrun itself prints about a failed worker."""
 _AGENT_TRACEBACK = re.compile(
     r"^Traceback \(most recent call last\):\n(?:  .*\n)*?.*torch/distributed/(?:run|launcher)",
     re.MULTILINE,
@@ -48,17 +45,15 @@ class AuditOptions:
     hang_after_seconds: float = 60.0
     """Seconds without a new record after which the script counts as hanging."""
     timeout_seconds: float = 600.0
-    """Longest time of the run."""
     launcher: LauncherChoice = "auto"
     """`python`: the script starts its own processes. `auto`: decided by the script's source."""
     perturb: int = 0
-    """Seed of noise of one unit in the last place on the initial parameters. 0: none."""
+    """Seed of noise of one unit in the last place on the initial parameters; 0: no noise."""
     resume_arguments: Sequence[str] | None = None
-    """Arguments of the script that make it resume from what it saved. None: it is not resumed."""
+    """Arguments that make the script resume from what it saved. None: it is not resumed."""
 
     @property
     def root(self) -> str:
-        """The directory of the user's code."""
         script = self.line.script
         return os.getcwd() if self.line.is_module else os.path.dirname(os.path.abspath(script))
 
@@ -70,9 +65,7 @@ class AuditOptions:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangStacks:
     seconds: float
-    """Number of seconds for which the script made no progress."""
     stacks: Mapping[int, str]
-    """The stacks of all threads, by process id."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,13 +77,11 @@ class AuditedEnd(ScriptEnd):
 
     @property
     def did_not_end(self) -> str:
-        """The reason why the script did not reach its last step. Empty if it did."""
         return self.error or ("it made no progress" if self.hang or self.timed_out else "")
 
 
 class RecordGrowth:
-    """The growth of the record files of all processes, which shows that a script works and does not
-    hang."""
+    """The growth of the record files of all processes, which shows that a script does not hang."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
@@ -99,8 +90,7 @@ class RecordGrowth:
         self._has_rank = False
 
     def stalled_seconds(self) -> float:
-        """Look at the sizes of the record files, and return the seconds since any of them last
-        grew; 0 before the first line of a rank."""
+        """Return the seconds since any record file last grew; 0 before the first line of a rank."""
         paths = list(recorded(self._folder).values())
         size = sum(path.stat().st_size for path in paths)
         if size != self._bytes:
@@ -112,8 +102,6 @@ class RecordGrowth:
 
 
 def launcher_of(options: AuditOptions) -> tuple[bool, str]:
-    """Return True if torchrun is to start the script, and a note if the script's source decided
-    against it."""
     if options.launcher != "auto":
         return options.launcher == "torchrun", ""
     call = ScriptSource.find(options.line).start_call()
@@ -136,8 +124,6 @@ def command_line(options: AuditOptions, folder: Path, *, torchrun: bool) -> list
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the script's environment: the audit's, plus the probes, minus the variables that a
-    launcher has set."""
     kept = {
         name: value
         for name, value in environ.items()
@@ -152,8 +138,7 @@ def run_audited(
     options: AuditOptions, folder: Path, *, torchrun: bool, echo: BinaryIO | None = None
 ) -> AuditedEnd:
     """Run the script until it ends, hangs or takes too long; then end all processes that it
-    started. `folder`: the existing folder for the records. `echo`: a file to which the script's
-    output is copied as it is written."""
+    started."""
     growth, hangs = RecordGrowth(folder), list[HangStacks]()
 
     def look() -> bool:
@@ -194,7 +179,6 @@ def aborted_at_exit(error: str) -> bool:
 
 
 def failure_in(output: str) -> str:
-    """Return the last lines that a failed script printed, without the lines that torchrun adds."""
     output = _LOGGING_ERROR.sub("", _THREADS_BANNER.sub("", output))
     found = [pattern.search(output) for pattern in (_FAILED, _AGENT_TRACEBACK)]
     heads = [each.start() for each in found if each is not None]
@@ -203,7 +187,6 @@ def failure_in(output: str) -> str:
 
 
 def recorded(folder: Path) -> dict[int, Path]:
-    """Return the record file of each process of the script, by process id."""
     files = {}
     for path in folder.glob("process-*.jsonl"):
         with suppress(ValueError):
@@ -212,13 +195,10 @@ def recorded(folder: Path) -> dict[int, Path]:
 
 
 def _running_records(folder: Path) -> list[int]:
-    """Return the ids of the processes that write records and still run."""
     return sorted(recorded(folder).keys() & parents().keys())
 
 
 def _dump_stacks(folder: Path) -> dict[int, str]:
-    """Make all processes that write records also write the stacks of their threads, and return the
-    stacks."""
     running = _running_records(folder)
     for pid in running:
         for number in signals("SIGUSR2"):
@@ -234,11 +214,7 @@ def _dump_stacks(folder: Path) -> dict[int, str]:
 
 
 def waiting_lines(stacks: Mapping[int, str], root: str) -> dict[int, str]:
-    """Return the innermost line of the user's code in the main thread, by process id, from the
-    stacks that `faulthandler` writes. Processes without such a line are left out.
-
-    `root`: the directory of the user's code.
-    """
+    """`stacks`: by process id, as `faulthandler` writes them."""
     lines = {}
     for pid, text in stacks.items():
         main_thread = _THREAD.split(text)[-1]  # threads are listed from the youngest to the oldest

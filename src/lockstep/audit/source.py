@@ -33,7 +33,7 @@ class StartCall:
 
 
 class ScriptSource:
-    """The syntax tree of a script. It is empty if the script cannot be read or parsed: running it
+    """The syntax tree of a script; empty if the script cannot be read or parsed, because running it
     will show why."""
 
     def __init__(self, text: str) -> None:
@@ -46,8 +46,6 @@ class ScriptSource:
 
     @classmethod
     def find(cls, line: ScriptLine) -> ScriptSource:
-        """The source of a file, or of a module that Python finds from the working directory without
-        importing it."""
         path = module_path(line.script) if line.is_module else Path(line.script)
         try:
             return cls("" if path is None else path.read_bytes().decode("utf-8", errors="replace"))
@@ -55,8 +53,8 @@ class ScriptSource:
             return cls("")
 
     def start_call(self) -> StartCall | None:
-        """The call by which the script starts its own ranks. None if there is no such call, or if
-        the script reads its rank from a launcher."""
+        """The call by which the script starts its own ranks. None if the script reads its rank from
+        a launcher."""
         if self._reads_rank():
             return None
         wanted = _STARTS | (_PROCESSES if self._gives_rank() else set())
@@ -72,8 +70,6 @@ class ScriptSource:
                 yield node, self._full_name(node.func)
 
     def _full_name(self, node: ast.expr) -> str:
-        """The dotted name that an expression refers to, with import aliases replaced. Empty if it
-        is not a name."""
         if isinstance(node, ast.Attribute):
             owner = self._full_name(node.value)
             return f"{owner}.{node.attr}" if owner else ""
@@ -105,8 +101,7 @@ class ScriptSource:
 
 
 def module_path(name: str) -> Path | None:
-    """The source file that `python -m name` runs from the working directory. None if there is
-    none."""
+    """The source file that `python -m name` runs from the working directory."""
     places: list[str] | None = [os.getcwd(), *sys.path]
     *packages, last = name.split(".")
     for package in packages:
@@ -125,8 +120,6 @@ def module_path(name: str) -> Path | None:
 
 
 def lines_of_files(places: Iterable[str], roots: Iterable[str]) -> dict[str, list[str]]:
-    """Return the source lines of each file named in `places`, such as `train.py:12`. `roots`:
-    directories in which to look for relative names."""
     lines = {}
     for name in {place.rpartition(":")[0] for place in places if place}:
         for path in [Path(root, name) for root in (*roots, os.curdir)]:

@@ -1,4 +1,4 @@
-"""Noise as large as rounding. Runs with such noise measure the effect of rounding on a model."""
+"""Noise as large as rounding, which measures the effect of rounding on a model."""
 
 from __future__ import annotations
 
@@ -58,8 +58,7 @@ def _with_noise(x: Tensor, name: str, seed: int) -> Tensor:
 
 
 def _random(name: str, seed: int, like: Tensor) -> Tensor:
-    """Return uniform numbers in -1..1 with the shape and dtype of `like`. They depend only on
-    `name` and `seed`, and are the same in every run."""
+    """Return uniform numbers in -1..1 that depend only on `name` and `seed`."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     return (torch.rand(like.shape, generator=generator, dtype=torch.float32) * 2 - 1).to(

@@ -20,7 +20,6 @@ class RowFile:
         self._file.write(json.dumps({"kind": kind, **row}, default=str) + "\n")
 
     def close(self) -> None:
-        """Close the file. May be called again."""
         self._file.close()
 
 

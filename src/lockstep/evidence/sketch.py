@@ -1,9 +1,9 @@
 """Sketches of tensors: a few linear projections and the squared norm, in float64.
 
-A sketch is linear: the sketch of a sum is the sum of the sketches. So the factors with which a
-reduction adds the ranks' gradients can be computed from sketches, which are small enough to be
-written at every step. The sketches of shards add up to the whole tensor's, because the sign of an
-element depends on its position in the whole tensor.
+The sketch of a sum is the sum of the sketches. So the factors with which a reduction adds the
+ranks' gradients can be computed from sketches, which are small enough to be written at every step.
+The sketches of shards add up to the whole tensor's, because the sign of an element depends on its
+position in the whole tensor.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ from lockstep.keys import GOLDEN, MIX_FIRST, MIX_SECOND
 
 _CHUNK = 1 << 16
 _TOKENS = 256
-"""Number of tokens that are projected at once."""
 _SIGN = np.uint64(1 << 63)
 
 
 @torch.no_grad()
 def sketch(tensor: Tensor, first: int = 0, name: str = "") -> list[float]:
-    """Return the projections of a tensor, followed by its squared norm.
-
-    `first`: the position of the tensor's first element in the whole tensor, in row-major order.
-    `name`: sketches of different names have independent signs.
-    """
+    """Return the projections of a tensor, followed by its squared norm. `first`: the position of
+    the first element in the whole tensor, in row-major order. `name`: sketches of different names
+    have independent signs."""
     flat = flattened(tensor)
     total = np.zeros(PROJECTIONS + 1)
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") if name else 0
@@ -67,7 +64,7 @@ def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[A
 @torch.no_grad()
 def token_sketches(tensor: Tensor) -> Tensor:
     """Return `TOKEN_PROJECTIONS` projections of each token of a tensor (samples, tokens, ...), on
-    the CPU, in float32 or the tensor's longer dtype. They depend only on the token's numbers."""
+    the CPU. They depend only on the token's numbers."""
     rows = tensor.detach().reshape(*tensor.shape[:2], -1)
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     generator = torch.Generator().manual_seed(rows.shape[2])

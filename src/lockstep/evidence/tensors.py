@@ -1,8 +1,8 @@
 """Summaries of tensors in a trace: the distance between two tensors, and the factors with which
 some tensors add up to another. Pure.
 
-A summary has a random projection of the tensor. Projections are linear, so the projection of a sum
-is the sum of the projections.
+A summary has a random projection of the tensor. The projection of a sum is the sum of the
+projections.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 
 PROJECTIONS = 8
-"""Number of values in a tensor's projection."""
 TOKEN_PROJECTIONS = 4
-"""Number of values in the sketch of one token."""
 EPS = {
     "float64": 2.0**-52,
     "float32": 2.0**-23,
@@ -26,15 +24,12 @@ EPS = {
     "complex64": 2.0**-23,
     "complex128": 2.0**-52,
 }
-"""Machine epsilon by dtype. Other dtypes are treated as float32."""
 COMPUTE_EPS = {"fp32": EPS["float32"], "bf16": EPS["bfloat16"], "fp16": EPS["float16"]}
-"""Precision -> machine epsilon of the dtype in which it computes."""
 EXACT = 1e-3
-"""Relative residual of a fit below which one vector counts as an exact combination of others.
-Rounding is far below it, a wrong explanation far above."""
+"""Relative residual of a fit that counts as exact. Rounding is far below it, a wrong explanation
+far above."""
 MOST_CONDITION = 1e5
-"""Condition number above which vectors are too similar for the factors of a fit to be
-distinguished."""
+"""Condition number above which vectors are too similar for a fit of their factors."""
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -44,12 +39,8 @@ class TensorSummary:
     """A tensor in a trace: a sketch, and optionally a hash, instead of its elements."""
 
     projection: Vector
-    """Sums of the elements under fixed random signs, one sum for each of `PROJECTIONS` rows of
-    signs."""
     norm: float
-    """L2 norm. NaN if it is not finite."""
     sha256: str = ""
-    """Hash of the tensor; empty if not computed."""
     elements: int = 1
     dtype: str = "float32"
 
@@ -60,7 +51,6 @@ class TensorSummary:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any] | None) -> TensorSummary | None:
-        """Parse a summary in a trace; None if there was no tensor."""
         return None if row is None else cls.of(**row)
 
     @property
@@ -91,9 +81,7 @@ def distance(one: TensorSummary | None, other: TensorSummary | None) -> float:
 
 
 def added(parts: Sequence[Summaries]) -> Summaries:
-    """Return, by name, the summaries of the sums of tensors. `parts`: the summaries of the terms.
-    (The projection of a sum is the sum of the projections.) A tensor that no part has does not
-    exist."""
+    """Return the summaries of the sums of tensors. A tensor that no part has does not exist."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: _sum([part.get(name) for part in parts]) for name in names}
 
@@ -110,8 +98,6 @@ def _sum(terms: Sequence[TensorSummary | None]) -> TensorSummary | None:
 
 
 def pooled(distances: Sequence[float], summaries: Summaries) -> float:
-    """Return the distance of all tensors together, computed from the distance of each, relative to
-    the norm of all tensors in `summaries`."""
     total = math.sqrt(sum(each.norm**2 for each in summaries.values() if each is not None))
     return math.sqrt(sum(value**2 for value in distances)) / total if total else 0.0
 
@@ -127,8 +113,6 @@ def sketch_difference(one: Sequence[float] | None, other: Sequence[float] | None
 
 
 def finite_projection(sketch: Sequence[float] | None) -> Vector | None:
-    """Return the projections in a sketch, without the squared norm at its end. None if there is no
-    sketch, or if it is not finite."""
     if sketch is None or not np.isfinite(sketch).all():
         return None
     return np.array(sketch[:-1])
@@ -140,13 +124,10 @@ class Fit:
 
     factors: list[float]
     residual: float
-    """Norm of the part of the target that the combination does not explain, relative to the
-    target's norm."""
 
 
 def fit(columns: Sequence[Vector], target: Vector) -> Fit | None:
-    """Fit `target` by a linear combination of `columns` (least squares). None if the columns are
-    too similar, all zero, or not finite."""
+    """None if the columns are too similar, all zero, or not finite."""
     if not columns:
         return None
     matrix = np.stack(columns, axis=1)
@@ -164,8 +145,6 @@ def fit(columns: Sequence[Vector], target: Vector) -> Fit | None:
 
 
 def exact_factors(columns: Sequence[Vector], target: Vector) -> list[float] | None:
-    """Return the factors with which `columns` add up to `target`, up to rounding; None if no
-    factors do."""
     if len(columns) >= len(target) or not all(map(np.any, columns)):
         return None
     fitted = fit(columns, target)
@@ -173,7 +152,6 @@ def exact_factors(columns: Sequence[Vector], target: Vector) -> list[float] | No
 
 
 def exact_ratio(base: Vector, value: Vector) -> float | None:
-    """Return the number f with value = f · base, up to rounding; None if there is none."""
     square = float(base @ base)
     if not square or not np.all(np.isfinite(value)) or not np.any(value):
         return None

@@ -2,17 +2,15 @@
 
 Rounding is measured with perturbed runs, which differ from the reference by noise of one unit in
 the last place. The rounding of a tensor at a step is the largest distance between any two of these
-runs. Two runs may coincide by chance in a small tensor or a scalar. So a tensor's rounding is at
-least
+runs.
 
-- the relative rounding that is typical of the other tensors at that step,
-- its own rounding at an earlier step,
-- a few units in the last place.
+Two runs may coincide by chance in a small tensor or a scalar. So a tensor's rounding is at least
+the relative rounding that is typical of the other tensors at that step, its rounding at an earlier
+step, and a few units in the last place.
 
-An optimizer that divides by the gradient's size (Adam) can turn rounding of an element near zero
-into a full update in either direction, more often in a short compute dtype. So a parameter's
-rounding is also at least the relative difference between the updates of all tensors together, and
-at least a part of one element's update.
+Adam divides by the gradient's size, and can turn rounding of an element near zero into a full
+update in either direction. So a parameter's rounding is also at least the relative difference
+between the updates of all tensors together, and at least a part of one element's update.
 """
 
 from __future__ import annotations
@@ -28,26 +26,22 @@ from lockstep.evidence.tensors import EPS, Summaries, distance, pooled
 from lockstep.evidence.trace import Trace, tensor_distance
 
 TOLERANCE = 10.0
-"""Largest distance of a plan's value from the reference's with which the plan passes, in multiples
-of rounding."""
 MINIMUM_ULPS = 4.0
-"""Smallest value that is used as a tensor's rounding, in units in the last place of its norm."""
 SIGN_FLIP = 0.25
-"""Smallest value that is used as a parameter's rounding, as a fraction of an element's typical
-update: with `TOLERANCE`, the sign of an update may flip."""
+"""Smallest rounding of a parameter, as a fraction of an element's typical update: with `TOLERANCE`,
+the sign of an update may flip."""
 NOT_REPEATED = 1e-2
-"""Relative difference of a logged number between perturbed runs (with noise as large as rounding)
-above which it must depend on something else, such as the time."""
+"""A logged number that differs relatively by more than this between perturbed runs must depend on
+something else, such as the time."""
 NEGLIGIBLE = 1e-3
-"""Smallest value that is used as an element's rounding, in units in the last place of a typical
-element of all tensors together."""
+"""Smallest rounding of an element, in units in the last place of a typical element of all tensors
+together."""
 
 
 class _Runs(NamedTuple):
     reference: Trace
     perturbed: Sequence[Trace]
     scale: float = 1.0
-    """Factor by which the distances between these runs are multiplied."""
 
     @property
     def traces(self) -> list[Trace]:
@@ -56,8 +50,7 @@ class _Runs(NamedTuple):
 
 class MeasuredRounding:
     """The rounding of each value of a reference run: the largest distance between any two of the
-    reference and its perturbed runs (with noise of one unit in the last place). Without perturbed
-    runs, the smallest allowed rounding."""
+    reference and its perturbed runs (with noise of one unit in the last place)."""
 
     def __init__(
         self,
@@ -68,25 +61,22 @@ class MeasuredRounding:
         sign_flip: float = SIGN_FLIP,
     ) -> None:
         """`minimum`: smallest rounding of a tensor, relative to its norm or to the norm that it
-        would have with typical elements, whichever is larger. `sign_flip`: the value to use instead
-        of `SIGN_FLIP`; 0 if the numbers of elements are unknown."""
+        would have with typical elements, whichever is larger. `sign_flip`: instead of `SIGN_FLIP`;
+        0 if the numbers of elements are unknown."""
         self.reference = reference
         self._groups = [_Runs(reference, perturbed)]
         self._minimum = minimum
         self._sign_flip = sign_flip
         self.of_tensors = cache(self._rounding)
-        """(step, kind) -> rounding of each tensor of `kind` after `step`, by name."""
         self._largest = cache(self._largest_distances)
 
     def in_float64(
         self, reference: Trace, perturbed: Sequence[Trace], *, scale: float, margin: float
     ) -> MeasuredRounding:
         """Return the rounding of a float64 `reference`: the larger of `margin` times its measured
-        rounding and `scale` times this object's rounding.
-
-        `scale` is the ratio of the two dtypes' precisions, for operations inside the model that
-        round to a shorter dtype than float64: such rounding can hide the noise of the float64 runs.
-        """
+        rounding and `scale` times this object's rounding. `scale`: the ratio of the two dtypes'
+        precisions. It is needed because operations in the model that round to a shorter dtype can
+        hide the noise of the float64 runs."""
         made = MeasuredRounding(reference, [], sign_flip=0.0)
         made._groups = [
             _Runs(reference, perturbed, margin),
@@ -95,7 +85,6 @@ class MeasuredRounding:
         return made
 
     def of_microbatch(self, step: int, index: int) -> dict[str, float]:
-        """Return the rounding of the gradient of each parameter in microbatch `index` of a step."""
         reference = _microbatch_gradients(self.reference, step, index)
         largest = dict.fromkeys(reference, 0.0)
         for group in self._groups:
@@ -107,8 +96,6 @@ class MeasuredRounding:
         return self._at_least_minimum(largest, reference)
 
     def of_scalar(self, step: int, attribute: str) -> float:
-        """Return the rounding of the step's `loss` or `norm`."""
-
         def value(trace: Trace, step: int) -> float | None:
             number: float | None = getattr(trace.rank_0.steps[step], attribute)
             return number
@@ -130,9 +117,6 @@ class MeasuredRounding:
         return math.inf if largest > NOT_REPEATED * size else self._of_number(largest, size)
 
     def _largest_of_numbers(self, step: int, value: Callable[[Trace, int], float | None]) -> float:
-        """Return the largest difference of a number between any two of the reference and perturbed
-        runs, over all steps up to `step`. `value(trace, step)` returns the number; None if the
-        trace lacks it."""
         largest = 0.0
         for group in self._groups:
             for at in range(step + 1):
@@ -149,8 +133,6 @@ class MeasuredRounding:
         return any(group.perturbed for group in self._groups)
 
     def spread(self, step: int, kind: str) -> tuple[float, float]:
-        """Return the smallest and the largest relative distance between any two of the reference
-        and perturbed runs at a step, over all tensors of `kind` together."""
         summaries = self.reference.rank_0.steps[step].tensors[kind]
         pairs = combinations(self._groups[0].traces, 2)
         distances = [
@@ -160,8 +142,6 @@ class MeasuredRounding:
         return min(distances), max(distances)
 
     def loss_spread(self, step: int) -> tuple[float, float]:
-        """Return the smallest and the largest relative difference between the losses of any two of
-        the reference and perturbed runs at a step."""
         losses = [trace.rank_0.steps[step].loss for trace in self._groups[0].traces]
         distances = [abs(a - b) / (abs(losses[0]) or 1.0) for a, b in combinations(losses, 2)] or [
             0.0
@@ -185,8 +165,8 @@ class MeasuredRounding:
         return rounding
 
     def _rounding_of_updates(self, step: int, largest: dict[str, float]) -> dict[str, float]:
-        """Return a lower limit for the rounding of each parameter, computed from the distance that
-        the parameter has moved up to `step`. `largest`: the measured rounding of each parameter."""
+        """Return a lower limit for the rounding of each parameter, from the distance that it has
+        moved up to `step`. `largest`: the measured rounding of each parameter."""
         rank = self.reference.rank_0
         states = [
             rank.initial["parameters"],

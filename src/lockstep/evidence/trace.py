@@ -1,4 +1,4 @@
-"""Traces of runs: reads the files that `lockstep.evidence.tracer` writes. Needs no torch."""
+"""Reads the traces of runs that `lockstep.evidence.tracer` writes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -22,23 +22,20 @@ class MicrobatchTrace:
     step: int
     index: int
     samples: tuple[int | str, ...]
-    """Indices of the microbatch's samples in the dataset. For a stream: descriptions of them."""
     batch: Mapping[str, str]
-    """Path of a part of the batch, such as `[0]` -> its digest. Empty if a rank computed only a
-    slice of the microbatch (some of its samples)."""
+    """Path of a part of the batch, such as `[0]` -> its digest. Empty if a rank computed only some
+    of the samples."""
     rng_before: str | None
-    """Digest of the random generators' state before the forward."""
     rng_after: str | None
-    """Digest of the random generators' state after the forward."""
     gradients: Summaries | None
-    """Summaries of the gradients of this microbatch, by parameter. If several ranks computed it
-    `together`: of this rank's tokens only. None if no rank has full gradients."""
+    """Gradients of this microbatch; those of this rank's tokens if ranks computed it `together`.
+    None if no rank has full gradients."""
     together: tuple[int, ...] = ()
-    """The ranks that computed the microbatch together, each some of its tokens. Empty if this rank
-    computed it alone."""
+    """The ranks that each computed some of the microbatch's tokens. Empty if this rank computed
+    all."""
     loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """For each layer of experts: the number of tokens of each expert, as the balance loss counted
-    them. Empty without a balance loss."""
+    them."""
 
     @property
     def drew_random_numbers(self) -> bool:
@@ -51,10 +48,9 @@ class TokenTrace:
 
     rank: int
     places: np.ndarray[Any, np.dtype[np.int64]]
-    """The indices of the rank's tokens in the sequence, in the rank's order."""
     sketches: Mapping[str, Vector]
-    """(samples, tokens, projections), by name: sketches of each token's `output`, and of the loss's
-    `gradient` with respect to the output, if there is one."""
+    """Shape (samples, tokens, projections): sketches of each token's `output`, and of the loss's
+    `gradient` with respect to the output."""
     documents: np.ndarray[Any, np.dtype[np.int64]] | None
     """Shape (samples, tokens of the whole sequence): the number of each token's document. None:
     each sample is one document."""
@@ -77,15 +73,12 @@ class StepTrace:
     loss: float
     weight: float | None
     norm: float | None
-    """Norm with which the gradient was clipped. None: no clipping."""
     lr: float | None
     gain: float
-    """Factor that turned the sum over the microbatches into the step's gradient."""
     tensors: Mapping[str, Summaries]
     """Kind (`gradients`, `states`, `parameters`, `buffers`) -> summaries of the tensors in this
     step."""
     terms: Mapping[str, float] = field(default_factory=dict)
-    """The loss's terms by name, if it has several."""
 
 
 @dataclass(slots=True)
@@ -93,7 +86,6 @@ class RankTrace:
     """Everything that one rank wrote about one train module (a model with its optimizer)."""
 
     initial: Mapping[str, Summaries] = field(default_factory=dict)
-    """Summaries of the `parameters` and `buffers` before the first step."""
     steps: list[StepTrace] = field(default_factory=list)
     gradient_order: list[str] = field(default_factory=list)
     """Parameters in the order in which the first backward completed their gradients."""
@@ -108,11 +100,10 @@ class Trace:
     world_size: int
     metadata: Mapping[str, Any]
     module_index: int
-    """Index of the train module in its session."""
     ranks: dict[int, RankTrace]
     microbatches: list[MicrobatchTrace]
     logged: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Step -> the numbers that the script has logged, by name; only for the first train module."""
+    """Step -> the numbers that the script has logged; only for the first train module."""
 
     @property
     def rank_0(self) -> RankTrace:
@@ -124,44 +115,36 @@ class Trace:
 
     @property
     def backward_order(self) -> list[str]:
-        """All parameters in the order in which the backward reaches them, from the loss to the
-        input. Parameters that the backward did not reach come last."""
         reached = self.rank_0.gradient_order
         names = list(self.rank_0.initial.get("parameters", {}))
         return reached + [name for name in reversed(names) if name not in set(reached)]
 
     def microbatches_of(self, step: int) -> list[MicrobatchTrace]:
-        """Return the step's microbatches of all ranks, sorted by index."""
         return sorted(
             (m for m in self.microbatches if m.step == step), key=lambda m: (m.index, m.rank)
         )
 
     def whole_microbatches_of(self, step: int) -> list[MicrobatchTrace]:
-        """Return the step's microbatches. A microbatch that ranks computed together occurs once, as
-        the lowest rank's, with the sum of their gradients."""
+        """Return the step's microbatches. One that ranks computed together occurs once, with the
+        sum of their gradients."""
         by_index: dict[tuple[int, tuple[int, ...]], list[MicrobatchTrace]] = {}
         for m in self.microbatches_of(step):
             by_index.setdefault((m.index, m.together or (m.rank,)), []).append(m)
         return [_sum_of_parts(parts) for parts in by_index.values()]
 
     def tokens_of(self, index: int) -> list[TokenTrace]:
-        """Return what each rank traced of its tokens in microbatch `index` of the first step."""
         if self.folder is None:
             return []
         paths = self.folder.glob(f"tokens-{self.module_index}-{index}-*.safetensors")
         return [_tokens(path) for path in sorted(paths)]
 
     def experts_of(self, index: int) -> dict[int, dict[str, LayerTrace]]:
-        """Return rank -> name of a layer of experts -> its trace, for microbatch `index` of the
-        first step."""
         if self.folder is None:
             return {}
         paths = self.folder.glob(f"experts-{self.module_index}-{index}-*.safetensors")
         return {int(path.stem.rpartition("-")[2]): _layers(path) for path in sorted(paths)}
 
     def tensor(self, step: int, kind: str, name: str) -> Vector | None:
-        """Return the values of a tensor at a step, flat and in float64; None if the trace has only
-        its summary. `kind`: such as `gradients`."""
         file = self._files.get((step, kind))
         if file is None or name not in file:
             return None
@@ -181,8 +164,7 @@ class Trace:
 
 
 def read_traces(folder: Path) -> list[Trace]:
-    """Return a run's traces, one for each train module (a model with its optimizer). Empty if the
-    run never finished a step."""
+    """Return one trace for each train module. Empty if the run never finished a step."""
     rows = [
         (int(path.stem.partition("-")[2]), row)
         for path in sorted(folder.glob("rank-*.jsonl"))
@@ -304,8 +286,7 @@ def _summaries(rows: Mapping[str, Any]) -> Summaries:
 
 
 def tensor_distance(one: Trace, other: Trace, step: int, kind: str, name: str) -> float:
-    """Return the distance between a tensor's values at a step in two runs' traces. It is exact if
-    both traces have the values, else estimated from the summaries."""
+    """Exact if both traces have the values, else estimated from the summaries."""
     summaries = (each.rank_0.steps[step].tensors[kind].get(name) for each in (one, other))
     estimate = distance(*summaries)
     if estimate == 0.0 or math.isinf(estimate):

@@ -2,26 +2,10 @@
 compared step by step and name by name.
 
 A trace is a folder. Each rank that writes has a file `rank-<rank>.jsonl` with one JSON object per
-line, of one of these kinds:
-
-- start: rank, world_size, plan, replicated; once
-- metadata: JSON values about the model and the recipe, for the search for causes
-- initial: module; the parameters and buffers before the first step
-- microbatch: module, step, index, samples, batch, rng_before, rng_after; its own gradients if the
-  rank has full parameters; together: the ranks that compute it together, each some of its tokens
-- logged: module (0), step, values; what the script has logged in the step, and got from
-  `session.mean` and `session.gather`; by rank 0 alone
-- step: module, step, loss, terms, weight, norm, lr, gain, gradient_order; the reduced gradients
-  before clipping; the parameters, buffers and optimizer states after the update
-
-A tensor's summary has a fixed random projection. Projections are linear, and the mean square of the
-differences of two projections is an unbiased estimate of the tensors' squared distance. The tensors
-of the first and the last requested step are also saved, in
-`step-<step>-<kind>-<module>-<rank>.safetensors`. Tensors are passed one at a time, because a full
-model may not fit into memory. If tokens are traced,
-`tokens-<module>-<microbatch>-<rank>.safetensors` has sketches of each token of a microbatch of the
-first step. If experts are traced, `experts-<module>-<microbatch>-<rank>.safetensors` has for each
-layer the experts that its tokens choose, and sketches of its input and output.
+line. The tensors of the first and the last requested step are also saved, in
+`step-<step>-<kind>-<module>-<rank>.safetensors`. Sketches of the tokens of each microbatch of the
+first step are in `tokens-<module>-<microbatch>-<rank>.safetensors`, and those of its layers of
+experts in `experts-<module>-<microbatch>-<rank>.safetensors`.
 """
 
 from __future__ import annotations
@@ -46,15 +30,15 @@ from lockstep.evidence.rows import RowFile
 from lockstep.evidence.sketch import flattened, sketch, token_sketches
 
 NamedTensors = Iterable[tuple[str, Tensor | None]]
-"""Names with full (not sharded) tensors. None: the tensor does not exist, such as the gradient of
-an unused parameter."""
+"""Full (not sharded) tensors, one at a time, because a full model may not fit into memory. None:
+the tensor does not exist, such as the gradient of an unused parameter."""
 
 
 class Tracer:
     """Writes one rank's part of a trace.
 
     Every rank makes the same calls, except for the microbatches: `start` for each train module; in
-    each step `before_forward` and `microbatch` for each of its own microbatches, then `gradients`
+    each step `before_forward` and `microbatch` for each microbatch of the rank, then `gradients`
     and `step`; finally `close`. Ranks that do not write also iterate over all tensors, because a
     full tensor may take a collective.
     """
@@ -70,9 +54,8 @@ class Tracer:
         replicated: bool,
         writes: bool,
     ) -> None:
-        """`steps`: number of steps after which the run ends; None: not known. `replicated`: True if
-        every rank has the full model and writes summaries of it. `writes`: True if this rank writes
-        a trace."""
+        """`replicated`: every rank has the full model and writes summaries of it. `writes`: this
+        rank writes a trace."""
         self._folder = folder
         self._steps = steps
         self._rank = rank
@@ -93,26 +76,19 @@ class Tracer:
         )
 
     def metadata(self, **metadata: Any) -> None:
-        """Write JSON values about the model and the recipe. May be called at any time, and
-        again."""
         self._rows.write("metadata", metadata=metadata)
 
     def start(self, module: int, parameters: NamedTensors, buffers: NamedTensors) -> None:
-        """Write the tensors of a train module before its first step."""
         row = {"parameters": self._summaries(parameters), "buffers": self._summaries(buffers)}
         if self._writes_summaries:
             self._rows.write("initial", module=module, **row)
 
     def watch(self, module: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Record the order in which the first backward completes the gradients of `parameters`,
-        which are those of train module number `module`."""
         order = self._orders.setdefault(module, {})
         for name, parameter in parameters:
             self._hooks.append(parameter.register_hook(lambda _, name=name: order.setdefault(name)))  # type: ignore[no-untyped-call]
 
     def before_forward(self) -> None:
-        """Record the state of the default random generators. Called right before the forward of a
-        microbatch."""
         self._rng_before = self._rng_state()
 
     def microbatch(
@@ -127,11 +103,8 @@ class Tracer:
         together: Sequence[int] = (),
         loads: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """Write a microbatch after its forward. `batch`: digests of the batch's parts, by their
-        paths; empty if this rank has only some of its samples. `gradients`: what the microbatch
-        adds to the summed gradients; None if no rank has full gradients. `together`: the ranks that
-        compute the microbatch together, each some of its tokens. `loads`: for each layer of
-        experts, the number of tokens of each expert, as the balance loss counted them."""
+        """Write a microbatch after its forward. `gradients`: its summand in the step's gradients;
+        None if no rank has full gradients."""
         row: dict[str, Any] = {} if gradients is None else {"gradients": self._summaries(gradients)}
         row |= {"together": list(together)} if together else {}
         row |= {"loads": dict(loads)} if loads else {}
@@ -156,10 +129,9 @@ class Tracer:
         documents: Tensor | None,
         **tensors: Tensor,
     ) -> None:
-        """Write sketches of this rank's tokens of microbatch `index` in the first step. `places`:
-        the tokens' indices in the sequence. `documents`: the number of each token's document, for
-        all tokens of the sequence; None if each sample is one document. `tensors`: of shape
-        (samples, tokens, ...)."""
+        """`places`: the indices of this rank's tokens in the sequence. `documents`: the number of
+        each token's document, for the whole sequence; None if each sample is one document.
+        `tensors`: of shape (samples, tokens, ...)."""
         path = self._folder / f"tokens-{module}-{index}-{self._rank}.safetensors"
         with tensor_file(path) as add:
             add("places", places)
@@ -169,8 +141,8 @@ class Tracer:
                 add(name, token_sketches(tensor))
 
     def experts(self, module: int, index: int, layers: Mapping[str, tuple[Tensor, ...]]) -> None:
-        """Write the layers of experts in a microbatch of the first step. `layers`: name -> tokens
-        (tokens, features), chosen experts (tokens, k), output (tokens, features)."""
+        """`layers`: name -> tokens (tokens, features), chosen experts (tokens, k), output (tokens,
+        features)."""
         path = self._folder / f"experts-{module}-{index}-{self._rank}.safetensors"
         with tensor_file(path) as add:
             for name, (tokens, choices, output) in layers.items():
@@ -181,8 +153,7 @@ class Tracer:
     def gradients(
         self, module: int, step: int, gradients: NamedTensors, *, gain: float = 1.0
     ) -> None:
-        """Record the reduced gradients before clipping. `gain`: the factor that turned the sum over
-        the microbatches into these gradients."""
+        """`gain`: the factor that turned the sum over the microbatches into these gradients."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -200,11 +171,8 @@ class Tracer:
         terms: Mapping[str, float] | None = None,
         **scalars: float | None,
     ) -> bool:
-        """Write a step after its update. Returns True after the last requested step.
-
-        `states`: the optimizers' state tensors, named parameter/state. `terms`: the loss's terms,
-        if it has several. `scalars`: loss, weight, lr, and the norm used for clipping.
-        """
+        """Write a step after its update. Return True after the last requested step. `states`: named
+        parameter/state. `scalars`: loss, weight, lr, and the norm used for clipping."""
         row: dict[str, Any] = {
             name: value if name == "loss" or value is None or math.isfinite(value) else None
             for name, value in scalars.items()
@@ -222,7 +190,6 @@ class Tracer:
             self._rows.write("logged", module=0, step=step, values=dict(values))
 
     def close(self) -> None:
-        """Close the trace. May be called again."""
         self._rows.close()
 
     def _rng_state(self) -> str:
@@ -233,8 +200,6 @@ class Tracer:
         return self._steps is not None and step + 1 >= self._steps
 
     def _saved(self, module: int, step: int, kind: str, tensors: NamedTensors) -> dict[str, Any]:
-        """Return the summaries of the tensors. In the first and the last requested step, the
-        tensors themselves are saved too."""
         if not (self._writes_tensors and (step == 0 or self._is_last(step))):
             return self._summaries(tensors)
         name = f"step-{step:05d}-{kind}-{module}-{self._rank}.safetensors"
@@ -254,9 +219,8 @@ class Tracer:
 
 
 def summarize_tensor(name: str, tensor: Tensor) -> dict[str, Any]:
-    """Return the summary of a tensor for JSON: a hash, the number of elements, the dtype, and a
-    sketch. Sketches can be compared only if they were made with the same `name`, on which the
-    random signs depend."""
+    """Return the summary of a tensor for JSON. Sketches can be compared only if they have the same
+    `name`, on which the random signs depend."""
     flat = flattened(tensor)
     return {
         "sha256": hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest(),

@@ -1,5 +1,5 @@
-"""Charts of curves over steps or time: HTML with an SVG that stretches to any size without changing
-the size of text and lines. Pure."""
+"""Charts of curves over steps or time. Their SVG stretches to any size without changing the size of
+text and lines. Pure."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from lockstep.pages.scale import (
 
 GRAIN = 10_000
 DOTS = 60
-"""Largest number of points of a curve for which each point is drawn as a dot."""
 COLOURS = 8
-"""Number of curve colours in page.css: --line-0 and so on."""
 
 Point = tuple[float, float]
 """A position (from the left, from the bottom), each from 0 to 1."""
@@ -38,14 +36,13 @@ class Series:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, value: float) -> None:
-        """Append a value. Discards earlier values for this step and later steps, which were
-        computed before the run was resumed."""
+        """Append a value. Discards values of this and later steps, which were computed before the
+        run was resumed."""
         self.truncate(step)
         self.steps.append(step)
         self.values.append(value)
 
     def truncate(self, step: int) -> None:
-        """Discard the values of this step and later ones."""
         while self.steps and self.steps[-1] >= step:
             self.steps.pop()
             self.values.pop()
@@ -64,7 +61,6 @@ class Curve:
     series: Series
     kind: Literal["line", "dashed", "band"] = "line"
     run: int = 0
-    """Index of the curve's run on the page."""
     upper: Series | None = None
 
     @property
@@ -108,7 +104,6 @@ class DownsampledPoint:
     last: int
     count: int
     mean: float
-    """Mean of the finite values. Without finite values, `mean`, `low` and `high` are NaN."""
     low: float
     high: float
     not_finite: int
@@ -122,12 +117,10 @@ class DownsampledPoint:
 class RenderedFigure:
     html: Html
     data: dict[str, Any]
-    """Values that page.js shows in the tooltip."""
 
 
 def render_chart(chart: Chart, *, index: int, last_step: int, columns: int) -> RenderedFigure:
-    """Render a chart. `index`: its index on the page. `columns`: largest number of points of a
-    curve."""
+    """`index`: its index on the page. `columns`: largest number of points of a curve."""
     axis = "step" if chart.microseconds is None else "time"
     end = chart.microseconds or last_step
     points = [_points(line, end, columns) for line in chart.lines]
@@ -182,9 +175,8 @@ def figure(
     scrolls: bool = False,
     **attributes: Any,
 ) -> Html:
-    """Return the HTML of a figure. `caption`: text after the title. `inside`: a drawing, and labels
-    over it. `spoken`: a description for readers who cannot see the figure. `kind`: a further class
-    for the plot."""
+    """`inside`: a drawing, and labels over it. `spoken`: a description for readers who cannot see
+    the figure. `kind`: a further class for the plot."""
     kinds = f"plot {kind}".strip()
     plot = element("div", inside, kind=kinds, role="img", aria_label=spoken, **attributes)
     head = element("figcaption", element("span", title, kind="title"), caption)
@@ -193,7 +185,6 @@ def figure(
 
 
 def drawing(layers: Iterable[Content]) -> Html:
-    """Return an SVG element of these layers that stretches over the figure's area."""
     return element(
         "svg",
         layers,
@@ -212,19 +203,15 @@ def legend_note(text: str) -> Html:
 
 
 def grid(y_scale: Scale) -> Html:
-    """Return horizontal lines through a chart, one at each tick of the vertical axis."""
     starts = (coordinates((0.0, y_scale.position(tick))) for tick in y_scale.ticks)
     return element("path", kind="grid", d="".join(f"M{start}h{GRAIN}" for start in starts))
 
 
 def coordinates(point: Point) -> str:
-    """Return a point in the syntax of the `d` attribute of an SVG path."""
     return f"{round(GRAIN * point[0])} {round(GRAIN * (1 - point[1]))}"
 
 
 def axis_labels(x_scale: Scale, axis: str, y_scale: Scale | None) -> Html:
-    """Return the labels of a chart's axes, which are drawn over the SVG. `axis`: name of the
-    horizontal axis."""
     labels = [element("i", axis, kind="axis")] if axis else []
     scales = [("x", "left", x_scale), *([("y", "bottom", y_scale)] if y_scale else [])]
     for kind, side, scale in scales:
@@ -235,8 +222,8 @@ def axis_labels(x_scale: Scale, axis: str, y_scale: Scale | None) -> Html:
 
 
 def downsample(series: Series, last: int, columns: int) -> list[DownsampledPoint]:
-    """Return the series as at most `columns` points, each for an equal part of the axis. Parts
-    without values have no point."""
+    """Return at most `columns` points, each for an equal part of the axis. Parts without values
+    have no point."""
     pairs = list(zip(series.steps, series.values, strict=True))
     if len(pairs) <= columns:
         return [_point([pair]) for pair in pairs]
@@ -266,8 +253,6 @@ def _point(pairs: list[tuple[int, float]]) -> DownsampledPoint:
 
 
 def statistics_of(series: Series) -> dict[str, Any]:
-    """Return statistics of a series. If there is no finite value, mean, minimum and maximum are
-    None."""
     pairs = zip(series.values, series.steps, strict=True)
     finite = [(value, step) for value, step in pairs if math.isfinite(value)]
     lowest, highest = min(finite, default=(None, None)), max(finite, default=(None, None))
@@ -327,7 +312,6 @@ def _line(
 
 
 def _finite_segments(points: Sequence[DownsampledPoint]) -> list[list[DownsampledPoint]]:
-    """Split the points into runs of points with finite values; drop the other points."""
     segments: list[list[DownsampledPoint]] = [[]]
     for point in points:
         if math.isfinite(point.mean):
@@ -357,8 +341,6 @@ def _legend(chart: Chart, y_scale: Scale) -> Html:
 
 
 def _latest(chart: Chart) -> Html | None:
-    """Return the latest value of the chart's first curve, shown next to the title (in a chart over
-    time: the largest value). None if the chart has several runs."""
     lines = [line for line in chart.lines if line.kind != "band"]
     if len({line.run for line in lines}) > 1 or not lines or not lines[0].series.values:
         return None

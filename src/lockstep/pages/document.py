@@ -26,9 +26,9 @@ def document(
     made: float | None = None,
     maker: str = "",
 ) -> str:
-    """Return the document. `command`: the command named at the top. `data`: values that page.js
-    shows. `made`: time of creation, in seconds since 1970. `maker`: the command that writes the
-    file, if it differs from `command`."""
+    """`data`: values that page.js shows. `made`: time of creation, in seconds since 1970. `maker`:
+    the command that writes the file, if it differs from `command`, which the page names at the
+    top."""
     script, style = _read_asset("page.js"), _read_asset("page.css")
     light, dark = (
         f"--ramp:linear-gradient(90deg,{','.join(ramp)});"
@@ -60,7 +60,6 @@ def document(
 
 
 def generator_tag(command: str) -> Html:
-    """Return the tag near the beginning of a page that names the command that made it."""
     return Html(f'<meta name="generator" content="{joined(command)}">')
 
 

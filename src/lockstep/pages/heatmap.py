@@ -15,12 +15,9 @@ from lockstep.pages.scale import Unit, format_number, step_scale
 
 SHADES = 63
 MOST_NAMES = 16
-"""Largest number of rows whose names are shown next to the picture."""
 _NARROWEST = 0.2
-"""Minimum width of a colour scale, as a share of its median. Smaller differences are noise, and
-must not stand out."""
+"""Minimum width of a colour scale, as a share of its median. Smaller differences are noise."""
 RAMP = ("#f3f6d9", "#d5ecb9", "#9fd8b5", "#5fc0c0", "#329bc2", "#2470b1", "#22489b", "#182a6b")
-"""Colours from low to high on a light background. On a dark background they are reversed."""
 
 
 def render_heatmap(
@@ -33,8 +30,8 @@ def render_heatmap(
     spoken: str,
     unit: Unit = "seconds",
 ) -> Html:
-    """Return the HTML of a heat map with its colour scale. `rows`: values by row and column, NaN
-    where there is none. `names`: the rows' names. `index`: index of its data on the page."""
+    """`rows`: values by row and column, NaN where there is none. `index`: index of its data on the
+    page."""
     low, high = color_limits(rows)
     shades = [[shade(value, low, high) for value in row] for row in rows]
     light, dark = (
@@ -71,7 +68,7 @@ def render_heatmap(
 
 
 def color_limits(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return the range of the colour scale: the 1st to the 99th percentile of the cells, widened to
+    """Return the range of the colour scale: the 1st to the 99th percentile, widened to
     `_NARROWEST`."""
     values = sorted(value for row in rows for value in row if math.isfinite(value))
     if not values:
@@ -90,7 +87,6 @@ def shade(value: float, low: float, high: float) -> int:
 
 
 def palette(*, dark: bool) -> bytes:
-    """Return red, green and blue of each colour. The first colour (index 0) stands for no value."""
     stops = [bytes.fromhex(colour[1:]) for colour in (reversed(RAMP) if dark else RAMP)]
     colours = bytearray(3)
     for each in range(SHADES):
@@ -101,8 +97,6 @@ def palette(*, dark: bool) -> bytes:
 
 
 def png(rows: Sequence[Sequence[int]], colours: bytes) -> bytes:
-    """Return a PNG file with a palette. `rows`: palette indices; 0 is transparent."""
-
     def chunk(kind: bytes, data: bytes) -> bytes:
         body = kind + data
         return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))

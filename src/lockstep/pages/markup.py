@@ -17,7 +17,7 @@ class Html(str):
 
 
 Content: TypeAlias = "str | Iterable[Content] | None"
-"""The contents of an element: text, which is escaped, and HTML. None is left out."""
+"""Text, which is escaped, and HTML. None is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Column:
 
 
 class Row(list[Content]):
-    """A row of a table, with HTML attributes: its cells and the attributes."""
+    """The cells of a table's row, and its HTML attributes."""
 
     def __init__(self, cells: Iterable[Content], **attributes: Any) -> None:
         super().__init__(cells)
@@ -50,8 +50,8 @@ def joined(*contents: Content) -> Html:
 
 
 def element(name: str, *contents: Content, **attributes: Any) -> Html:
-    """Return an HTML element. `kind`: its CSS class. `_` in the name of an attribute stands for
-    `-`. Attributes that are None are left out."""
+    """`kind`: its CSS class. `_` in the name of an attribute stands for `-`. Attributes that are
+    None are left out."""
     given = "".join(
         f' {"class" if key == "kind" else key.replace("_", "-")}="{joined(str(value))}"'
         for key, value in attributes.items()
@@ -61,24 +61,19 @@ def element(name: str, *contents: Content, **attributes: Any) -> Html:
 
 
 def paragraph(*contents: Content, kind: str = "") -> Html:
-    """Return a paragraph; empty if its contents are empty."""
     inside = joined(contents)
     return element("p", inside, kind=kind) if inside else inside
 
 
 def remark(*contents: Content) -> Html:
-    """Return a paragraph in small, faint letters; empty if its contents are empty."""
     return paragraph(contents, kind="note")
 
 
 def graded(text: str, good: bool) -> Html:
-    """Return a short text such as "passed" in the colour of a good result, or of a bad one unless
-    `good`."""
     return element("strong", text, kind="good" if good else "bad")
 
 
 def section(name: str, title: str, *contents: Content) -> Html:
-    """Return a section with a heading; empty if its contents are empty."""
     inside = joined(contents)
     return element("section", element("h2", title), inside, id=name) if inside else inside
 
@@ -92,11 +87,8 @@ def table(
     box: str = "wide card",
     row_heads: bool = False,
 ) -> Html:
-    """Return an HTML table in a box that scrolls; empty if it has no rows.
-
-    `columns`: empty for a table without a head. A cell may already be a `td`. `row_heads`: the
-    first cell is the heading of its row.
-    """
+    """Return a table in a box that scrolls; empty if it has no rows. `columns`: empty for a table
+    without a head. `row_heads`: the first cell is the heading of its row."""
     heads = [each if isinstance(each, Column) else Column(each, number=False) for each in columns]
     body = []
     for row in rows:
@@ -119,14 +111,11 @@ def table(
 
 
 def legend_key(name: Content, mark: str, colour: str | None = None, **attributes: Any) -> Html:
-    """Return an entry of a legend: a small picture and its meaning. `mark`: class of the picture in
-    page.css. `colour`: a variable in page.css."""
     style = None if colour is None else f"--colour:var(--{colour})"
     return element("span", element("b", kind=mark, style=style), name, kind="key", **attributes)
 
 
 def swatch(colour: str) -> Html:
-    """Return a coloured square. `colour`: a variable in page.css."""
     return element("b", kind="swatch", style=f"--colour:var(--{colour})")
 
 
@@ -136,8 +125,8 @@ def tiles(values: Iterable[tuple[str, Content]]) -> Html:
 
 
 def bar(parts: Iterable[tuple[str, float, str]], longest: float) -> Html:
-    """Return a bar with parts side by side. Each part is (colour: a variable in page.css, value,
-    tooltip). `longest`: the value of a whole bar."""
+    """Return parts side by side. Each part is (colour: a variable in page.css, value, tooltip).
+    `longest`: the value of a whole bar."""
     inside = []
     for colour, value, tip in parts:
         style = f"--colour:var(--{colour});width:{100 * value / longest:.2f}%"

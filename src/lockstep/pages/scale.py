@@ -49,7 +49,6 @@ def scale_of(
     from_zero: bool = False,
     may_be_logarithmic: bool = True,
 ) -> Scale:
-    """Return an axis with about five ticks, logarithmic if a few values would hide the others."""
     ordered = sorted(values) or [0.0, 1.0]
     low, high, median = ordered[0], ordered[-1], ordered[len(ordered) // 2]
     if may_be_logarithmic and low > 0 and high > _SKEWED * median and not from_zero:
@@ -67,15 +66,12 @@ def scale_of(
 
 
 def logarithmic_scale(values: Sequence[float], unit: Unit = "") -> Scale:
-    """Return a logarithmic axis for values above zero. Smaller values are drawn at its lower
-    edge."""
     low = min(values, default=1e-8)
     return _logarithmic(low, max([10 * low, *values]), unit, 4)
 
 
 def nice_step(span: float, most: int) -> float:
-    """Return 1, 2 or 5 times a power of ten, such that at most `most` steps of this size cover
-    `span`."""
+    """Return 1, 2 or 5 times a power of ten, such that at most `most` steps cover `span`."""
     rough = span / most
     power = 10.0 ** math.floor(math.log10(rough))
     return next(f * power for f in (1, 2, 5, 10) if f * power >= rough * (1 - 1e-9) or f == 10)
@@ -88,7 +84,6 @@ def step_scale(last: int) -> Scale:
 
 
 def short_time_scale(microseconds: int) -> Scale:
-    """Return the axis of a time from 0, in microseconds."""
     step = nice_step(microseconds, 6)
     ticks = tuple(step * number for number in range(math.floor(microseconds / step + 1e-9) + 1))
     labels = tuple(_seconds(tick / 1e6) for tick in ticks)
@@ -96,7 +91,6 @@ def short_time_scale(microseconds: int) -> Scale:
 
 
 def time_scale(seconds: float) -> Scale:
-    """Return the axis of elapsed time, from 0."""
     seconds = max(seconds, 1.0)
     step = next(
         (duration for duration in _DURATIONS if duration * 7 >= seconds),
@@ -107,7 +101,6 @@ def time_scale(seconds: float) -> Scale:
 
 
 def format_number(value: float, unit: Unit = "") -> str:
-    """Return a number as text, to four digits."""
     if not math.isfinite(value):
         return "nan" if math.isnan(value) else "∞" if value > 0 else "−∞"
     if unit == "bytes":
@@ -124,7 +117,6 @@ def format_number(value: float, unit: Unit = "") -> str:
 
 
 def format_count(value: int) -> str:
-    """Return an integer as text: 12,000; 3M."""
     return f"{value // 10**6}M" if value >= 10**6 and value % 10**6 == 0 else f"{value:,}"
 
 
@@ -144,7 +136,6 @@ def format_duration(seconds: float) -> str:
 
 
 def format_date(seconds: float, *, to_the_second: bool = False) -> str:
-    """Return date and time of day in UTC, from seconds since 1970."""
     time = "%H:%M:%S" if to_the_second else "%H:%M"
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d {time} UTC}"
 
@@ -191,7 +182,6 @@ def _scientific(value: float, digits: int) -> str:
 
 
 def _trimmed(text: str) -> str:
-    """Return a decimal number without zeros at its end."""
     return (text.rstrip("0").rstrip(".") if "." in text else text).replace("-", "−")
 
 

@@ -10,20 +10,15 @@ from lockstep.pages.markup import Html, element, legend_key
 from lockstep.pages.scale import Scale, time_scale
 
 _APART = 0.06
-"""If labels are closer together than this share of the timeline, some are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeMark:
     kind: str
-    """CSS class of the mark, which page.css defines."""
     at: float
-    """Seconds since the start of the timeline."""
     tip: str
     seconds: float | None = None
-    """Length of the span. None: a single moment."""
     label: str = ""
-    """Text above the mark."""
 
 
 def timeline(
@@ -33,8 +28,8 @@ def timeline(
     keys: Sequence[tuple[str, str]],
     spoken: str,
 ) -> Html:
-    """Return a timeline from 0 to `seconds`. `lanes`: name and marks of each lane. `keys`: classes
-    and texts of the legend. `spoken`: a description for readers who cannot see it."""
+    """Return a timeline from 0 to `seconds`. `keys`: classes and texts of the legend. `spoken`: a
+    description for readers who cannot see it."""
     x_scale = time_scale(seconds)
     named = len(lanes) > 1
     rows = [

@@ -14,7 +14,6 @@ from lockstep.replay.not_finite import first_words
 from lockstep.replay.step import Replay, ReplayedMicrobatch
 
 WINDOW = 64
-"""Number of preceding logged steps with whose loss and gradient norm a step's are compared."""
 LEAST_BEFORE = 7
 """A step with fewer preceding logged steps is not compared."""
 SPREAD = 12.0
@@ -22,19 +21,17 @@ SPREAD = 12.0
 deviations. At this value, about 2 of 100 runs whose losses are noise around a level have a
 spike."""
 LEADS = 6.0
-"""Smallest distance from the median, in median absolute deviations, with which the steps just
-before a spike belong to it."""
+"""Steps just before a spike belong to it from this distance on, in median absolute deviations."""
 RATIO = 4.0
-"""A microbatch or sample counts as the cause if its gradient norm is this many times the median of
-the others."""
+"""A microbatch or sample is the cause if its gradient norm is this many times the median of the
+others."""
 JUMP_LEADS = 8
-"""A jump of the learning rate can be the cause of a spike in this many logged steps, from the jump
-on."""
+"""A jump of the learning rate can cause a spike in this many logged steps."""
 
 Cause = Literal["sample", "microbatch", "learning rate", "changed", "once", "machine", "all alike"]
-"""The kinds of causes. `changed`: the replay does not have the bits of the run, and code, recipe or
-environment differ from the run's. `once`: it has them only from the next checkpoint on. `machine`:
-it never has them. `all alike`: the whole batch has a large gradient."""
+"""`changed`: the replay does not have the bits of the run, and code, recipe or environment differ.
+`once`: it has them only from the next checkpoint on. `machine`: it never has them. `all alike`: the
+whole batch has a large gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,15 +42,13 @@ class Spike:
     metric: str
     value: float
     usual: float
-    """The median of the metric in the preceding logged steps."""
     score: float
-    """Distance of `value` from the median, in median absolute deviations of the preceding logged
-    steps; infinite if `value` is not finite."""
+    """Distance from the median of the preceding logged steps, in median absolute deviations;
+    infinite if `value` is not finite."""
 
 
 def spike_at(rows: Sequence[Mapping[str, Any]], index: int) -> Spike | None:
-    """Compare the loss and the gradient norm in row `index` of metrics.jsonl with the rows before
-    it, and return the more unusual one; None if there are too few rows before it."""
+    """None if there are too few rows before `index`."""
     before = rows[max(0, index - WINDOW) : index]
     spikes = []
     for metric in ("loss", "gradient_norm"):
@@ -74,9 +69,8 @@ def spike_at(rows: Sequence[Mapping[str, Any]], index: int) -> Spike | None:
 
 
 def largest_spike(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
-    """Return the logged step with the largest spike of a run, or the first of the unusual steps
-    just before it; None if no logged step is unusual. A value that is not finite counts as the
-    largest."""
+    """Return the first of the unusual steps just before the largest spike, or the step of this
+    spike."""
     spikes, scores = _spikes(rows)
     index = max(range(len(rows)), key=scores.__getitem__, default=0)
     if not rows or scores[index] < SPREAD:
@@ -85,8 +79,8 @@ def largest_spike(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
 
 
 def spike_before_the_end(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
-    """Return the first of the consecutive unusual steps at the end of a run; None if the last step
-    is usual. They are the cause of a loss or gradient that is not finite in the next step."""
+    """Return the first of the consecutive unusual steps at the end of a run. They cause a loss or
+    gradient that is not finite in the next step."""
     spikes, scores = _spikes(rows)
     first = _first_of(scores, len(rows))
     return spikes[first] if max(scores[first:], default=0.0) >= SPREAD else None
@@ -98,8 +92,7 @@ def _spikes(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Spike | None], list
 
 
 def _first_of(scores: Sequence[float], index: int) -> int:
-    """Return the index of the first of the consecutive unusual steps just before `index`; else
-    `index`. `scores`: each logged step's distance from the median, as in `Spike`."""
+    """Return the first of the consecutive unusual steps just before `index`."""
     while index and scores[index - 1] >= LEADS:
         index -= 1
     return index
@@ -155,8 +148,6 @@ def outliers(norms: Sequence[float]) -> list[int]:
 
 
 def suspected(replay: Replay) -> ReplayedMicrobatch | None:
-    """Return the microbatch whose gradient norm is not finite, or much larger than those of the
-    others; or the only microbatch; else None."""
     if bad := replay.first_not_finite:
         return bad[0][0] if len(bad) < max(2, len(replay.microbatches)) else None
     parts = [each for each in replay.microbatches if each.norm is not None]
@@ -169,9 +160,9 @@ def suspected(replay: Replay) -> ReplayedMicrobatch | None:
 def learning_rate_jump(
     rows: Sequence[Mapping[str, Any]], step: int
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """Return the latest two consecutive logged steps between which the learning rate jumps: to more
-    than twice the rate that the schedule would have had. Looks at the last `JUMP_LEADS` logged
-    steps up to `step`, but not at the first two of a run. None if the rate does not jump."""
+    """Return the latest two consecutive logged steps between which the learning rate becomes more
+    than twice the rate that the schedule would have had. The first two logged steps of a run do not
+    count."""
     near = [row for row in rows if row["step"] <= step and row.get("lr")][-WINDOW:]
     for index in range(len(near) - 1, max(1, len(near) - 1 - JUMP_LEADS), -1):
         if near[index]["lr"] > 2 * _led_to(near[:index], near[index]["step"]):
@@ -180,8 +171,8 @@ def learning_rate_jump(
 
 
 def _led_to(rows: Sequence[Mapping[str, Any]], step: int) -> float:
-    """Return the largest learning rate that would continue the schedule in `rows` (logged steps) at
-    `step`: with the largest increase per step seen in `rows`, or with the last two rows' ratio."""
+    """Return the largest learning rate that would continue the schedule in `rows`: with the largest
+    increase per step, or with the last two rows' ratio."""
     before, rate = (float(row["lr"]) for row in rows[-2:])
     added = max((b["lr"] - a["lr"]) / max(1, b["step"] - a["step"]) for a, b in pairwise(rows))
     by_sum = rate + float(added) * int(step - rows[-1]["step"])
@@ -195,9 +186,8 @@ def cause_of(
     by_sample: Replay | None = None,
     later: Replay | None = None,
 ) -> Blame:
-    """Return the cause of a spike in the replayed step. `rows`: the run's lines of metrics.jsonl.
-    `by_sample`: another replay of the step, with the gradient of each sample. `later`: a replay
-    from a checkpoint after the steps that this replay did not reproduce."""
+    """`rows`: the run's lines of metrics.jsonl. `by_sample`: a replay with the gradient of each
+    sample. `later`: a replay from a checkpoint after the steps that `replay` did not reproduce."""
     if (first := replay.first_unlike) is not None:
         text = f"from step {first.step} on, this machine computes other gradients than the run has"
         return _not_reproduced(replay, first.step, text, later)
@@ -261,9 +251,11 @@ def _not_finite(
 
 
 def samples_not_finite(replay: Replay) -> list[int | str]:
-    """Return the samples in which a step's first values that are not finite occur. Empty if
-    unknown, or if the computation is the cause: values of all samples of a microbatch, or of some
-    samples of every microbatch, become infinite or NaN although the data are finite."""
+    """Return the samples in which a step's first values that are not finite occur.
+
+    Empty if the computation is the cause: the data are finite, and values of all samples of a
+    microbatch, or of some samples of every microbatch, are not.
+    """
     bad = replay.first_not_finite
     samples: list[int | str] = []
     for each, place in bad:
@@ -279,9 +271,8 @@ def samples_not_finite(replay: Replay) -> list[int | str]:
 def _unusual_samples(
     suspect: ReplayedMicrobatch, by_sample: Replay | None
 ) -> tuple[list[int | str], float]:
-    """Return the samples of microbatch `suspect` whose gradients are much larger than the others',
-    and their share of the sum of the squared gradient norms. `by_sample`: a replay with the
-    gradient of each sample; None if there is none."""
+    """Return the samples of `suspect` whose gradients are much larger than the others', and their
+    share of the sum of the squared gradient norms."""
     if len(suspect.samples) == 1:
         return list(suspect.samples), 1.0
     parts = () if by_sample is None else by_sample.microbatches
@@ -299,8 +290,8 @@ def _samples(
     seen: str,
     of: Sequence[str] = (),
 ) -> Blame:
-    """Return a `Blame` of the samples `names`. `seen`: text about what was seen in them. `of`: the
-    names of several microbatches; empty: the samples are of `suspect` only."""
+    """`seen`: text about what was seen in the samples `names`. `of`: the names of several
+    microbatches; empty: only `suspect`."""
     where = _words(of or [suspect.name])
     text = f"{listed('sample', names)} of {where}: {seen}"
     if isinstance(names[0], int):

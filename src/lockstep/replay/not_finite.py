@@ -15,7 +15,6 @@ class NotFinite:
 
     stage: Stage
     layer: str = ""
-    """The name of the module that computed the result; empty for the whole model."""
     operation: str = ""
     """The module's class; in the backward, autograd's operation."""
     is_in_model: bool = True
@@ -29,7 +28,6 @@ class NotFinite:
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """A key that is equal for the same computation on another microbatch."""
         return self.stage, self.layer, self.operation
 
     def as_json(self) -> dict[str, Any]:
@@ -51,8 +49,6 @@ class NotFinite:
 
 
 def first_words(place: NotFinite | None) -> str:
-    """Return text about a microbatch's first computation whose result is not finite. None: it is
-    not known."""
     if place is None:
         return (
             "the layer of the first value that is not finite is not known; layers are looked at"
@@ -64,10 +60,9 @@ def first_words(place: NotFinite | None) -> str:
 def first_not_finite(
     microbatches: Iterable[tuple[bool, Sequence[NotFinite]]],
 ) -> list[NotFinite | None]:
-    """Return, for each microbatch whose loss or gradient is not finite, the first computation that
-    is not finite; None for finite microbatches. A computation whose result is not finite in a
-    finite microbatch too, such as a mask of infinities, is skipped. `microbatches`: (is finite, its
-    computations that are not finite, in order)."""
+    """Return, for each microbatch, its first computation that is not finite; None for finite
+    microbatches. A computation that is not finite in a finite microbatch too, such as a mask of
+    infinities, is skipped."""
     given = list(microbatches)
     usual = {each.place for is_finite, places in given if is_finite for each in places}
     return [

@@ -1,5 +1,4 @@
-"""The probe of `lockstep replay`, which answers a `ReplayRequest`. It writes the loss and gradient
-norms of each microbatch of the requested step, and ends the process after the step."""
+"""The probe of `lockstep replay`, which answers a `ReplayRequest`."""
 
 from __future__ import annotations
 
@@ -31,7 +30,6 @@ from lockstep.training.train_module import TrainModule
 
 
 def install(environ: Mapping[str, str]) -> tuple[Overrides, list[ReplayHook]]:
-    """Return the overrides and hooks that the environment requests. Raises `LaunchError`."""
     request = ReplayRequest.read(environ)
     if request is None:
         return Overrides(), []
@@ -59,7 +57,6 @@ class ReplayHook(ControlHook):
         """Number of steps done before a step -> block of the model -> the sum of squares of the
         step's gradient."""
         self._outputs: dict[nn.Module, list[Tensor]] = {}
-        """Model -> the tensors of its latest output that require a gradient."""
         self._watch = FiniteWatch()
 
     def before_steps(self, run: Run) -> None:
@@ -69,7 +66,6 @@ class ReplayHook(ControlHook):
                 module.model.register_forward_hook(self._see_output)
 
     def _see_output(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Keep a model's output in the requested step. A forward hook."""
         if self._is_now:
             self._outputs[model] = [each for each in tensors_in(output) if each.requires_grad]
 
@@ -79,14 +75,11 @@ class ReplayHook(ControlHook):
             self._watch.watch(module.model for module in run.training.modules)
 
     def see_batch(self, microbatch: Microbatch, batch: Any) -> Any:
-        """Look for values that are not finite in a batch of the requested step, and return the
-        batch."""
         if self._is_now:
             self._watch.begin(self._rows_of(microbatch.index), batch)
         return batch
 
     def _rows_of(self, index: int) -> Sequence[int | str]:
-        """Return, for each row of microbatch `index`, the sample that it belongs to."""
         layout = self._layout
         if layout.origins is not None:
             return layout.origins[index].names()
@@ -98,15 +91,12 @@ class ReplayHook(ControlHook):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """See `Probe`."""
         yield
 
-    def result(self, name: str, value: float) -> None:
-        """See `Probe`."""
+    def result(self, name: str, value: float) -> None: ...
 
     @property
     def _has_whole_gradient(self) -> bool:
-        """True if this rank computes the gradient of whole microbatches for the whole model."""
         context = self.run.context
         return not context.plan.state_divided and context.mesh.tokens.size == 1
 
@@ -117,8 +107,6 @@ class ReplayHook(ControlHook):
     def before_backward(
         self, module: int, microbatch: int, total: Tensor, grad_output: Tensor
     ) -> None:
-        """Record a microbatch's loss, see `Probe`; and its gradient, if this rank has the whole
-        model and whole sequences."""
         if not self._is_now:
             return
         each, squares = self.run.training.modules[module], None
@@ -149,9 +137,9 @@ class ReplayHook(ControlHook):
     def _by_sample(
         self, module: TrainModule, total: Tensor, grad_output: Tensor
     ) -> list[float] | None:
-        """Return, for each sample, the squared norm of the gradient of the parameters that flows
-        through the sample's rows of the model's output, multiplied by the square of the loss scale.
-        None if no output has a row for each sample."""
+        """Return, for each sample, the squared norm of the gradient that flows through its rows of
+        the model's output, multiplied by the square of the loss scale. None if no output has a row
+        for each sample."""
         start, stop = self._layout.spans[self._request.by_sample or 0]
         rows = [
             each
@@ -175,7 +163,6 @@ class ReplayHook(ControlHook):
         return squares
 
     def without_backward(self, module: int, microbatch: int) -> None:
-        """See `Probe`."""
         if self._is_now:
             self._note(module, microbatch)
 
@@ -198,14 +185,12 @@ class ReplayHook(ControlHook):
             squares[block] = squares.get(block, 0.0) + norm**2
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
-        """Write the files about the requested step after its line is in metrics.jsonl, and end the
-        process."""
         if run.step >= self._request.step:
             self._end(run, run.loss)
 
     def on_error(self, run: Run, error: BaseException) -> None:
-        """Write the files about the requested step and end the process, if the error, which every
-        rank raised, says that the step's loss or gradient is not finite."""
+        """Write the files and end the process, if every rank raised an error about a loss or
+        gradient that is not finite."""
         if isinstance(error, LossError) and error.not_finite_in == self._request.step:
             self._end(run, None)
 
@@ -224,8 +209,6 @@ class ReplayHook(ControlHook):
 
 
 def squares_by_block(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return block of the model -> the sum of squares of its gradients. `gradients`: by parameter;
-    that of an unused parameter is None."""
     by_block: dict[str, float] = {}
     for name, gradient in gradients.items():
         if gradient is None:

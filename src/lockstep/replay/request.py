@@ -18,7 +18,6 @@ class ReplayRequest(ScriptRequest):
     calls: str = "install"
 
     folder: Path
-    """The existing folder for the processes' files."""
     step: int
     """Number, in metrics.jsonl, of the step to end after."""
     checkpoints: str = ""
@@ -26,8 +25,6 @@ class ReplayRequest(ScriptRequest):
     before: int
     """The processes begin at the newest checkpoint with fewer steps done."""
     begins_anew: bool = False
-    """True to begin at step 0, without a checkpoint."""
     without: Sequence[int] = ()
-    """Indices of samples that the step leaves out."""
     by_sample: int | None = None
-    """The number of the microbatch whose gradient is divided among its samples."""
+    """Number of the microbatch whose gradient is divided among its samples."""

@@ -11,11 +11,8 @@ from lockstep.logging.run_files import CHECKSUM
 from lockstep.replay.not_finite import NotFinite, first_not_finite
 
 ROUNDING = 0.01
-"""Relative difference of loss or gradient norm between a run and its replay that rounding may cause
-without numerics=bitwise."""
+"""Relative difference of loss or gradient norm that rounding may cause without numerics=bitwise."""
 STEP = "step.json"
-"""The name of the file about the step as a whole, which the replaying processes write in the folder
-of the request."""
 
 
 def microbatch_file(rank: int) -> str:
@@ -40,26 +37,22 @@ class ReplayedMicrobatch:
     """One microbatch in a replayed step: its samples, its loss, and the size of its gradient."""
 
     microbatch: int
-    """The number of the microbatch in the step."""
     samples: Sequence[int | str]
-    """Indices of the samples in the dataset; for a stream, descriptions of them."""
     model: int = 0
-    """The number of the model, if several are trained."""
     total: float | None = None
     """The loss that the script returned: the mean or the sum over the microbatch."""
     part: float | None = None
     """The term that the microbatch adds to the step's loss."""
     squares: Mapping[str, float] | None = None
-    """Block of the model -> the sum of squares of what this microbatch adds to the step's gradient.
+    """Block of the model -> the sum of squares of the microbatch's summand in the step's gradient.
     None under a plan that divides the model or sequences."""
 
     by_sample: Sequence[float] | None = None
-    """For each of `samples`: the sum of squares of the gradient that flows through this sample's
-    rows of the model's output. None if not requested, or if the output has no row for each
-    sample."""
+    """For each sample: the sum of squares of the gradient that flows through its rows of the
+    model's output. None if not requested, or if the output has no row for each sample."""
     places: Sequence[NotFinite] = ()
-    """The microbatch's computations whose result is not finite, in order. Empty under a plan that
-    divides the model or sequences, or that compiles the model."""
+    """Computations whose result is not finite, in order. Empty under a plan that divides or
+    compiles the model."""
 
     @property
     def norm(self) -> float | None:
@@ -71,14 +64,11 @@ class ReplayedMicrobatch:
 
     @property
     def is_finite(self) -> bool:
-        """True if the loss and the gradient norm are finite, as far as they are known."""
         return all(each is None or math.isfinite(each) for each in (self.total, self.norm))
 
 
 def joined(parts: Iterable[ReplayedMicrobatch]) -> list[ReplayedMicrobatch]:
-    """Return one `ReplayedMicrobatch` for each microbatch of each model, in order. `parts`: what
-    all ranks recorded. If several ranks computed parts of one microbatch, their losses are
-    added."""
+    """If several ranks computed parts of one microbatch, add their losses."""
     by_index: dict[tuple[int, int], ReplayedMicrobatch] = {}
     for each in parts:
         place = each.model, each.microbatch
@@ -105,13 +95,12 @@ class StepComparison:
     checksum: bool | None
     """True if the gradients have the same bits. None if the run has no checksum of this step."""
     loss: tuple[float, float]
-    """The step's loss in the run, and in the replay."""
     norm: tuple[float, float]
 
     @property
     def difference(self) -> float:
-        """The larger relative difference between run and replay of the loss and of the gradient
-        norm; 0 for values that are not finite in both."""
+        """The larger relative difference of the loss and of the gradient norm; 0 for values that
+        are not finite in both."""
         return max(_relative(*self.loss), _relative(*self.norm))
 
 
@@ -127,8 +116,7 @@ def _relative(before: float, now: float) -> float:
 class Replay:
     step: int
     begin: int
-    """The number of steps done in the checkpoint at which the replay began; 0 without a
-    checkpoint."""
+    """Steps done in the checkpoint at which the replay began; 0 without a checkpoint."""
     plan: str
     run_plan: str
     loss: float
@@ -137,19 +125,15 @@ class Replay:
     finite."""
     microbatches: Sequence[ReplayedMicrobatch]
     before: Sequence[Mapping[str, float]] = ()
-    """For each replayed step before this step: its `squares`."""
     on_the_way: Sequence[StepComparison] = ()
-    """Comparisons of the logged steps from the checkpoint to this step with the run's, except of
-    steps that leave out samples."""
+    """The logged steps from the checkpoint to this step, except steps that leave out samples."""
     without: Sequence[int] = ()
     environment: Sequence[str] = field(default_factory=list)
     """Differences of the recipe, code, machine and versions between the run and this replay."""
     ended_the_run: bool = False
-    """True if the run ended in this step because the loss or gradient was not finite."""
 
     @property
     def norm(self) -> float | None:
-        """The norm of the gradient, before clipping. None if the loss is not finite."""
         return math.sqrt(math.fsum(self.squares.values())) if self.squares else None
 
     @property
@@ -158,8 +142,6 @@ class Replay:
 
     @property
     def first_not_finite(self) -> list[tuple[ReplayedMicrobatch, NotFinite | None]]:
-        """The microbatches whose loss or gradient is not finite, each with its first computation
-        whose result is not finite (None if unknown)."""
         places = first_not_finite([(each.is_finite, each.places) for each in self.microbatches])
         return [
             (each, place)
@@ -169,13 +151,10 @@ class Replay:
 
     @property
     def is_bitwise(self) -> bool:
-        """True if the plans of the run and of this replay both have numerics=bitwise, so that their
-        bits must be the same."""
         return "numerics=bitwise" in self.run_plan and "numerics=bitwise" in self.plan
 
     @property
     def first_difference(self) -> StepComparison | None:
-        """The first replayed step whose gradient has other bits than the run's."""
         return next((each for each in self.on_the_way if each.checksum is False), None)
 
     @property
@@ -188,12 +167,9 @@ class Replay:
 
     @property
     def same_bits(self) -> bool:
-        """True if at least one step was compared and the gradients of all have the bits of the
-        run."""
         return bool(self.on_the_way) and all(each.checksum for each in self.on_the_way)
 
     def verdict(self) -> str:
-        """Return a sentence that says if the replayed step equals the run's."""
         if self.ended_the_run and not self.without and self.is_finite:
             return (
                 "in the run, the loss or the gradient of this step is not finite, and here both are"
@@ -273,16 +249,14 @@ class Replay:
 
 
 def _finite(value: float | None) -> float | str | None:
-    """Return a finite number or None as it is; else the number as text ("inf", "nan"), because JSON
-    has no such number."""
+    """Return a number that is not finite as text ("inf", "nan"), because JSON has no such
+    number."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
 def compared(
     run: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], *, after: int, to: int
 ) -> list[StepComparison]:
-    """Compare the rows of metrics.jsonl of the run (`run`) and of the replay (`now`), for steps in
-    (after, to] that both have logged."""
     theirs = {row["step"]: row for row in run if after < row["step"] <= to and "loss" in row}
     comparisons = []
     for row in now:
@@ -301,7 +275,5 @@ def compared(
 
 
 def _number(row: Mapping[str, Any], name: str) -> float:
-    """Return the number `name` in a row of metrics.jsonl, where null stands for a number that is
-    not finite."""
     value = row.get(name)
     return float(row.get("not_finite", {}).get(name, "nan")) if value is None else float(value)

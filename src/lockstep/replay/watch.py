@@ -18,17 +18,14 @@ from lockstep.replay.not_finite import NotFinite
 
 
 class FiniteWatch:
-    """Watches the forward and backward of models, from `watch` until `end`, for values that are not
-    finite. Call `begin` with each microbatch, and `before_backward` before its backward."""
+    """Watches the forward and backward of models for values that are not finite. Call `begin` with
+    each microbatch, and `before_backward` before its backward."""
 
     def __init__(self) -> None:
         self.seen: list[NotFinite] = []
-        """The computations of the current microbatch whose result is not finite, in order."""
         self._samples: Sequence[int | str] = ()
         self._enclosing: list[tuple[str, nn.Module]] = []
-        """The modules whose forward is running, with their names, the outermost first."""
         self._module_of: dict[Node, str] = {}
-        """Node of the autograd graph -> the name of the innermost module that computed it."""
         self._in_forward = False
         self._handles: list[Any] = []
 
@@ -122,8 +119,8 @@ class FiniteWatch:
         return after
 
     def _not_finite(self, tensors: Iterable[Tensor]) -> list[int | str] | None:
-        """Return the samples in whose rows of the tensors values are not finite; None if all values
-        are finite. Empty if the tensor has no row for each sample."""
+        """Return the samples in whose rows values are not finite; None if all values are finite.
+        Empty if the tensor has no row for each sample."""
         count = len(self._samples)
         for each in tensors:
             finite = torch.isfinite(to_local(each.detach()))
@@ -141,14 +138,12 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _without_mask(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors, with -inf replaced by 0 in those that require no gradient: there, -inf is
-    a mask."""
+    """Replace -inf by 0 in tensors that require no gradient: there, -inf is a mask."""
     for each in tensors:
         yield each if each.requires_grad else each.masked_fill(each == -torch.inf, 0)
 
 
 def _graph(*outputs: Tensor, until: Iterable[Node | None] = ()) -> list[Node]:
-    """Return the nodes of the autograd graph that lead from `until` (excluded) to `outputs`."""
     seen, operations = {*until, None}, []
     following = [each.grad_fn for each in outputs]
     while following:

@@ -1,12 +1,8 @@
 """Compares the trace of a run under a plan with the trace of the reference run, on one process.
-Pure: nothing is executed here.
+Pure.
 
-Before the first step, the initial weights are compared. In each step, in this order: the samples
-and the contents of every microbatch; if ranks hold full parameters, each microbatch's gradient, bit
-for bit (if ranks divide its tokens: the sum of their gradients, up to rounding), and the sum over
-microbatches in float64; the reduced gradient and its norm; the learning rate; the optimizer states,
-parameters and buffers; the loss and its weight. If all these are equal, it also compares the
-numbers that the script has logged and gathered.
+Each step is compared in the order in which it computes its values: samples, microbatches, reduced
+gradient, learning rate, optimizer state, parameters, loss.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from lockstep.evidence.tolerance import TOLERANCE, MeasuredRounding
 from lockstep.evidence.trace import Trace, tensor_distance
 
 SUM_TOLERANCE = 4.0
-"""Largest distance of a reduced gradient from the float64 sum over its microbatches' gradients, in
+"""Largest distance of a reduced gradient from the float64 sum of its microbatches' gradients, in
 multiples of the rounding of that sum."""
 BEFORE_FIRST_STEP = -1
 
@@ -52,8 +48,8 @@ DESCRIPTIONS: Mapping[Check, str] = {
     "weight": "weight of the loss",
     "logged": "logged value",
 }
-"""Name of a check -> description of the value that it compares. Differences in a step are reported
-in this order."""
+"""Name of a check -> the value that it compares. Differences in a step are reported in this
+order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,18 +57,13 @@ class Difference:
     """A value that differs between the plan's run and the reference by more than the tolerance."""
 
     step: int
-    """Number of the step; `BEFORE_FIRST_STEP` for an initial value."""
     check: Check
     name: str = ""
-    """Name of the tensor, if the check is about one."""
     rank: int = 0
     times_rounding: float = math.inf
-    """Distance of the plan's value from the reference's, in multiples of rounding."""
     relative: float = math.inf
-    """Distance of the plan's value from the reference's, relative to the norm of the
-    reference's."""
     microbatches: tuple[int, ...] = ()
-    """Numbers of the microbatches involved. Empty: all microbatches of the step."""
+    """Empty: all microbatches of the step."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,14 +74,12 @@ class Comparison:
     steps: int
     bitwise: bool
     differences: list[Difference] = field(default_factory=list)
-    """Differences from the reference in the first step that has any, in the order in which a step
-    computes the values."""
+    """Differences in the first step that has any, in the order in which a step computes the
+    values."""
     largest: Difference | None = None
-    """The difference from the reference, of all values in all steps, that is the largest in
-    multiples of rounding, within the tolerance or not. None: no bit differs."""
+    """The largest difference of all steps, in multiples of rounding, within the tolerance or not.
+    None: no bit differs."""
     divergence: dict[str, list[float]] = field(default_factory=dict)
-    """Relative distance of the plan's run from the reference at each step, for all `gradients`, all
-    `parameters`, and the `loss`."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -105,8 +94,6 @@ def compare_traces(
     *,
     bitwise: bool,
 ) -> Comparison:
-    """Compare the trace of a run under a plan (`plan`) with the reference's: bit by bit if
-    `bitwise`, else within `TOLERANCE` times the rounding of each value."""
     comparator = _Comparator(reference, plan, rounding, bitwise)
     comparison = comparator.run(*comparator.all_checks())
     if comparison.passed:
@@ -117,10 +104,8 @@ def compare_traces(
 
 
 def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:
-    """Compare a run that compresses its gradients with the same run without compression.
-
-    Checks only what compression must not change: samples, missing gradients, and that ranks agree.
-    """
+    """Compare only what gradient compression must not change: samples, missing gradients, and that
+    ranks agree."""
     comparator = _Comparator(exact, compressed, MeasuredRounding(exact, []))
     return comparator.run(
         comparator.samples, comparator.batches, comparator.missing, comparator.ranks
@@ -128,16 +113,12 @@ def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:
 
 
 def first_other_data(reference: Trace, other: Trace) -> Difference | None:
-    """Return the first difference in the samples or contents of microbatches between two runs that
-    should differ only by noise; None if their data are the same."""
     comparator = _Comparator(reference, other, MeasuredRounding(reference, []))
     steps, checks = range(comparator.comparison.steps), (comparator.samples, comparator.batches)
     return next((found for step in steps for check in checks for found in check(step)), None)
 
 
 def divergence(reference: Trace, other: Trace, steps: int) -> dict[str, list[float]]:
-    """Return the relative distance between two runs at each step: of all `gradients` together, of
-    all `parameters` together, and of the `loss`."""
     distances: dict[str, list[float]] = {"gradients": [], "parameters": [], "loss": []}
     for step in range(steps):
         ours, theirs = reference.rank_0.steps[step], other.rank_0.steps[step]
@@ -150,8 +131,8 @@ def divergence(reference: Trace, other: Trace, steps: int) -> dict[str, list[flo
 
 
 class _Comparator:
-    """The checks that compare a plan's trace with the reference's. A check with a step as argument
-    yields the differences of that step."""
+    """The checks of a plan's trace. A check with a step as argument yields the differences of that
+    step."""
 
     def __init__(
         self,
@@ -166,8 +147,6 @@ class _Comparator:
         self.comparison = Comparison(plan=plan.plan, steps=steps, bitwise=bitwise)
 
     def run(self, *checks: Callable[[int], Iterator[Difference]]) -> Comparison:
-        """Compare the traces step by step with these checks, up to the first step with a
-        difference."""
         differences = list(self._initial())
         for step in range(self.comparison.steps):
             if differences:
@@ -201,9 +180,8 @@ class _Comparator:
     def _judge(
         self, found: Difference, *, distance: float, rounding: float, norm: float
     ) -> Iterator[Difference]:
-        """Yield the difference `found` if `distance` exceeds the tolerance; record it if it is the
-        largest so far. `distance`: between the plan's value and the reference's. `rounding`: of
-        that value. `norm`: of the reference's value."""
+        """Yield `found` if `distance` exceeds the tolerance; record it if it is the largest so far.
+        `rounding`, `norm`: of the reference's value."""
         if distance == 0.0:
             return
         found = replace(
@@ -216,9 +194,8 @@ class _Comparator:
             yield found
 
     def compare_logged(self) -> None:
-        """Compare the numbers that the script has logged, or got from all ranks, once all gradients
-        and parameters are known to be the same. A note names the numbers that differ and are not
-        compared, because one process does not, or may not, reproduce them."""
+        """Compare the numbers that the script has logged, or got from all ranks. A note names the
+        numbers that differ and are not compared, because one process may not reproduce them."""
         reference, plan = self._reference.logged, self._plan.logged
         not_compared: dict[str, None] = {}
         for step in sorted(reference.keys() & plan.keys()):
@@ -294,8 +271,8 @@ class _Comparator:
                 )
 
     def _microbatches(self, step: int) -> Iterator[Difference]:
-        """Check the gradient of each microbatch. With numerics=fast, only in the first step: later,
-        the parameters do not have the bits of the reference."""
+        """Compare the gradient of each microbatch. With numerics=fast, only in the first step:
+        later, the parameters do not have the bits of the reference."""
         if step and not self._bitwise:  # fast numerics: only in the first step
             return
         ours = {m.index: m.gradients for m in self._reference.microbatches_of(step)}
@@ -345,8 +322,8 @@ class _Comparator:
                     yield Difference(step=step, check="missing", name=name, rank=rank)
 
     def _sums(self, step: int) -> Iterator[Difference]:
-        """Check the reduced gradient, on ranks with full parameters, against the float64 sum of its
-        microbatches' gradients in the plan's own trace."""
+        """Compare the reduced gradient with the float64 sum of its microbatches' gradients in the
+        plan's trace."""
         # With numerics=fast a plan may scale the loss before the backward (by 3, say). A gradient
         # that nearly cancels is then rounded differently, so it may also differ from the sum by as
         # much as the perturbed runs differ.
@@ -419,8 +396,6 @@ class _Comparator:
                 yield Difference(step=step, check="weight", rank=rank)
 
     def ranks(self, step: int) -> Iterator[Difference]:
-        """Check that all ranks with the whole model have the same bits in gradients, parameters and
-        buffers."""
         rank_0 = self._plan.rank_0.steps[step].tensors
         for rank, entry in self._plan.ranks.items():
             for kind in ("gradients", "parameters", "buffers"):
@@ -435,8 +410,8 @@ class _Comparator:
 
 
 def sum_error(total: TensorSummary, terms: list[TensorSummary], gain: float) -> tuple[float, float]:
-    """Return the distance of a reduced gradient (`total`) from the float64 sum of its microbatches'
-    gradients (`terms`) times `gain`, and the rounding of that sum."""
+    """Return the distance of `total` from the float64 sum of `terms` times `gain`, and the rounding
+    of that sum."""
     expected = gain * np.sum([term.projection for term in terms], axis=0)
     away = float(np.sqrt(np.mean((expected - total.projection) ** 2)))
     # Each partial sum is rounded by half a unit in the last place and is at most as large as all

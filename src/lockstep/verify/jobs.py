@@ -13,10 +13,8 @@ from lockstep.plan import Plan
 from lockstep.scripts.request import ScriptRequest
 
 PERTURBED_RUNS = 3
-"""Number of perturbed runs: runs like the reference, with added noise as large as rounding. With
-the reference, they give six distances between two runs that differ only by rounding."""
+"""Number of runs with noise as large as rounding. With the reference, they give six distances."""
 FLOAT64_PERTURBED_RUNS = 2
-"""Number of perturbed runs of the first step in float64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,26 +25,19 @@ class TraceRequest(ScriptRequest):
     calls: str = "install"
 
     folder: Path = Path()
-    """The existing folder for the trace."""
     steps: int | None = None
-    """Number of steps of each train module after which the process ends, with status 0. None: the
-    run ends by itself."""
+    """Steps of each train module after which the process ends, with status 0. None: the run ends by
+    itself."""
     noise_seed: int | None = None
-    """Seed of a perturbed run's noise. None: not perturbed."""
     float64: bool = False
     microbatch: int | None = None
-    """Number of samples in a microbatch. None: as in the recipe."""
     eval_mode: bool = False
-    """True if the model trains in eval mode: no dropout, and BatchNorm with its running
-    statistics."""
+    """The model trains in eval mode: no dropout, and BatchNorm with its running statistics."""
     tokens: bool = False
-    """True if the first step's trace has sketches of each token's output. They show where plans
-    that divide sequences go wrong."""
+    """Trace sketches of each token's output in the first step."""
     experts: bool = False
-    """True if the first step's trace has sketches of each token before and after each layer of
-    experts. They tell where plans that divide experts go wrong."""
+    """Trace sketches of each token before and after each layer of experts in the first step."""
     uncompressed: bool = False
-    """True if gradients are sent uncompressed, even if the recipe has `gradient_compression`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +45,6 @@ class Job(TraceRequest):
     """One run of the user's script, as a subprocess."""
 
     name: str
-    """Name of the run's folder, also used in progress lines."""
     plan: Plan
     processes: int
     steps: int
@@ -79,7 +69,7 @@ class Job(TraceRequest):
 
 
 def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]]:
-    """Return the plans to verify and their world sizes. `bitwise` adds numerics=bitwise. Raises
+    """Return the plans and their world sizes. `bitwise` adds numerics=bitwise. Raises
     `PlanError`."""
     parsed: list[tuple[Plan, int]] = []
     if not texts:
@@ -116,8 +106,7 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
 
 def reference_plan(plan: Plan) -> Plan:
     """Return the plan of the run on one process with which a run under `plan` is compared. If bits
-    must be equal, it is compiled, and has slices (parts in which layers compute) and chunked
-    logits, as `plan` does, because these change rounding."""
+    must be equal, it keeps compilation, slices and chunked logits, which change rounding."""
     same_bits = plan.numerics == "bitwise"
     return Plan(
         replicate=1,
@@ -134,8 +123,7 @@ FAST_REFERENCE = reference_plan(Plan())
 def reference_jobs(
     plans: Sequence[tuple[Plan, int]], steps: int, microbatch: int | None = None
 ) -> dict[Plan, Job]:
-    """Return, by reference plan, the runs on one process with which runs under `plans` are
-    compared; the run with numerics=fast comes first."""
+    """The run with numerics=fast comes first."""
     references = sorted(
         {reference_plan(plan) for plan, _ in plans},
         key=lambda plan: (plan != FAST_REFERENCE, plan.compile, plan.logits, plan.slices),
@@ -160,8 +148,6 @@ def reference_jobs(
 
 
 def perturbed_jobs(steps: int, microbatch: int | None, count: int = PERTURBED_RUNS) -> list[Job]:
-    """Return the perturbed runs: `count` runs like the reference with numerics=fast, with added
-    noise as large as rounding."""
     return [
         Job(
             name=f"perturbed-{seed}",
@@ -176,8 +162,6 @@ def perturbed_jobs(steps: int, microbatch: int | None, count: int = PERTURBED_RU
 
 
 def plan_job(plan: Plan, processes: int, steps: int, microbatch: int | None) -> Job:
-    """Return the run under `plan` that is compared with the reference. It does not compress
-    gradients; the run of `compressed` does."""
     return Job(
         name="plan-" + str(plan).replace(",", "-").replace("=", ""),
         plan=plan,
@@ -191,18 +175,16 @@ def plan_job(plan: Plan, processes: int, steps: int, microbatch: int | None) -> 
 
 
 def compressed(job: Job) -> Job:
-    """Return the same run, but with the gradient compression of the recipe."""
     return replace(job, name=f"{job.name}-compressed", uncompressed=False)
 
 
 def in_float64(job: Job) -> Job:
-    """Return the same run, but in float64 and for one step."""
     return replace(job, name=f"{job.name}-float64", steps=1, float64=True)
 
 
 def microbatch_size_jobs(global_batch: int, microbatch: int) -> list[Job]:
-    """Return two one-step runs in float64 and eval mode: with `microbatch` samples in a microbatch,
-    and with another number. Empty if the batch is too small."""
+    """Return one-step runs in float64 and eval mode, with two microbatch sizes. Empty if the batch
+    is too small."""
     other = -(-microbatch // 2) if microbatch > 1 else 2
     if other == microbatch or other > global_batch:
         return []
@@ -221,6 +203,4 @@ def microbatch_size_jobs(global_batch: int, microbatch: int) -> list[Job]:
 
 
 def microbatch_for_all(global_batch: int, plans: Sequence[tuple[Plan, int]]) -> int:
-    """Return a microbatch size with which every plan can run: it gives one microbatch to each
-    process of the plan with the most of them."""
     return max(1, -(-global_batch // max(processes for _, processes in plans)))

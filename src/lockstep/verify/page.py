@@ -1,5 +1,5 @@
-"""The HTML page of a verification: the verdicts, and the divergence of each plan's run from the
-reference next to that of the perturbed runs (with added noise). Pure."""
+"""The HTML page of a verification: the verdicts, and the divergence of each plan's run and of the
+perturbed runs from the reference. Pure."""
 
 from __future__ import annotations
 
@@ -92,8 +92,6 @@ def _plan(verdict: Verdict, charts: Sequence[Html] | None) -> Html:
 
 
 def divergence_charts(report: Report, verdict: Verdict) -> list[Chart]:
-    """Return charts of the distance between a plan's run and the run on one process at each step,
-    with zero at the lower edge. Empty if the plan did not run."""
     charts = []
     for kind in KINDS if verdict.comparisons else ():
         values = verdict.comparisons[0].divergence[kind]

@@ -32,7 +32,6 @@ from lockstep.verify.sequence_output import SequenceOutput
 
 
 def install(environ: Mapping[str, str]) -> tuple[Overrides, list[TraceHook]]:
-    """Return the overrides and hooks that the environment requests. Raises `LaunchError`."""
     request = TraceRequest.read(environ)
     if request is None:
         return Overrides(), []
@@ -52,8 +51,7 @@ def install(environ: Mapping[str, str]) -> tuple[Overrides, list[TraceHook]]:
 
 
 class TraceHook(ControlHook):
-    """Writes a run's trace: the gradient of each microbatch, their sum, and the model after each
-    update. Ends the process after the last requested step."""
+    """Writes a run's trace, and ends the process after the last requested step."""
 
     run: Run
     tracer: Tracer
@@ -62,19 +60,14 @@ class TraceHook(ControlHook):
         self._request = request
         self._finds_short_dtypes = request.float64
         self._steps: dict[int, int] = {}
-        """Index of a train module (a model with its optimizer) -> number of its steps done."""
         self._batches: dict[int, dict[str, str]] = {}
-        """Number of a microbatch in the step -> digests of the parts of its batch, by their
-        paths."""
         self._results: dict[str, float] = {}
-        """The numbers that calls of the script have reduced over all ranks since the step began, by
-        the name and number of the call."""
+        """The numbers that the script has reduced over all ranks since the step began, by the name
+        and number of the call."""
         self._together: list[int] = []
-        """The ranks that divide the tokens of each microbatch among them, with this rank; empty if
-        this rank computes all tokens of its microbatches."""
+        """The ranks that divide the tokens of each microbatch, with this rank; empty if this rank
+        computes all tokens."""
         self._outputs: dict[int, SequenceOutput] = {}
-        """Index of a train module -> its latest output in its first step. Empty if tokens are not
-        traced."""
         self._layers: dict[str, tuple[Tensor, ...]] = {}
         """Name of a layer of experts -> its input tokens, the chosen experts, and its output in the
         latest forward."""
@@ -82,7 +75,6 @@ class TraceHook(ControlHook):
         self._logged_steps = 0
 
     def before_steps(self, run: Run) -> None:
-        """Write the parameters and buffers of the models before the first step."""
         self.run = run
         # done only now, because the models' initial values were drawn in the usual dtype
         if self._request.float64:
@@ -143,14 +135,11 @@ class TraceHook(ControlHook):
             module.parallel.streams = None
 
     def see_batch(self, microbatch: Microbatch, batch: Any) -> Any:
-        """Record the contents of a batch, and return it, in float64 if requested."""
         self._batches[microbatch.index] = sample_digests(batch)
         return map_tensors(batch, to_float64) if self._request.float64 else batch
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Record the random state before a microbatch's forward. Entered around the forward, see
-        `Probe`."""
         self.tracer.before_forward()
         self._layers = {}
         finds_short_dtypes, self._finds_short_dtypes = self._finds_short_dtypes, False
@@ -166,9 +155,8 @@ class TraceHook(ControlHook):
             )
 
     def result(self, name: str, value: float) -> None:
-        """Record a number that a call of the script has reduced over all ranks, see `Probe`. Calls
-        made for each microbatch are left out, because the number of these on a rank depends on the
-        plan."""
+        """Record a number that the script has reduced over all ranks. Calls made for each
+        microbatch are left out, because their number on a rank depends on the plan."""
         if not self._in_microbatch:
             calls = sum(each.startswith(f"{name}, call ") for each in self._results)
             self._results[f"{name}, call {calls + 1}"] = value
@@ -176,9 +164,8 @@ class TraceHook(ControlHook):
     def before_backward(
         self, module: int, microbatch: int, total: Tensor, grad_output: Tensor
     ) -> None:
-        """Record a microbatch before its backward, see `Probe`, with the gradient of this
-        microbatch, or of this rank's tokens in it. There is no gradient if this rank has only a
-        slice of the microbatch (some of its samples, under SyncBatchNorm)."""
+        """Record a microbatch with its gradient, or that of this rank's tokens. There is no
+        gradient if this rank has only some of its samples, under SyncBatchNorm."""
         each, gradients = self.run.training.modules[module], None
         parameters = each.leaves if self._is_whole and not self._slices else []
         output = self._outputs.pop(module, None)
@@ -196,12 +183,9 @@ class TraceHook(ControlHook):
         self._note_microbatch(module, microbatch, gradients)
 
     def _see_output(self, index: int, module: nn.Module, given: Any, output: Any) -> Any:
-        """Keep a model's output for one microbatch of the first step. A forward hook, which returns
-        views of the output.
-
-        The loss is computed from the views. The gradient of a view is computed without the hooks of
-        FSDP on the output, which communicate.
-        """
+        """Keep a model's output in the first step. A forward hook, which returns views of the
+        output: the gradient of a view is computed without FSDP's hooks on the output, which
+        communicate."""
         if not self._in_microbatch or self._steps[index]:
             return None
         viewed = map_tensors(output, lambda each: each.view_as(each))
@@ -244,20 +228,17 @@ class TraceHook(ControlHook):
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
-        """Keep the input, the choices and the output of a layer of experts in the first step. A
-        forward hook."""
         given = [*args, *kwargs.values()]
         if self._in_microbatch and not self._steps[index] and len(given) == ARGUMENTS:
             self._layers[name] = given[0].detach(), given[1], output.detach()
 
     def without_backward(self, module: int, microbatch: int) -> None:
-        """Record a microbatch that has no backward, see `Probe`."""
         self._note_microbatch(module, microbatch, None)
 
     @property
     def _slices(self) -> int:
-        """The number of slices (groups of samples) into which SyncBatchNorm splits each microbatch;
-        0 if it does not."""
+        """Number of groups of samples into which SyncBatchNorm splits each microbatch; 0 if it does
+        not."""
         return self._layout.assignment.slices
 
     @property
@@ -307,8 +288,6 @@ class TraceHook(ControlHook):
             self._end_if_last(run)
 
     def between_steps(self, run: Run) -> None:
-        """Write the numbers that the script and its hooks have logged, and end the process after
-        the last requested step."""
         at = run.metrics_at
         now = {name: value for name, value in run.metrics.items() if at.get(name) == run.step}
         self.tracer.logged(self._logged_steps, {**self._results, **now, **run.training.logged})
@@ -321,8 +300,7 @@ class TraceHook(ControlHook):
             run.context.world.end_process()
 
     def _note(self, number: int, module: TrainModule, weight: float | None) -> bool:
-        """Write a train module's parameters, buffers and optimizer states after its update.
-        `weight`: result of `Recipe.weight`. Returns True after the last requested step."""
+        """`weight`: result of `Recipe.weight`. Return True after the last requested step."""
         result = self.run.training.results.get(number)
         if result is None:  # skipped
             return self._request.steps is not None and self._steps[number] >= self._request.steps
@@ -355,8 +333,6 @@ def _unscaled(module: TrainModule, gradients: NamedTensors) -> NamedTensors:
 
 
 def _router(module: TrainModule, name: str, experts: Experts) -> list[str]:
-    """Return the names of the parameters of the router that chooses among the experts of a layer;
-    empty if the router is not known."""
     try:
         router = router_beside(module.model, name, experts)
     except RecipeError:
@@ -365,7 +341,6 @@ def _router(module: TrainModule, name: str, experts: Experts) -> list[str]:
 
 
 def _states(module: TrainModule) -> NamedTensors:
-    """Yield the tensors in the optimizers' states, named parameter/state."""
     for name, parameter in zip(module.names, module.parameters, strict=True):
         for optimizer in module.optimizers:
             for what, value in optimizer.state.get(parameter, {}).items():
@@ -380,8 +355,8 @@ def _full(tensors: NamedTensors) -> NamedTensors:
 
 
 def change_model(model: nn.Module, request: TraceRequest) -> None:
-    """Change, in place, a model that has just been built. In float64 it keeps the initial values
-    that were drawn in its own dtype."""
+    """Change a model that has just been built. In float64 it keeps the initial values that were
+    drawn in its first dtype."""
     if request.float64:
         model.to(torch.float64)
     if request.eval_mode:

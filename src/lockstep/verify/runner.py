@@ -22,13 +22,11 @@ from lockstep.verify.jobs import Job
 class JobResult(ScriptEnd):
     job: Job
     traces: list[Trace]
-    """The traces, one for each train module (a model with its optimizer); empty if the run failed
-    or never trained."""
 
 
 class Runner:
-    """Runs jobs, several at the same time if slots are free. Use it in a `with`: leaving the block
-    ends every run."""
+    """Runs jobs, several at the same time if slots are free. Leaving its `with` block ends every
+    run."""
 
     def __init__(
         self,
@@ -41,10 +39,9 @@ class Runner:
         begins: Callable[[str], None] = lambda _: None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`folder`: for the files of all runs. `slots`: largest number of processes at the same
-        time (a job that needs more runs alone). `launch`: options of every run. `begins` is called
-        with a description of each run that begins, `progress` with one of each run that has
-        ended."""
+        """`slots`: largest number of processes at the same time (a job that needs more runs alone).
+        `begins` is called with a description of each run that begins, `progress` with one of each
+        run that has ended."""
         self.line = line
         self._folder = folder
         self._timeout_seconds = timeout_seconds
@@ -80,7 +77,6 @@ class Runner:
             self._is_count_known = True
 
     def run(self, jobs: Sequence[Job]) -> list[JobResult]:
-        """Run all jobs and return their results in the order of `jobs`."""
         return [future.result() for future in [self.start(job) for job in jobs]]
 
     def _run(self, job: Job) -> JobResult:

@@ -30,7 +30,7 @@ class SequenceOutput:
     @classmethod
     def of(cls, output: Any, dim: int) -> SequenceOutput | None:
         """Return the first tensor of a model's output that has tokens along `dim` and a gradient.
-        None if there is none. Called in the forward hook of the model."""
+        Called in the model's forward hook."""
         sequence = active()
         documents = None if sequence is None or sequence.documents is None else sequence.documents
         for each in tensors_in(output):
@@ -42,9 +42,8 @@ class SequenceOutput:
         return None
 
     def write(self, tracer: Tracer, module: int, index: int, gradient: Tensor | None) -> None:
-        """Write sketches of the output of each token. `index`: the number of the microbatch.
-        `gradient`: the loss's gradient with respect to the output; None if the loss does not use
-        the output."""
+        """`index`: number of the microbatch. `gradient`: the loss's gradient with respect to the
+        output; None if the loss does not use the output."""
         sketched = {"output": self.tensor}
         if gradient is not None:
             sketched["gradient"] = gradient

@@ -24,14 +24,9 @@ class Mismatch:
 
     difference: Difference
     float64: bool
-    """True if the difference was found between runs in float64; False: in the recipe's
-    precision."""
     cause: str | None
-    """The likely cause; None: no known cause fits."""
 
     def text(self) -> str:
-        """Return a sentence with the value that differs, the step and rank where it does, and the
-        size of the difference."""
         difference = self.difference
         when = f"step {difference.step}" if difference.step >= 0 else "before the first step"
         what = DESCRIPTIONS[difference.check] + (f" {difference.name!r}" if difference.name else "")
@@ -71,11 +66,8 @@ class CompressionEffect:
     gradient_compression: str
     steps: int
     gradient: float
-    """Relative difference of the first step's gradient."""
     parameters: float
-    """Relative difference of the parameters after the last step."""
     loss: float
-    """Relative difference of the loss in the last step."""
 
     def text(self) -> str:
         return (
@@ -91,21 +83,15 @@ class Verdict:
     processes: int
     bitwise: bool
     ran: bool = True
-    """False: the run under this plan failed."""
     exit_status: int = 0
     error: str = ""
     seconds: float = 0.0
-    """Wall time of the run under this plan."""
     mismatch: Mismatch | None = None
     comparisons: list[Comparison] = field(default_factory=list)
-    """Comparisons of this plan's run with the reference in the recipe's precision, one for each
-    train module (a model with its optimizer)."""
     float64: list[Comparison] = field(default_factory=list)
-    """Comparisons of the first step in float64 with the reference, one for each train module. Empty
-    if they were not made."""
+    """Of the first step in float64, one for each train module. Empty if not made."""
     compression: list[CompressionEffect] = field(default_factory=list)
-    """Effect of the recipe's gradient compression, one for each train module. Empty: the recipe
-    does not compress."""
+    """One for each train module. Empty: the recipe does not compress gradients."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -114,13 +100,12 @@ class Verdict:
 
     @property
     def largest(self) -> Difference | None:
-        """The largest difference of this plan's run from the reference, in multiples of rounding.
-        None: all bits are equal."""
+        """The largest difference from the reference, in multiples of rounding. None: all bits are
+        equal."""
         differences = [each.largest for each in self.comparisons if each.largest is not None]
         return max(differences, key=lambda difference: difference.times_rounding, default=None)
 
     def row(self) -> tuple[str, ...]:
-        """Return the table cells in the order of `COLUMNS`."""
         verdict = "passes" if self.passed else "fails" if self.ran else "did not run"
         allowed = "same bits" if self.bitwise else f"{TOLERANCE:g} × rounding"
         difference = self.largest if self.mismatch is None else self.mismatch.difference
@@ -162,12 +147,12 @@ class Report:
     verdicts: list[Verdict] = field(default_factory=list)
     microbatch_size_checked: bool = False
     microbatch_size_mismatch: Mismatch | None = None
-    """Difference between two runs of one batch with different microbatch sizes; None if they agree.
-    It is a fault of the recipe: the loss depends on the size of microbatches."""
+    """Difference between two runs of one batch with different microbatch sizes. It is a fault of
+    the recipe: the loss depends on the size of microbatches."""
     notes: list[str] = field(default_factory=list)
     rounding_spread: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """Smallest and largest relative distance at each step between any two runs on one process that
-    differ only by rounding; by kind of tensor, and for `loss`."""
+    """Smallest and largest relative distance at each step between any two runs that differ only by
+    rounding; by kind of tensor, and for `loss`."""
 
     @property
     def passed(self) -> bool:

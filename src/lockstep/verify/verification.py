@@ -1,5 +1,5 @@
-"""A whole verification: starts the reference runs on one process and the run under each plan,
-compares their traces, and gives a verdict on each plan."""
+"""A whole verification: runs the reference and each plan, compares their traces, and gives a
+verdict on each plan."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from lockstep.verify.runner import JobResult, Runner
 from lockstep.verify.verdict import CompressionEffect, Mismatch, Report, Verdict
 
 FLOAT64_MARGIN = 4.0
-"""Factor by which rounding that was measured in float64 is multiplied: between dtypes, rounding
-does not change exactly as their precision does."""
+"""Factor on rounding measured in float64: between dtypes, rounding does not change exactly as their
+precision does."""
 MAX_SPREAD = 0.2
-"""Largest relative difference of the first step's gradient between two runs on one process that
-differ only by rounding."""
+"""Largest relative difference of the first step's gradient between two runs that differ only by
+rounding."""
 MICROBATCH_SIZE_MINIMUM = 1e-9
 MICROBATCH_SIZE_ULPS = 100.0
 """Largest rounding that another microbatch size may cause, in ulps of float64, or of a shorter
-dtype if the model has operations that return one."""
+dtype that the model's operations return."""
 
 _CAUSES: Mapping[Check, Sequence[Callable[[Evidence], str | None]]] = {
     "initial": (experts.initial_values, microbatches.initial_weights),
@@ -87,9 +87,8 @@ _CAUSES: Mapping[Check, Sequence[Callable[[Evidence], str | None]]] = {
     "weight": (updates.loss_weight,),
     "logged": (updates.logged_value,),
 }
-"""Name of a check -> functions that are tried, in order, to find the cause of a difference in that
-check. Each returns the cause as text, with the numbers that show it; None if the evidence does not
-fit."""
+"""Name of a check -> functions that are tried, in order, to find the cause of a difference. Each
+returns the cause as text; None if the evidence does not fit."""
 _SCALAR_LOSS = (
     "It is probably a mean over tokens (or pixels, or whatever is not ignored), returned as a plain"
     " scalar, so that every microbatch counts the same: return ls.Sum(total), and give"
@@ -125,9 +124,8 @@ class Verification:
         self._fast = any(plan.numerics == "fast" for plan, _ in options.plans)
 
     def run(self) -> Report:
-        """Run the verification. Raises `LaunchError` if the script fails or never trains on one
-        process; `DataError` or `RecipeError` if runs on one process that should be equal differ by
-        more than rounding."""
+        """Raises `LaunchError` if the script fails or never trains on one process; `DataError` or
+        `RecipeError` if runs on one process that should be equal differ by more than rounding."""
         references = self._references()
         with self._runner.queueing_the_rest():
             started = self._start(next(iter(references.values()))[0].metadata)
@@ -191,8 +189,6 @@ class Verification:
         }
 
     def _start(self, metadata: Mapping[str, Any]) -> _StartedRuns:
-        """Start all runs other than the references, which have ended. The runner runs them when
-        slots are free. `metadata`: that of a reference's trace."""
         options, start = self._options, self._runner.start
         plan_jobs = [
             jobs.plan_job(plan, processes, options.steps, self._microbatch)
@@ -231,9 +227,7 @@ class Verification:
     def _rounding_in_float64(
         self, started: _StartedRuns, fast: Sequence[MeasuredRounding]
     ) -> list[MeasuredRounding]:
-        """Return the rounding of the float64 reference, for each train module (a model with its
-        optimizer); empty if float64 is not verified. `fast`: the rounding of the reference in the
-        recipe's precision."""
+        """`fast`: the rounding in the recipe's precision. Empty if float64 is not verified."""
         if started.float64_reference is None:
             return []
         result = started.float64_reference.result()
@@ -269,9 +263,8 @@ class Verification:
                     )
 
     def _check_spread(self) -> None:
-        """Raise `RecipeError` if runs on one process that differ only by added noise (perturbed
-        runs) have gradients that differ by more than rounding, because no tolerance can then be
-        derived."""
+        """Raise `RecipeError` if the gradients of perturbed runs differ by more than rounding,
+        because no tolerance can then be derived."""
         spread = self._report.rounding_spread["gradients"][0][1]
         if spread > MAX_SPREAD:
             raise RecipeError(
@@ -319,9 +312,7 @@ class _StartedRuns:
 
 
 def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Mismatch | None:
-    """Compare two runs over one batch: `reference`, in microbatches of the recipe's size, and
-    `other`, in microbatches of `size`. None if both agree, so that the loss is a sum over
-    samples."""
+    """None if the runs agree, so that the loss is a sum over samples."""
     minimum = max(
         MICROBATCH_SIZE_MINIMUM, MICROBATCH_SIZE_ULPS * reference.metadata.get("eps", 0.0)
     )
@@ -358,8 +349,6 @@ def _judge(
     *,
     float64: bool = False,
 ) -> None:
-    """Compare a run under a plan with the reference, and add the results to the plan's verdict.
-    `modules`: the reference and its rounding for each train module (a model with its optimizer)."""
     if not result.traces:
         verdict.notes.append(f"not repeated in float64 under this plan: {_last_line(result.error)}")
         return
@@ -373,9 +362,8 @@ def _judge(
 
 
 def _judge_compressed(verdict: Verdict, exact: Sequence[Trace], result: JobResult) -> None:
-    """Add the effect of gradient compression to the verdict: the difference between a plan's run
-    without (`exact`) and with it. The effect does not fail a plan, but a disagreement between ranks
-    does."""
+    """Add the effect of gradient compression to the verdict. The effect does not fail a plan, but a
+    disagreement between ranks does."""
     if not _ran(verdict, result):
         return
     for without, trace in zip(exact, result.traces, strict=True):
@@ -396,8 +384,8 @@ def _judge_compressed(verdict: Verdict, exact: Sequence[Trace], result: JobResul
 def _note_mismatch(
     verdict: Verdict, comparison: Comparison, reference: Trace, trace: Trace, *, float64: bool
 ) -> None:
-    """Record the comparison's first difference in the verdict, with its likely cause, unless the
-    verdict has a difference in the same step or earlier."""
+    """Record the comparison's first difference with its likely cause, unless the verdict has a
+    difference in the same step or earlier."""
     if not comparison.differences:
         return
     first, known = comparison.differences[0], verdict.mismatch
@@ -409,8 +397,6 @@ def _note_mismatch(
 
 
 def likely_cause(evidence: Evidence) -> str | None:
-    """Return the likely cause of a plan's differences from the reference as text; None if no known
-    fault leaves this evidence."""
     for cause in _CAUSES[evidence.first.check]:
         if text := cause(evidence):
             return text

@@ -24,15 +24,11 @@ REDUCTION = "DistributedDataParallel's reduction of gradients"
 
 
 def is_broken_collective(error: str) -> bool:
-    """True if every rank that failed did so in a collective, and none by another error. `error`:
-    what the failed script printed."""
     errors = _ERROR.findall(error)
     return bool(errors) and all(_BROKEN.search(each) for each in errors)
 
 
 def check_collectives(records: Records, *, hung: bool, error: str) -> AreaResult:
-    """Check that all ranks called the same collectives in the same order. `hung`: True if the
-    script hung. `error`: the last lines of a script that failed by itself; empty if it did not."""
     result = AreaResult(Area.COLLECTIVES)
     failed = is_broken_collective(error)
     if records.world_size < 2:
@@ -112,9 +108,8 @@ def _check_left(result: AreaResult, records: Records) -> None:
 
 
 def _check_order(result: AreaResult, records: Records, *, broken: bool) -> int:
-    """Find the first collective that differs between the ranks of its group. Returns the number of
-    collectives that were compared. `broken`: True if the script hung or failed in a collective, so
-    that one that not all ranks called is a fault."""
+    """Return the number of collectives that were compared. `broken`: the script hung or failed in a
+    collective, so that a collective which not all ranks called is a fault."""
     by_rank = {rank.rank: _collectives(rank) for rank in records.ranks}
     compared = 0
     for group in sorted({tuple(row["ranks"]) for rows in by_rank.values() for row in rows}):
@@ -146,8 +141,7 @@ def _on_ranks(ranks: Sequence[Rank], counts: Sequence[int]) -> str:
 
 
 def _collectives(rank: Rank) -> list[Row]:
-    """Return the collectives of a rank in order, including the reductions that
-    DistributedDataParallel makes in backwards."""
+    """Include the reductions that DistributedDataParallel makes in backwards."""
     calls: list[Row] = []
     waiting: dict[int, Row] = {}
     for row in rank.of("collective", "ddp_forward", "backward"):
@@ -167,10 +161,8 @@ def _collectives(rank: Rank) -> list[Row]:
 def _mismatch(
     members: Sequence[Rank], calls: Sequence[Sequence[Row]], number: int
 ) -> tuple[str, str]:
-    """Return text and the script's line for a collective that differs between ranks. `calls`: the
-    collectives of each rank in `members`. `number`: the index in `calls` of those that differ. If
-    the preceding collectives came from different lines (one rank calls a model, say), these lines
-    are the cause."""
+    """Return text and the script's line for collective `number`, which differs between ranks. If
+    the ranks called the preceding collectives from different lines, these lines are the cause."""
     rows = [each[number] for each in calls]
     text = f"collective {number + 1}: {_texts(members, rows)}"
     kinds = Counter(map(_kind, rows))

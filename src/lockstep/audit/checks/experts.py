@@ -1,8 +1,8 @@
 """Checks mixtures of experts: experts that ranks divide among them, routers, and balance losses.
 
-Ranks divide experts if they exchange tokens by `all_to_all`. A rank's backward then adds the whole
-gradient of its experts: the rows of all ranks have gone through them. So it must be applied with
-the same factor as all other gradients, which are summed over the ranks.
+Ranks divide experts if they exchange tokens by `all_to_all`. The rows of all ranks go through a
+rank's experts, so the rank's backward adds their whole gradient. It must be applied with the factor
+of all other gradients, which are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -30,18 +30,16 @@ from lockstep.evidence.tensors import sketch_difference
 ALIKE = 1e-5
 """Largest relative difference of tensors that are equal except for rounding."""
 NORM = 1e-3
-"""Largest relative difference between gradient norms that count as equal."""
 SCALED = 1e-4
-"""Largest relative difference between the gradient norms of steps that count as clipped to the same
+"""Largest relative difference between gradient norms of steps that count as clipped to one
 limit."""
 REPEATED = 3
-"""Smallest number of steps that must have the same gradient norm to count as clipped to it."""
+"""Smallest number of steps with one gradient norm that count as clipped to this norm."""
 BALANCE = 5e-3
-"""Smallest relative difference between the ranks' loads of experts (the share of choices that each
-expert gets) at which a balance loss is reported."""
+"""A balance loss is reported if the ranks' loads of experts differ by at least this fraction."""
 NAMED = "expert"
-"""Part of a parameter's name by which experts are recognized if their values do not show it,
-because they are the same on all ranks."""
+"""Experts have this in their parameters' names. Needed if their values are the same on all
+ranks."""
 Norms = NDArray[np.float64]
 _ROUTER = re.compile(r"^(?P<layer>.*?)\.?(?:router|gate|gating|wg)(?:\.|$)(?!.*_proj)")
 _SKETCHES = ("applied", "reduced", "before", "parameters", "states", "states_before")
@@ -50,21 +48,17 @@ _LISTS = ("sharded", "stale", "unused")
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """The records of a run, separated: the records of experts that are divided among ranks, and the
-    records of all other parameters."""
+    """The records of a run: experts that are divided among ranks, and all other parameters."""
 
     experts: Records
     others: Records
     groups: Sequence[tuple[int, ...]]
-    """The groups of ranks that exchange tokens with each other by `all_to_all`. Empty without
-    divided experts."""
+    """Groups of ranks that exchange tokens by `all_to_all`. Empty without divided experts."""
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         return next((group for group in self.groups if rank in group), (rank,))
 
     def copies_of(self, rank: int) -> list[int]:
-        """Return the ranks that hold the same experts as `rank`, with itself: they have the same
-        index in their groups of ranks that exchange tokens."""
         place = self.group_of(rank).index(rank)
         return [group[place] for group in self.groups if len(group) > place] or [rank]
 
@@ -75,8 +69,6 @@ class Divided:
 
 
 def divided(records: Records) -> Divided:
-    """Separate the records of experts that are divided among ranks from those of all other
-    parameters."""
     calls = (row for rank in records.ranks for row in rank.of("collective"))
     exchanges = {
         tuple(row["ranks"])
@@ -92,10 +84,11 @@ def divided(records: Records) -> Divided:
 
 
 def _experts(records: Records, groups: Sequence[tuple[int, ...]]) -> set[str]:
-    """Return the names of the experts' parameters. An expert is on some ranks only, or it differs
-    from rank to rank before the first step and its gradient is not reduced over the ranks that
-    exchange tokens (`groups`). Experts whose gradients are reduced by mistake are recognized by
-    their names."""
+    """Return the names of the experts' parameters.
+
+    An expert is on some ranks only, or differs between ranks before the first step and is not
+    reduced over `groups`. An expert whose gradient is reduced by mistake has `NAMED` in its name.
+    """
     experts: set[str] = set()
     for rows in (rows for rows in records.together() if rows[0]["index"] == 0):
         for name in dict.fromkeys(name for row in rows for name in row["applied"]):
@@ -122,8 +115,6 @@ def _differ(one: Row, other: Row, kind: str, name: str) -> bool:
 
 
 def _only(records: Records, names: set[str], *, kept: bool) -> Records:
-    """Return the records with only the parameters `names` if `kept`, else without these
-    parameters."""
     if not names and not kept:
         return records
 
@@ -181,8 +172,6 @@ def check_experts(records: Divided) -> AreaResult:
 
 
 def _common_factor(rows: Sequence[Row], rank: int) -> float | None:
-    """Return the factor with which the gradient that `rank` applies contains every rank's gradient;
-    None if the factors differ. `rows`: all ranks' records of one step, without experts."""
     found = factors(rows, rank, names_on_all_ranks(rows))
     return found.even
 
@@ -193,9 +182,8 @@ def _check_factor(
     rows: Sequence[Row],
     others: Mapping[tuple[int, int], float | None],
 ) -> bool:
-    """Check for experts' gradients that are applied with another factor than all other gradients.
-    True if the factors are equal. `rows`: all ranks' records of the experts in one step. `others`:
-    (step, rank) -> the factor of the gradients that are not of experts; None if not known."""
+    """`others`: (step, rank) -> the factor of all other gradients; None if not known. Return True
+    if the factors are equal."""
     is_right = True
     for rank, row in enumerate(rows):
         expected = others.get((row["index"], rank))
@@ -261,8 +249,6 @@ def _sum_text(found: Factors) -> str:
 
 
 def _check_copies(result: AreaResult, records: Divided, rows: Sequence[Row]) -> None:
-    """Find experts that differ between ranks with the same index in their groups, which should hold
-    the same experts."""
     for rank, row in enumerate(rows):
         for copy in (each for each in records.copies_of(rank) if each < rank):
             for kind, when in (
@@ -286,8 +272,6 @@ def _check_copies(result: AreaResult, records: Divided, rows: Sequence[Row]) -> 
 
 
 def _check_alike(result: AreaResult, records: Divided, rows: Sequence[Row]) -> None:
-    """Find different experts that begin with the same values, on the ranks that divide the experts
-    of a layer."""
     if rows[0]["index"]:
         return
     for group in records.groups:
@@ -311,8 +295,6 @@ def _check_alike(result: AreaResult, records: Divided, rows: Sequence[Row]) -> N
 def _check_norm(
     result: AreaResult, records: Divided, rows: Sequence[Row], others: Sequence[Row]
 ) -> None:
-    """Find clipping by a norm that leaves out the experts of other ranks, or all experts. `rows`:
-    the ranks' records of the experts in one step. `others`: those of all other parameters."""
     clips = [row["clip"] for row in rows]
     if any(clip is None or clip.get("norm") is None for clip in clips):
         return
@@ -344,10 +326,12 @@ def _check_norm(
 
 
 def _check_scaled_norm(result: AreaResult, records: Divided, are_even: Sequence[bool]) -> None:
-    """Find gradients that the script clips with code of its own by an incomplete norm: one without
-    the experts of other ranks, or without all experts. After clipping, the incomplete norm has the
-    same value (the limit) in several steps; the norm of the whole gradient varies. `are_even`: for
-    each step, True if experts' gradients have the same factor as all others."""
+    """Find gradients that the script's own code clips by a norm without some experts.
+
+    After clipping, this norm has the same value (the limit) in several steps, and the norm of the
+    whole gradient varies. `are_even`: for each step, True if experts' gradients have the factor of
+    all others.
+    """
     seen: list[Sequence[Row]] = []
     whole: list[Norms] = []
     own: list[Norms] = []
@@ -391,9 +375,6 @@ def _check_scaled_norm(result: AreaResult, records: Divided, are_even: Sequence[
 
 
 def _steps_alike(norms: Sequence[Norms]) -> list[int]:
-    """Return the indices of the steps in which the largest norm of any rank equals the largest of
-    all steps, so that it may be a limit of clipping; none if there are fewer than `REPEATED` such
-    steps. `norms`: for each step, the norm on each rank."""
     most = max((float(each.max()) for each in norms), default=0.0)
     found = [step for step, each in enumerate(norms) if most and most - each.max() <= SCALED * most]
     return found if len(found) >= REPEATED else []
@@ -404,7 +385,6 @@ def _square(gradients: Mapping[str, list[float] | None]) -> float:
 
 
 def _check_routers(result: AreaResult, records: Divided) -> None:
-    """Find routers that never get a gradient, although the experts of the same layer do."""
     sizes: dict[str, float] = {}
     first: dict[str, Row] = {}
     ranks = [*records.others.ranks, *records.experts.ranks]
@@ -431,8 +411,6 @@ def _check_routers(result: AreaResult, records: Divided) -> None:
 
 
 def _has_experts(layer: str, sizes: Mapping[str, float]) -> bool:
-    """True if an expert within `layer`, recognized by its name, has a gradient that is not zero.
-    `sizes`: name of a parameter -> largest squared norm of its gradient."""
     start = f"{layer}." if layer else ""
     return any(
         size and name.startswith(start) and NAMED in name[len(start) :].lower()
@@ -441,8 +419,8 @@ def _has_experts(layer: str, sizes: Mapping[str, float]) -> bool:
 
 
 def _check_balance(result: AreaResult, records: Records) -> None:
-    """Find balance losses that take the loads of experts from each rank's own tokens. The mean over
-    ranks of a product of means is not the product of the means."""
+    """Find balance losses that count each rank's own tokens only. The mean over ranks of a product
+    of means is not the product of the means."""
     seen = 0
     for rows in zip(*(rank.of("balance") for rank in records.ranks), strict=False):
         for loads in zip(*(row["loads"] for row in rows), strict=False):

@@ -18,20 +18,17 @@ from lockstep.evidence.rows import Row
 from lockstep.evidence.tensors import PROJECTIONS, Vector, finite_projection, fit, sketch_difference
 
 FIT = 0.02
-"""Largest relative residual with which an applied gradient counts as a linear combination of the
-gradients that the ranks' backwards computed."""
+"""Largest relative residual of a fit of an applied gradient by the ranks' own gradients."""
 NEGLIGIBLE = 1e-3
-"""Relative size below which a factor or a gradient counts as zero."""
 LEAST_ALIKE = 2
-"""If the gradients of all ranks are equal in this many steps, they are not equal by chance."""
+"""Gradients that are equal on all ranks in this many steps are not equal by chance."""
 EVEN = 0.02
-"""Largest relative difference between factors that count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The gradient that one rank applies, as a linear combination: the factors with which it
-    contains the gradient of each rank's own backwards."""
+    """The factors with which the gradient that one rank applies contains each rank's own
+    gradient."""
 
     values: list[float] = field(default_factory=list)
     """One factor for each rank; empty if gradients are missing, or too similar to be
@@ -44,19 +41,16 @@ class Factors:
 
     @property
     def even(self) -> float | None:
-        """The factor of all ranks, if it is the same for all and positive; else None."""
+        """The factor of all ranks, if it is the same for all and positive."""
         if not self.fits or min(self.values) <= (1 - EVEN) * max(self.values):
             return None
         return float(np.mean(self.values)) if max(self.values) > 0 else None
 
     def uses(self, rank: int) -> bool:
-        """True if the applied gradient contains this rank's gradient."""
         sizes = [abs(each) for each in self.values]
         return self.fits and sizes[rank] > NEGLIGIBLE * max(sizes)
 
     def mean_of(self, ranks: Sequence[int]) -> float | None:
-        """The common factor, if the applied gradient contains only gradients of `ranks`, all with
-        the same factor; else None."""
         used = [rank for rank in range(len(self.values)) if self.uses(rank)]
         values = [self.values[rank] for rank in used]
         if not used or not set(used) <= set(ranks) or min(values) <= (1 - EVEN) * max(values):
@@ -64,7 +58,6 @@ class Factors:
         return float(np.mean(values))
 
     def is_own_only(self, rank: int) -> bool:
-        """True if the applied gradient contains only this rank's gradient."""
         sizes = [abs(each) for each in self.values]
         return self.fits and all(
             (size > 0) if number == rank else (size < NEGLIGIBLE * sizes[rank])
@@ -123,8 +116,6 @@ def check_applied_gradients(records: Records) -> AreaResult:
 
 
 def _not_finite(rows: Sequence[Row], kind: str) -> list[str]:
-    """Return the names of the tensors that are NaN or infinite on some rank. `rows`: all ranks'
-    records of one step. `kind`: the tensors' key in these records, such as `applied`."""
     named = (item for row in rows for item in row[kind].items())
     return list(dict.fromkeys(name for name, each in named if each and not _is_finite(each)))
 
@@ -149,16 +140,14 @@ def _check_finite(result: AreaResult, rows: Sequence[Row]) -> None:
 
 
 def own_sum(row: Row, name: str, backwards: slice = slice(None)) -> Vector:
-    """Return the projection of what this rank's backwards have added to the gradient of parameter
-    `name` since the optimizer's last step. `backwards` selects some of them."""
     parts = (finite_projection(each.get(name)) for each in list(row["added"].values())[backwards])
     total: Vector = sum((each for each in parts if each is not None), np.zeros(PROJECTIONS))
     return total
 
 
 def reduced_of(rows: Sequence[Row], rank: int, name: str) -> Vector | None:
-    """Return the projection of the whole reduced gradient of parameter `name` that a rank applies;
-    before clipping, if that was recorded. None if it is not known."""
+    """Return the projection of the whole reduced gradient that a rank applies, before clipping if
+    that was recorded."""
     sketches = []
     for row in rows:
         sketch = row["applied"].get(name)
@@ -174,9 +163,7 @@ def reduced_of(rows: Sequence[Row], rank: int, name: str) -> Vector | None:
 def whole_projection(
     rows: Sequence[Row], rank: int, name: str, sketches: Sequence[list[float] | None]
 ) -> Vector | None:
-    """Return the projection of a rank's whole tensor `name`. For a sharded tensor it is the sum
-    over the shards. `sketches`: each rank's sketch of its tensor or shard. None if a sketch is
-    missing or not finite."""
+    """For a sharded tensor: the sum over the shards. `sketches`: one for each rank."""
     if name not in rows[rank]["sharded"]:
         return finite_projection(sketches[rank])
     shards = [each for sketch in sketches if (each := finite_projection(sketch)) is not None]
@@ -186,9 +173,8 @@ def whole_projection(
 def factors(
     rows: Sequence[Row], rank: int, names: Sequence[str], parts: Sequence[slice] = (slice(None),)
 ) -> Factors:
-    """Fit the gradient that `rank` applies to the parameters `names` by a linear combination of the
-    gradients that all ranks' backwards added. `parts`: groups of each rank's backwards; each group
-    gets a factor of its own."""
+    """Fit the gradient that `rank` applies by a linear combination of the gradients that all ranks'
+    backwards added. `parts`: groups of each rank's backwards; each group has its own factor."""
     reduced = {name: each for name in names if (each := reduced_of(rows, rank, name)) is not None}
     if not reduced:
         return Factors()
@@ -202,15 +188,11 @@ def factors(
 
 
 def last_factors(rows: Sequence[Row], rank: int, names: Sequence[str]) -> Factors:
-    """Return the factors of each rank's last backward in the gradient that `rank` applies. The sum
-    of the backwards before it is fitted too, with factors of its own."""
     found = factors(rows, rank, names, [slice(-1, None), slice(-1)])
     return Factors(found.values[: len(rows)], found.residual)
 
 
 def names_on_all_ranks(rows: Sequence[Row]) -> list[str]:
-    """Return the names of the parameters that every rank has, and that have a gradient on some
-    rank."""
     return [
         name
         for name in rows[0]["applied"]
@@ -220,11 +202,7 @@ def names_on_all_ranks(rows: Sequence[Row]) -> list[str]:
 
 
 def _check_reduction(result: AreaResult, rows: Sequence[Row]) -> bool:
-    """Find parameters to which a rank applies its own gradient alone, not the sum over all ranks.
-
-    Returns True if every rank applies all ranks' gradients with one factor. If that is unclear,
-    adds the reason to `result`.
-    """
+    """Return True if every rank applies all ranks' gradients with one factor."""
     names = names_on_all_ranks(rows)
     is_right = True
     for rank, row in enumerate(rows):
@@ -295,9 +273,8 @@ def _are_alike(rows: Sequence[Row]) -> bool:
 
 
 def _have_equal_losses(records: Records, rows: Sequence[Row]) -> bool:
-    """True if the loss of the last backward has the same value on all ranks. (Equal gradients alone
-    do not show equal batches: a hook of the script may have reduced the gradients before the probe
-    saw them.)"""
+    """True if the last backward's loss is the same on all ranks. Equal gradients alone do not show
+    equal batches: a hook of the script may have reduced the gradients before the probe saw them."""
     values = set()
     for rank, row in zip(records.ranks, rows, strict=True):
         last = max(int(number) for number in row["added"])
@@ -307,8 +284,6 @@ def _have_equal_losses(records: Records, rows: Sequence[Row]) -> bool:
 
 
 def _matters(rows: Sequence[Row], rank: int, name: str) -> bool:
-    """True if the backwards of other ranks added to the gradient of parameter `name` too. If not,
-    the gradient of `rank` is already the whole gradient."""
     sizes = [float(np.linalg.norm(own_sum(row, name))) for row in rows]
     own = sizes.pop(rank)
     return max(sizes, default=0.0) > NEGLIGIBLE * own
@@ -372,8 +347,6 @@ def _check_unused(result: AreaResult, rows: Sequence[Row]) -> None:
 
 
 def _check_local_clipping(result: AreaResult, rows: Sequence[Row]) -> None:
-    """Find clipping by the norm of a part of the gradient, such as one rank's shard: ranks then
-    clip by different factors."""
     line = rows[0]["clip"]["line"] if rows[0]["clip"] is not None else ""
     norms = [row["clip"].get("norm") for row in rows if row["clip"] is not None]
     is_sharded = any(row["sharded"] for row in rows)
@@ -402,8 +375,6 @@ def _check_local_clipping(result: AreaResult, rows: Sequence[Row]) -> None:
 
 
 def _differ(values: Sequence[object], rows: Sequence[Row], tolerance: float) -> bool:
-    """True if `values` has a number for each rank, and their relative difference exceeds
-    `tolerance`."""
     numbers = [each for each in values if isinstance(each, float)]
     return len(numbers) == len(rows) and max(numbers) - min(numbers) > tolerance * max(numbers)
 

@@ -17,38 +17,30 @@ from lockstep.evidence.rows import Row
 from lockstep.evidence.tensors import PROJECTIONS, Vector, finite_projection
 
 EVEN = 0.01
-"""Largest relative difference between weights that count as equal."""
 LEAST_ERROR = 0.005
-"""Smallest relative error of a gradient at which a mean of means is reported: microbatches with
-unequal numbers of targets, of which each has a mean of its own."""
+"""Smallest relative error of a gradient at which a mean of means over microbatches is reported."""
 SCALE = 2e-3
-"""Largest relative difference between two factors that count as equal."""
 GATHERS = ("all_gather", "all_gather_into_tensor")
-"""Collectives that a script may call to compute a loss over the values of all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One call of a loss function, on one rank in one step, whose output a backward has reached."""
+    """One call of a loss function whose output a backward has reached, on one rank in one step."""
 
     rank: int
     backward: str
     place: tuple[str, int, str]
-    """The line of the call, its number among the calls at that line in this backward, and the name
-    of the function."""
+    """The script's line, the number of the call at this line in the backward, and the function's
+    name."""
     reduction: str
     count: float
-    """The number of targets over which the function sums (weighted by class, with class weights),
-    or of elements."""
     microbatch: int
-    """The number of the backward in which the function's output got its gradient. `backward` is a
-    later one if gradients of several backwards are seen only when they are reduced together
-    (FSDP2)."""
+    """Number of the backward in which the function's output got its gradient. With FSDP2,
+    `backward` may be a later one, in which the gradients of several backwards are reduced."""
     unit: str
-    """The word for what `count` counts: "targets" or "sums of class weights"."""
     weight: float
-    """The weight of each target in the loss that the backward began from, before any reduction over
-    ranks: the derivative of that loss with respect to the loss of one target."""
+    """Derivative of the backward's loss by the loss of one target, before any reduction over
+    ranks."""
 
 
 def check_losses(records: Records) -> AreaResult:
@@ -101,8 +93,6 @@ def check_losses(records: Records) -> AreaResult:
 
 
 def _factors(rows: Sequence[Row]) -> list[float] | None:
-    """Return the factor of each rank's gradient in the reduced gradient of one step; 1 for a single
-    process. None if the factors are not known, or if the gradient was not reduced."""
     if len(rows) == 1:
         return [1.0]
     found = factors(rows, 0, names_on_all_ranks(rows))
@@ -110,9 +100,6 @@ def _factors(rows: Sequence[Row]) -> list[float] | None:
 
 
 def _terms(rank: int, row: Row, result: AreaResult) -> Iterator[Term]:
-    """Yield a term for each call of a loss function in which all targets have the same weight.
-    `row`: the record of one step on `rank`. Adds to `result` the reason why other calls are left
-    out."""
     numbers: dict[tuple[int, str], int] = {}
     for each in row["losses"]:
         key = (each["backward"], each["line"])
@@ -149,13 +136,12 @@ def _check_weights(
     *,
     alone: bool,
 ) -> float | None:
-    """Check for a mean of means: microbatches with unequal numbers of targets, each with its own
-    mean.
+    """Find a mean of means: microbatches with unequal numbers of targets, each with its own mean.
 
-    Returns the relative error of the gradient if it is too small to be a finding (0 for equal
-    weights). None for a finding, and if a factor in the script makes the weights differ. `terms`:
-    one call of a loss function in each microbatch. `found`: each rank's factor in the reduced
-    gradient. `alone`: True if the step has no other loss function.
+    Return the relative error of the gradient if it is too small to be a finding. None for a
+    finding, and if a factor in the script makes the weights differ. `terms`: one for each
+    microbatch. `found`: each rank's factor in the reduced gradient. `alone`: the step has no other
+    loss function.
     """
     weights = [abs(term.weight * found[term.rank]) for term in terms]
     least, most = min(weights), max(weights)
@@ -189,9 +175,8 @@ def _check_weights(
 
 
 def _error(rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float]) -> float | None:
-    """Return the relative error of the applied gradient, compared with one in which all targets
-    have the same weight. None if some backwards have no term, or more than one. `found`: each
-    rank's factor in the reduced gradient."""
+    """Return the relative error of the applied gradient, compared with equal weights of all
+    targets. None if some backwards do not have exactly one term."""
     weight_of = {(term.rank, term.backward): term.weight for term in terms}
     if len(weight_of) != len(terms):
         return None
@@ -214,8 +199,6 @@ def _error(rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float]) -
 
 
 def _total(terms: Sequence[Term], found: Sequence[float]) -> float:
-    """Return the sum of the weights of all targets of a step in the applied gradient: 1 for the
-    mean over all targets. `found`: each rank's factor in the reduced gradient."""
     return sum(abs(found[term.rank] * term.weight) * term.count for term in terms)
 
 
@@ -226,9 +209,8 @@ def _check_scale(
     terms: Sequence[Term],
     found: Sequence[float],
 ) -> bool:
-    """Check for gradients of a mean that are too large or too small by an integer factor. True if
-    the scale is right. `terms`: the calls of a step's only loss function. `found`: each rank's
-    factor in the reduced gradient."""
+    """Find gradients of a mean that are wrong by an integer factor. `terms`: the calls of the
+    step's only loss function. `found`: each rank's factor in the reduced gradient."""
     total = _total(terms, found)
     if not total or any(row["clip"] is not None and row["clip"]["scaled"] for row in rows):
         return False
@@ -293,10 +275,9 @@ def _check_scale(
 
 
 def _denominator(terms: Sequence[Term], ranks: int, backwards: int) -> str | None:
-    """Return a word for the number by which each sum over targets is divided: the number of targets
-    of its "microbatch", the same times the number of "microbatches", the number of its "rank", that
-    of "all" ranks, or that of all divided by the number of ranks ("share"). None: another
-    number."""
+    """Return a word for the number of targets by which each sum is divided: that of its
+    "microbatch", the same times the number of "microbatches", that of its "rank", of "all" ranks,
+    or of all divided by the number of ranks ("share"). None: another number."""
     count = sum(term.count for term in terms)
     kinds = {
         "microbatch": [term.count for term in terms],
@@ -314,8 +295,8 @@ def _denominator(terms: Sequence[Term], ranks: int, backwards: int) -> str | Non
 def _check_gathered(
     result: AreaResult, records: Records, rows: Sequence[Row], found: Sequence[float]
 ) -> None:
-    """Check for a loss over values gathered from all ranks, whose gradient does not flow back to
-    the rank that computed the values.
+    """Find a loss over values gathered from all ranks whose gradient does not flow back to other
+    ranks.
 
     All ranks compute the same loss, and each rank has the gradient of its own values only. So the
     sum of the gradients over ranks is right, and the mean is too small.
@@ -341,8 +322,8 @@ def _check_gathered(
 
 
 def _windows(rank: Rank, step: Row) -> list[tuple[float | None, list[Row], list[Row]]]:
-    """Return, for each backward of a rank's step: its loss, the collectives called since the
-    backward before, and the collectives called within it."""
+    """Return, for each backward: its loss, the collectives called since the last backward, and
+    those called within this one."""
     found: list[tuple[float | None, list[Row], list[Row]]] = []
     before: list[Row] = []
     for row in rank.of("backward", "collective", "step"):
@@ -370,14 +351,10 @@ def _is(value: float, factor: float) -> bool:
 
 
 def _gathers_values(row: Row) -> bool:
-    """True for a collective that gathers tensors (as a contrastive loss does), not a single
-    number."""
     return row["name"] in GATHERS and row["floats"] > 1
 
 
 def _gathers_before(records: Records, term: Term) -> bool:
-    """True if the rank of a term gathered tensors of other ranks in the forward before the term's
-    backward."""
     gathers = False
     for row in records.ranks[term.rank].of("backward", "collective", "step"):
         if str(row.get("number")) == term.backward:
@@ -387,15 +364,11 @@ def _gathers_before(records: Records, term: Term) -> bool:
 
 
 def _rows_from(records: Records, term: Term) -> list[Row]:
-    """Return the records of a rank's backwards, collectives and steps, from a term's backward on;
-    empty if that backward was not recorded."""
     rows = records.ranks[term.rank].of("backward", "collective", "step")
     numbers = [str(row.get("number")) for row in rows]
     return rows[numbers.index(term.backward) :] if term.backward in numbers else []
 
 
 def _reduction_line(records: Records, term: Term) -> str:
-    """Return the script's line with the first all-reduce after the term's backward, if the script
-    itself reduces gradients; else empty."""
     following = takewhile(lambda row: row["kind"] == "collective", _rows_from(records, term)[1:])
     return first_line(row for row in following if row["name"] == "all_reduce")

@@ -33,8 +33,6 @@ def check_packing(records: Records) -> AreaResult:
 
 
 def _why(row: Row) -> str:
-    """Return the reason why transformers did not look for documents in the positions. `row`: the
-    record of a forward."""
     if row["has_mask"]:
         return "an attention_mask, with which transformers does not look for documents"
     if row["has_cache"]:

@@ -12,8 +12,7 @@ from lockstep.base.words import counted
 from lockstep.evidence.rows import Row
 
 LEAST = 2
-"""If the random states of this many backwards equal those of others, they are not equal by
-chance."""
+"""Random states of this many backwards that equal other states are not equal by chance."""
 
 
 def check_randomness(records: Records) -> AreaResult:
@@ -31,9 +30,6 @@ def check_randomness(records: Records) -> AreaResult:
 def _forwards_text(
     result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]], compared: bool
 ) -> str:
-    """Return text that says what is right about the random numbers of forwards; if nothing can be
-    said, add the reason to `result`. `drawing`: each rank's backwards whose forward drew random
-    numbers. `compared`: True if all ranks that drew have different draws."""
     backwards = [len(rank.of("backward")) for rank in records.ranks]
     if any(
         not rows and _may_have_drawn(rank)
@@ -75,8 +71,6 @@ def _fetches_text(result: AreaResult, records: Records) -> str:
 
 
 def check_modes(records: Records) -> AreaResult:
-    """Check for dropout and BatchNorm in the wrong mode; for models without them, the mode changes
-    nothing."""
     result = AreaResult(Area.MODE)
     backwards = evaluations = 0
     for rank in records.ranks:
@@ -95,8 +89,7 @@ def check_modes(records: Records) -> AreaResult:
 
 
 def _check_evaluation_mode(result: AreaResult, rank: Rank) -> int:
-    """Check one rank for evaluations in train mode: calls of dropout or BatchNorm in train mode
-    that no backward reached. Returns the number of evaluation passes in eval mode."""
+    """Return the number of evaluation passes in eval mode."""
     training = {loader for loader, _ in training_passes(rank.rows)}
     reached = {row["mode"] for row in rank.of("mode_reached")}
     last_step = max((row["place"] for row in rank.steps), default=-1)
@@ -124,9 +117,7 @@ def _check_evaluation_mode(result: AreaResult, rank: Rank) -> int:
 
 
 def _check_training_mode(result: AreaResult, rank: Rank) -> int:
-    """Check one rank for training in eval mode: backwards with more layers in eval mode than the
-    first backward had, or with dropout off after trained layers. Returns the number of
-    backwards."""
+    """Return the number of backwards."""
     backwards = rank.of("modes")
     for calls in backwards:
         fewer = calls["train"] < backwards[0]["train"]
@@ -157,10 +148,8 @@ def _check_training_mode(result: AreaResult, rank: Rank) -> int:
 
 
 def _forwards(rank: Rank) -> list[Row]:
-    """Return the rank's backwards whose forward drew random numbers, or that follow a draw made
-    after the batch was fetched. If several backwards follow one forward, return the first. `drawn`
-    in a returned row is the generator's state before the draws if it was recorded, else the state
-    after them."""
+    """Return the first backward after each forward that drew random numbers. Its `drawn` is the
+    generator's state before the draws if it was recorded, else the state after them."""
     found: list[Row] = []
     state, has_batch = None, False
     for row in rank.of("batch", "backward"):
@@ -175,8 +164,8 @@ def _forwards(rank: Rank) -> list[Row]:
 
 
 def _may_have_drawn(rank: Rank) -> bool:
-    """True if random numbers were drawn between backwards, and a forward may have drawn them: a
-    forward runs after its batch, but a script may fetch the next batch before the backward."""
+    """True if a forward may have drawn the numbers that were drawn between backwards: a forward
+    runs after its batch, but a script may fetch the next batch before the backward."""
     first = min((row["place"] for row in rank.of("backward")), default=0)
     batches = sum(1 for row in rank.of("batch") if row["grad"] and row["place"] < first)
     return batches != 1 and any(row["other_draws"] for row in rank.of("backward"))
@@ -199,9 +188,7 @@ def _check_reset(result: AreaResult, records: Records, drawing: Sequence[Sequenc
 def _check_ranks(
     result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]], *, is_said: bool
 ) -> bool:
-    """Check for forwards of two ranks that drew the same numbers. True if all ranks that drew have
-    different draws. `drawing`: each rank's backwards whose forward drew random numbers. `is_said`:
-    False if such forwards are not to be reported."""
+    """True if all ranks that drew random numbers in a forward have different draws."""
     drew = [(number, rows) for number, rows in enumerate(drawing) if rows]
     is_compared = True
     for (first, one), (second, other) in combinations(drew, 2):
@@ -221,8 +208,6 @@ def _check_ranks(
 
 
 def _check_fetches(result: AreaResult, records: Records) -> None:
-    """Check for reads of different samples that drew the same random numbers: in two workers, ranks
-    or epochs."""
     by_source: dict[tuple[int, int | None, int, int], Row] = {}
     processes: dict[tuple[int, int | None], dict[int, int]] = {}
     for row in records.fetches:

@@ -12,8 +12,6 @@ from lockstep.evidence.rows import Row
 from lockstep.evidence.tensors import finite_projection, sketch_difference
 
 DRIFT = 1e-5
-"""Relative difference between two ranks' copies of a tensor above which it is more than
-rounding."""
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -43,8 +41,6 @@ def check_replicas(records: Records) -> AreaResult:
 
 
 def _seed_line(records: Records) -> str:
-    """Return the script's line that set different seeds on the ranks before the first step; empty
-    if there is none."""
     first, *others = [
         {row["line"]: row["seed"] for row in rank.of("seed") if row["step"] == 0}
         for rank in records.ranks
@@ -135,7 +131,6 @@ def _check_statistics(result: AreaResult, records: Records, line: str) -> None:
 
 
 def _statistics(rows: Iterable[Row]) -> dict[tuple[object, ...], list[Row]]:
-    """Return the records of BatchNorm's running statistics, grouped by the call that used them."""
     statistics: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         key = tuple(row[name] for name in ("loader", "number", "training", "grad", "call"))
@@ -173,9 +168,6 @@ def _check_element_wise(result: AreaResult, steps: Sequence[Sequence[Row]]) -> N
 
 
 def _worst(rows: Sequence[Row], kind: str, names: Iterable[str]) -> tuple[float, str]:
-    """Return the largest relative difference between rank 0's tensors and another rank's, and the
-    name of that tensor. `rows`: all ranks' records of one step. `kind`: the tensors' key in them,
-    such as `parameters`."""
     found = [
         (sketch_difference(rows[0][kind].get(name), row[kind].get(name)), name)
         for name in names

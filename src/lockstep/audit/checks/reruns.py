@@ -19,15 +19,10 @@ SAME = 1e-6
 """Largest relative difference between a tensor before a save and after the load that counts as
 equal."""
 KINDS = {"gradients": "gradient", "parameters": "parameter"}
-"""Kinds of tensors that are compared in each step, in this order: the first kind that differs shows
-the fault."""
+"""Compared in this order in each step: the first kind that differs shows the fault."""
 
 
 def check_resumed(whole: Records, interrupted: Records, resumed: Records, saved: int) -> AreaResult:
-    """Check that a resumed run continues like the uninterrupted run (`whole`).
-
-    `interrupted`: the run that ended after `saved` steps. `resumed`: the run that continues it.
-    """
     result = AreaResult(Area.RESUME)
     runs = (whole, interrupted, resumed)
     if not (resumed.steps and interrupted.steps) or len({each.world_size for each in runs}) > 1:
@@ -59,9 +54,8 @@ def _optimizer_step(rank: Rank, optimizer: int, index: int) -> Row | None:
 
 
 def _check_rates(result: AreaResult, rank: Rank, again: Rank, saved: int, line: str) -> None:
-    """Compare the learning rates of an uninterrupted run (`rank`) and a resumed one (`again`) in
-    all steps after the resume. The first step alone shows too little: its rate may come from the
-    optimizer's state."""
+    """Compare the learning rates in all steps after a resume. The first step alone shows too
+    little: its rate may come from the optimizer's state."""
     rates = {(row["optimizer"], row["index"]): row["lr"] for row in rank.steps}
     for row in again.steps:
         step = saved + row["index"]
@@ -146,27 +140,18 @@ def _batch_before(rank: Rank, backward: Row) -> Row | None:
 
 
 def _samples(rank: Rank) -> list[list[object]]:
-    """Return, for each backward of a rank, the samples of the last batch before it."""
     batches = (_batch_before(rank, row) for row in rank.of("backward"))
     return [_key(batch) for batch in batches if batch is not None]
 
 
 def _key(batch: Row) -> list[object]:
-    """Return the samples of a batch: their indices in the dataset if known, else hashes of their
-    contents."""
     return list(batch["indices"] or batch["samples"])
 
 
 def check_compare(
     reference: Records, perturbed: Sequence[Records], others: Mapping[int, Records], likely: str
 ) -> AreaResult:
-    """Compare the training of a script on one process with its training on several, at the same
-    global batch.
-
-    `reference`: the run on one process. `perturbed`: the same run from parameters that differ by
-    one unit in the last place. `others`: the other runs, by their number of processes. `likely`:
-    the probable cause if known, for the evidence.
-    """
+    """`others`: by number of processes. `likely`: the probable cause, for the evidence."""
     result = AreaResult(Area.COMPARE)
     steps = min(each.steps for each in [reference, *perturbed, *others.values()])
     if not steps:
@@ -198,9 +183,8 @@ def check_compare(
 def _first_difference(
     rounding: MeasuredRounding, other: Trace, steps: int
 ) -> tuple[int, str, str, float, float] | None:
-    """Find the first step in which a gradient or parameter differs from the reference by more than
-    the tolerance. Returns, for the tensor that differs most: step, kind, name, and its difference
-    relative to its size and in multiples of rounding. None if no step differs."""
+    """Return step, kind, name, relative difference, and multiple of rounding of the tensor that
+    differs most in the first step beyond the tolerance."""
     for step in range(steps):
         ours, theirs = (each.rank_0.steps[step].tensors for each in (rounding.reference, other))
         for kind, word in KINDS.items():
@@ -218,8 +202,6 @@ def _first_difference(
 
 
 def _trace(records: Records, steps: int) -> Trace:
-    """Return the gradients and parameters that a run's optimizers used in its first `steps` steps,
-    in the form of a trace with one rank."""
     rows = [_step(records, step) for step in range(steps)]
     trace = RankTrace({"parameters": _summaries("before", rows[0])})
     for each in rows:

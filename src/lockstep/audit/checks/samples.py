@@ -15,8 +15,7 @@ from lockstep.base.errors import first_few
 from lockstep.evidence.rows import Row
 
 LEAST_SAMPLES = 4
-"""Smallest number of samples that two passes, or two reads of a dataset, must have in common before
-they are compared."""
+"""Two passes, or two reads of a dataset, are compared if they have this many samples in common."""
 SAMPLERS = {
     "RandomSampler",
     "SequentialSampler",
@@ -31,33 +30,27 @@ SAMPLERS = {
     "DistributedSamplerWrapper",
     "UnrepeatedDistributedSamplerWrapper",
 }
-"""Class names of samplers of torch and of libraries. For these it is known if they give each sample
-once in a pass; for other classes it is not."""
+"""Samplers of torch and of libraries, for which it is known if they give each sample once in a
+pass."""
 PARTS = {"SubsetRandomSampler", "list", "tuple", "range", "ndarray", "Tensor"}
-"""Types of samplers that may draw from a part of the dataset only, such as one fold of a
-cross-validation. Samples that they leave out are no fault."""
+"""Samplers that may leave out samples, such as those of other folds of a cross-validation."""
 BATCH_SAMPLERS = {"BatchSampler", "BatchSamplerShard", "NoneType"}
 MANY = 0.1
-"""Largest fraction of a rank's samples that may equal others without a fault, if samples are
-compared by hashes of their contents: a few different samples may have equal contents."""
+"""Largest fraction of a rank's samples whose contents may equal others' without a fault."""
 
 
 @dataclass(slots=True)
 class Pass:
-    """The samples of one rank's pass over a DataLoader: all batches of one iterator."""
+    """The samples of all batches of one DataLoader iterator, on one rank."""
 
     begin: Row
     indices: list[int] | None = field(default_factory=list)
     contents: list[str] = field(default_factory=list)
     contents_at: list[tuple[int, str]] = field(default_factory=list)
-    """(index in the dataset, hash of the contents) of each sample, for batches where both are
-    known."""
     batches: int = 0
     is_complete: bool = False
     is_training: bool = False
     end: int = -1
-    """The position of the pass's last batch in the list of the rank's records; -1 before the first
-    batch."""
 
     def add(self, batch: Row) -> None:
         self.batches, self.end = self.batches + 1, batch["place"]
@@ -77,8 +70,6 @@ class LoaderPasses:
 
     numbers: list[int]
     dataset: list[dict[str, Any]]
-    """The description of the dataset on each rank that reads it: type, length, and digests of its
-    data."""
     passes: list[list[Pass]]
     world_size: int
 
@@ -97,8 +88,8 @@ class LoaderPasses:
 
     @property
     def has_own_sampler(self) -> bool:
-        """True if the sampler is neither torch's nor a library's. It may then leave out or repeat
-        samples, or never end."""
+        """True if the sampler is neither torch's nor a library's: it may leave out or repeat
+        samples."""
         return (
             self.sampler["type"] not in SAMPLERS or self.sampler["batch_type"] not in BATCH_SAMPLERS
         )
@@ -110,12 +101,10 @@ class LoaderPasses:
 
     @property
     def splits(self) -> bool:
-        """True if the sampler splits one dataset over the ranks, as DistributedSampler does."""
         return bool(self.sampler.get("num_replicas", 1) > 1)
 
     @property
     def pads_batches(self) -> bool:
-        """True for Accelerate's `BatchSamplerShard`, which pads an epoch with whole batches."""
         return bool(self.sampler["batch_type"] == "BatchSamplerShard")
 
     @property
@@ -128,13 +117,11 @@ class LoaderPasses:
 
     @property
     def whole_length(self) -> int:
-        """The length of the whole dataset, if the loader reads a `Subset` of it; else the length of
-        the dataset that it reads."""
         return self.dataset[0].get("whole_length", self.length) or 0
 
     def is_followed_by(self, other: LoaderPasses) -> bool:
-        """True if `other` replaces this loader: both are made by the same line, for the same data,
-        and `other` is first read after the last pass over this one."""
+        """True if one line makes both loaders for the same data, and `other` is first read after
+        the last pass over this loader."""
         one, two = (
             (each.line, each.is_training, each.sampler["type"], each.digests)
             for each in (self, other)
@@ -143,9 +130,6 @@ class LoaderPasses:
         return one == two and all(self.digests) and is_later
 
     def samples(self, ranks: Sequence[Pass]) -> tuple[list[list[Any]], bool]:
-        """Return a list of samples for each `Pass` in `ranks`, and True if the samples are indices
-        of one dataset: an index identifies a sample with certainty. Otherwise the samples are
-        hashes of contents."""
         wholes = {each.get("whole", each["digest"]) for each in self.dataset}
         is_one = len(wholes) == 1 and all(wholes) and not self.dataset[0]["iterable"]
         if not is_one or any(each.indices is None for each in ranks):
@@ -154,8 +138,6 @@ class LoaderPasses:
         return [_in_whole(each.indices or [], data.get("subset")) for each, data in found], True
 
     def contents_at(self) -> list[dict[int, list[str]]]:
-        """Return, for each rank, index in the dataset -> hashes of the contents that the rank read
-        at this index, in all passes."""
         by_rank = []
         for passes in zip(*self.passes, strict=False):
             read: dict[int, list[str]] = {}
@@ -263,17 +245,14 @@ def _passes_of(rows: Sequence[Row]) -> dict[int, list[Pass]]:
 
 
 def _in_whole(indices: Sequence[int], subset: Sequence[int] | None) -> list[int]:
-    """Return the indices in the whole dataset. `indices`: in the dataset that the loader reads.
-    `subset`: for each sample of that dataset, its index in the whole dataset; None if they are the
-    same."""
+    """`subset`: the index in the whole dataset of each sample that the loader can read; None if the
+    loader reads the whole dataset."""
     if subset is None:
         return list(indices)
     return [subset[each] for each in indices if each < len(subset)]
 
 
 def _check_datasets(result: AreaResult, loader: LoaderPasses) -> bool:
-    """Check for ranks whose datasets differ although a sampler splits one dataset over the ranks.
-    True if they differ."""
     first = loader.dataset[0]
     is_split = loader.splits or loader.pads_batches
     if len(loader.dataset) < 2 or not is_split or first["iterable"]:
@@ -314,8 +293,8 @@ def _check_datasets(result: AreaResult, loader: LoaderPasses) -> bool:
 
 
 def _check_leak(result: AreaResult, loaders: Sequence[LoaderPasses]) -> None:
-    """Check for evaluations on samples on which another rank trains, because each rank has split
-    the whole dataset into training and evaluation data by itself."""
+    """Find ranks that evaluate on samples on which others train, because each rank has split the
+    dataset by itself."""
     split = [each for each in loaders if len(set(each.digests)) > 1]
     known = [(each.is_training, seen) for each in split if (seen := _seen_by_rank(each))]
     for data, training in (seen for is_training, seen in known if is_training):
@@ -335,8 +314,6 @@ def _check_leak(result: AreaResult, loaders: Sequence[LoaderPasses]) -> None:
 
 
 def _seen_by_rank(loader: LoaderPasses) -> tuple[str, list[set[int]]] | None:
-    """Return the digest of the whole dataset, of which the loader may read a subset, and the
-    indices in it that each rank got; None if they are not known."""
     found: list[set[int]] = [set() for _ in loader.dataset]
     for ranks in loader.passes:
         samples, are_indices = loader.samples(ranks)
@@ -348,18 +325,15 @@ def _seen_by_rank(loader: LoaderPasses) -> tuple[str, list[set[int]]] | None:
 
 
 def _is_stable(read: dict[int, list[str]]) -> bool:
-    """True if a rank read several indices more than once, and each time with the same contents.
-    `read`: index -> hashes of the contents."""
     again = [contents for contents in read.values() if len(contents) > 1]
     return len(again) >= LEAST_SAMPLES and all(len(set(each)) == 1 for each in again)
 
 
 def _contents_vary(loader: LoaderPasses, draws: bool) -> bool:
-    """True if a sample may have different contents when it is read again, as with augmentation.
-    Contents then do not identify samples.
+    """True if a sample may have other contents when it is read again, as with augmentation.
 
-    If several samples were read more than once, these decide. Otherwise contents may vary if
-    `draws` (True if reads of data draw random numbers), unless two passes have a content in common.
+    If several samples were read again, these decide. Else contents may vary if reads draw random
+    numbers (`draws`), unless two passes have a content in common.
     """
     read = loader.contents_at()
     again = [contents for each in read for contents in each.values() if len(contents) > 1]
@@ -370,7 +344,6 @@ def _contents_vary(loader: LoaderPasses, draws: bool) -> bool:
 
 
 def _repeated(samples: Sequence[Any]) -> int:
-    """The number of samples that repeat an earlier one."""
     return len(samples) - len(set(samples))
 
 
@@ -381,9 +354,6 @@ def _why_unjudged(
     are_indices: bool,
     draws: bool,
 ) -> str:
-    """Return the reason why the samples of a training pass cannot be checked for repetitions; empty
-    if they can. `samples`: those of each rank. `are_indices`: False if they are hashes of contents.
-    `draws`: True if reads of data draw random numbers."""
     repeats = loader.has_own_sampler and any(map(_repeated, samples))
     if (repeats or loader.draws_with_replacement) and not _all_equal(samples):
         return (
@@ -405,9 +375,6 @@ def _why_unjudged(
 def _check_training_pass(
     result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass], draws: bool
 ) -> bool:
-    """Check one training pass for samples that occur twice, on one rank or on two, or not at all.
-    False if this cannot be judged. `ranks`: the pass on each rank. `draws`: True if reads of data
-    draw random numbers."""
     all_samples, are_indices = loader.samples(ranks)
     samples = all_samples
     if loader.has_own_sampler and are_indices:
@@ -452,8 +419,8 @@ def _check_training_pass(
 
 
 def _allowed(count: int, are_indices: bool, loader: LoaderPasses, ranks: Sequence[Pass]) -> int:
-    """Return the number of equal samples, out of a rank's `count`, that is not a fault: from
-    padding to a multiple of the ranks, or from data with equal contents."""
+    """Return the number of equal samples that is no fault: from padding to a multiple of the ranks,
+    or from data with equal contents."""
     if not are_indices:
         return int(MANY * count)
     if loader.pads_batches:
@@ -497,8 +464,8 @@ def _check_stream(
     ranks: Sequence[Pass],
     samples: Sequence[Sequence[Any]],
 ) -> None:
-    """Check for iterable datasets that are split over the ranks twice, by a library and by the
-    dataset itself, so that the ranks together get only a part of the data."""
+    """Find iterable datasets that are split over the ranks twice, by a library and by the dataset
+    itself."""
     held, seen = loader.dataset[0]["held"], len({each for one in samples for each in one})
     size = loader.world_size
     batch = max(
@@ -518,8 +485,8 @@ def _check_stream(
 def _check_evaluation_pass(
     result: AreaResult, records: Records, loader: LoaderPasses, ranks: Sequence[Pass]
 ) -> int:
-    """Check one pass of an evaluation for samples that count twice over all ranks. Returns the
-    number of samples if each counts once; 0 for a fault, or if this cannot be judged."""
+    """Return the number of samples if each counts once over all ranks; 0 for a fault, or if this
+    cannot be judged."""
     samples, are_indices = loader.samples(ranks)
     if not all(each.is_complete for each in ranks):
         result.miss("a pass of an evaluation did not come to its end: its samples are not compared")

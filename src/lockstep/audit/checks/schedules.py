@@ -47,9 +47,8 @@ def check_schedules(records: Records) -> AreaResult:
 
 
 def _check_speed(result: AreaResult, records: Records, optimizer: int, schedule: int) -> bool:
-    """Check for a learning-rate schedule that is stepped several times per optimizer step.
-    `optimizer`, `schedule`: their numbers in the records. True if the schedule's speed could be
-    judged."""
+    """True if the schedule's speed could be judged. `optimizer`, `schedule`: their numbers in the
+    records."""
     rank = records.ranks[0]
     between = _calls_between_steps(rank, optimizer, schedule)
     if len(between) < LEAST_STEPS:
@@ -73,9 +72,9 @@ def _check_speed(result: AreaResult, records: Records, optimizer: int, schedule:
 
 
 def _check_horizon(result: AreaResult, rank: Rank, optimizer: int, last: Row, calls: int) -> bool:
-    """Check the length of a learning-rate schedule that Accelerate steps once per process: its
-    length must be counted that way too. `calls`: how often it is stepped for each optimizer step.
-    True if its length is known."""
+    """Check the length of a schedule that Accelerate steps once per process: it must count these
+    steps too. `calls`: steps of the schedule for each optimizer step. True if its length is
+    known."""
     steps = sum(row["optimizer"] == optimizer for row in rank.steps)
     if (horizon := last["horizon"]) is None:
         result.miss(

@@ -15,7 +15,6 @@ MOST_NODES, MOST_STEPS = 500, 100
 its softmax."""
 PRODUCTS = ("MulBackward0", "DotBackward0")
 MEANS = ("MeanBackward1", "SumBackward1")
-"""Autograd nodes of operations that take a mean or sum over some dimensions."""
 RESHAPED = (
     *("ViewBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0", "ExpandBackward0"),
     *("SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "TransposeBackward0"),
@@ -25,15 +24,14 @@ SUMS = (
     *("AddBackward0", "SubBackward0", "NegBackward0", "DivBackward0", "StackBackward0"),
     *("CatBackward0", "SumBackward0", "MeanBackward0", "_DDPSinkBackward"),
 )
-"""Autograd nodes that may lie between a loss and the terms that it is a sum of."""
 _JOINED = ("AddBackward0", "StackBackward0", "CatBackward0")
 _AVERAGING = (*RESHAPED, *MEANS, *_JOINED, "MulBackward0", "DivBackward0")
 PROBABILITIES = ("SoftmaxBackward0", "SigmoidBackward0")
 
 
 def loads_of_balance(root: Tensor) -> list[list[float]]:
-    """Return, for each balance loss that is a term of a loss, the load of each expert (or of each
-    expert and layer), as a number or fraction of choices. `root`: the loss."""
+    """Return, for each balance loss in the loss `root`, the load of each expert: a number or
+    fraction of choices."""
     return [
         load.detach().double().reshape(-1, load.shape[-1]).sum(0).tolist()
         for node in _terms(root.grad_fn)
@@ -42,8 +40,6 @@ def loads_of_balance(root: Tensor) -> list[list[float]]:
 
 
 def _terms(root: Any) -> Iterator[Any]:
-    """Yield the autograd nodes of the products that the loss is a sum of. `root`: the loss's
-    node."""
     waiting, seen = [root], set[Any]()
     while waiting and len(seen) < MOST_NODES:
         node = waiting.pop()
@@ -66,8 +62,6 @@ def _loads(product: Any) -> list[Tensor]:
 
 
 def _is_mean_of_probabilities(node: Any, *, is_mean: bool = False, steps: int = 0) -> bool:
-    """True if the node of the autograd graph is a mean, or a sum of means, of probabilities. Layers
-    may be added."""
     name = type(node).__name__
     if name in PROBABILITIES:
         return is_mean

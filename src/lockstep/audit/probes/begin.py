@@ -20,11 +20,9 @@ AFTER = (
     "transformers.masking_utils",
     "transformers.modeling_utils",
 )
-"""Names of modules. Probes are installed after each of these modules is imported."""
 
 
 def begin_watching() -> None:
-    """Watch imports, if this process belongs to an audited script."""
     try:
         request = AuditRequest.read(os.environ)
     except LaunchError as error:  # Python would continue without `sitecustomize`
@@ -36,8 +34,8 @@ def begin_watching() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of `AFTER` like Python does, but with a loader that installs probes after
-    the import."""
+    """Finds the modules of `AFTER` like Python does, with a loader that installs probes after the
+    import."""
 
     def __init__(self, request: AuditRequest) -> None:
         self._request = request

@@ -15,8 +15,8 @@ from lockstep.audit.probes.recorder import RecordWriter, frames
 from lockstep.base import accelerator, torch_private
 
 NOISE = ("rand", "randn", "rand_like", "randn_like", "bernoulli", "normal")
-"""Functions of torch that count as draws of the forward if a module calls them; outside of modules
-they may make the data."""
+"""Functions that count as draws of the forward if a module calls them; outside of modules they may
+make the data."""
 
 
 class Draws:
@@ -32,15 +32,14 @@ class Draws:
             self._recorder.watch(torch, name, self._noise, traced=True)
 
     def note(self) -> None:
-        """Record the state of torch's generators before a forward draws. Recomputation in a
-        backward is ignored, because it draws the same numbers again."""
+        """Record the generators' state before a forward draws. Recomputation in a backward draws
+        the same numbers again, and is ignored."""
         if not self._first and not self._depth and not torch_private.in_backward():
             self._first = generator_state()
 
     @contextmanager
     def others(self) -> Iterator[None]:
-        """A context in which a loader or a seed changes the generator's state, not a forward. It is
-        not known who made the changes before the context."""
+        """A context in which a loader or a seed changes the generator's state, not a forward."""
         self._recorder.safely(self._begin_others)
         try:
             yield
@@ -48,9 +47,8 @@ class Draws:
             self._recorder.safely(self._end_others)
 
     def take(self, state: str) -> tuple[str, bool]:
-        """Return, for the time since the last call: the generator's state before the first draw of
-        a forward (empty if there was none); and True if anything other than loaders and seeding has
-        drawn. `state`: the current state."""
+        """Return, for the time since the last call: the generator's state before a forward's first
+        draw, and True if anything other than loaders and seeding has drawn."""
         self._see(state)
         taken = self._first, self._is_unplaced
         self._first, self._is_unplaced, self._known = "", False, state
@@ -83,7 +81,6 @@ class Draws:
 
 
 def generator_state() -> str:
-    """Return a digest of the states of torch's default generator and of the current device's."""
     states = [torch.default_generator.get_state()]
     if accelerator.is_initialized():
         states.append(accelerator.generator(accelerator.current_device()).get_state())

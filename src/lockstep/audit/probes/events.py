@@ -18,7 +18,6 @@ from lockstep.audit.probes.optimizers import Optimizers
 from lockstep.audit.probes.recorder import RecordWriter, frames
 
 SHAPED = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
-"""Collectives whose tensors must have the same shape on all ranks."""
 COLLECTIVES = (
     *SHAPED,
     "all_gather",
@@ -139,8 +138,6 @@ class Events:
 
 
 def horizon(schedule: Any) -> int | None:
-    """Return the number of steps after which a learning-rate schedule has ended; None if it has no
-    end, or if the end cannot be read."""
     found = [getattr(schedule, name, None) for name in ("T_max", "total_iters", "total_steps")]
     for function in getattr(schedule, "lr_lambdas", ()):
         found.append(getattr(function, "keywords", {}).get("num_training_steps"))

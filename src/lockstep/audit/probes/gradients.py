@@ -1,9 +1,9 @@
 """Watches two gradients on this rank: the one that each backward adds, before any reduction, and
 the one that the optimizer applies.
 
-The hook of a parameter sees what a backward adds to the gradient, before DistributedDataParallel
-reduces it. FSDP2 reduces whole gradients that belong to no parameter: these are watched in FSDP2's
-reduction. Gradients under FSDP1 are not watched.
+The hook of a parameter runs before DistributedDataParallel reduces the gradient. FSDP2 reduces
+gradients that belong to no parameter: these are watched in FSDP2's reduction. Gradients under FSDP1
+are not watched.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Watched:
     """(number of a backward, sketch of the gradient that it added), since the optimizer's last
     step."""
     is_stale: bool = False
-    """True while the gradient still contains sums from before the optimizer's last step, because it
-    was not set to zero."""
+    """The gradient still contains sums from before the optimizer's last step: it was not set to
+    zero."""
     was_stepped: bool = False
     """True from the optimizer's step until the next backward adds to the gradient."""
     reduced: Sketch | None = None
-    """Sketch of this rank's shard of the reduced gradient after the last backward. None for a
-    parameter that is not sharded."""
+    """Sketch of this rank's shard of the reduced gradient; None for a parameter that is not
+    sharded."""
 
 
 class Gradients:
@@ -48,13 +48,10 @@ class Gradients:
         # keep the parameters: the id of a deleted one may be reused
         self._parameters: dict[int, Tensor] = {}
         self.backward = -1
-        """The number of the last backward."""
         self.line = ""
-        """The user's line that called the backward."""
         self._depth = 0
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Watch the parameters of an optimizer that are not watched yet."""
         for parameter in parameters:
             if id(parameter) in self._watched:
                 continue
@@ -67,15 +64,12 @@ class Gradients:
                 torch_private.run_first(parameter, partial(self._recorder.safely, see))
 
     def take(self, parameter: Tensor) -> Watched:
-        """Return what was seen of a parameter's gradient since the last call. Called at each step
-        of the optimizer."""
         watched = self._watched.setdefault(id(parameter), Watched())
         taken = Watched(watched.added, watched.is_stale, reduced=watched.reduced)
         watched.added, watched.was_stepped = [], True
         return taken
 
     def clear(self, parameters: Iterable[Tensor]) -> None:
-        """Forget what was seen of gradients that have now been set to zero or to None."""
         for parameter in parameters:
             if (watched := self._watched.get(id(parameter))) is not None:
                 watched.added, watched.is_stale, watched.was_stepped = [], False, False
@@ -84,8 +78,7 @@ class Gradients:
         self, on_backward: Callable[[Any], None], after_backward: Callable[[], None]
     ) -> None:
         """Number the calls of backward, except those inside another one. `on_backward(roots)` is
-        called before each of them with the tensors that it begins from, `after_backward()` after
-        it."""
+        called with the tensors that a backward begins from."""
 
         def before(tensors: Any, *_: Any, **__: Any) -> None:
             self._depth += 1
@@ -107,9 +100,6 @@ class Gradients:
         self._recorder.watch(torch.autograd, "backward", backward)
 
     def install_fsdp(self, module: ModuleType) -> None:
-        """Watch FSDP2's reduction of whole gradients. `module`: torch's module with FSDP2's
-        `foreach_reduce`."""
-
         def before(
             parameters: Sequence[Any], gradients: Sequence[Tensor], *_: Any, **__: Any
         ) -> None:
@@ -137,8 +127,8 @@ class Gradients:
 
 
 def local_sketch(tensor: Tensor | None) -> tuple[Sketch | None, bool]:
-    """Return the sketch of a tensor, or of this rank's shard of it, and True if it is a shard. The
-    sketch is None if there is no tensor, or if the ranks' parts do not add up to the whole."""
+    """Return the sketch of a tensor or its local shard, and True for a shard. The sketch is None if
+    the ranks' parts do not add up to the whole."""
     if tensor is None:
         return None, False
     if not torch_private.is_distributed(tensor):
@@ -148,11 +138,8 @@ def local_sketch(tensor: Tensor | None) -> tuple[Sketch | None, bool]:
 
 
 def shard_start(tensor: Any) -> int | None:
-    """Return the position of a DTensor's local part in the full tensor, in row-major order.
-
-    None if the part is not a contiguous range of rows, or if other ranks hold it too and this rank
-    is not the first of them.
-    """
+    """Return the position of a DTensor's local part in the full tensor, in row-major order. None if
+    the part is not a contiguous range of rows, or if a lower rank holds it too."""
     coordinates = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
     rows, first = tensor.shape[0] if tensor.dim() else 1, 0
     for axis, (place, coordinate) in enumerate(zip(tensor.placements, coordinates, strict=True)):
@@ -168,7 +155,6 @@ def shard_start(tensor: Any) -> int | None:
 
 
 def scalar(value: Any) -> float | None:
-    """Return a number or a tensor of one element as a float; None for anything else."""
     if isinstance(value, Tensor):
         is_number = value.numel() == 1 and not torch_private.is_distributed(value)
         return float(value.detach()) if is_number else None
@@ -176,8 +162,6 @@ def scalar(value: Any) -> float | None:
 
 
 def divisors(root: Tensor) -> list[float]:
-    """Return the numbers by which the script divided the loss after the loss function returned
-    it."""
     numbers: list[float] = []
     node = root.grad_fn
     for _ in range(12):

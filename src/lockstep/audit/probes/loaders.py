@@ -24,16 +24,11 @@ from lockstep.audit.probes.recorder import RecordWriter, frames
 from lockstep.base import torch_private
 
 MOST_SAMPLES = 512
-"""Largest number of samples of a batch that are hashed."""
 MOST_BYTES = 1 << 16
-"""Number of bytes of a sample's tensor that are hashed; from a larger tensor, evenly spaced bytes
-are taken."""
 LEAST_ITEMS = 8
-"""Number of items from which on a list or array in a dataset counts as data. A shorter one, such as
-a pair of numbers, may hold the rank's settings."""
+"""A shorter list or array in a dataset, such as a pair of numbers, may hold the rank's settings,
+and is not compared."""
 FETCHES = 3
-"""Number of fetches (reads of one batch from the dataset) in each pass for which the states of the
-random generators are recorded."""
 
 
 class Loaders:
@@ -48,16 +43,13 @@ class Loaders:
         self._indices: dict[int, deque[Any]] = {}
         self._fetches = 0
         self.last: tuple[int, int] | None = None
-        """The number of the loader that gave the latest batch, and of its pass; None once that pass
-        has ended."""
+        """(loader, pass) of the latest batch; None once that pass has ended."""
         self.last_trained: tuple[int, int] | None = None
-        """The number of the loader and of the pass that gave the latest batch with gradients
-        enabled, even after the pass has ended. (An evaluation fetches its batches without
-        gradients.)"""
+        """(loader, pass) of the latest batch with gradients enabled. (An evaluation fetches its
+        batches without gradients.)"""
         # number of batches since the last backward, for passes that have not ended
         self._since: Counter[tuple[int, int]] = Counter()
         self.state = ""
-        """Digest of the state of torch's generators right after the latest batch was fetched."""
 
     def install(self) -> None:
         recorder, (iterator, fetchers) = self._recorder, torch_private.loader_classes()
@@ -78,9 +70,9 @@ class Loaders:
             recorder.watch(fetcher, "fetch", self._fetch)
 
     def take(self) -> list[tuple[int, int]]:
-        """Return the passes (loader, pass) whose batches a backward used: the pass of the last
-        batch, and each pass that gave exactly one batch since the last backward. (An evaluation
-        between two backwards gives several batches, or has ended.)"""
+        """Return the (loader, pass) pairs whose batches a backward used: that of the last batch,
+        and each that gave exactly one batch since the last backward. (An evaluation between two
+        backwards gives several batches, or has ended.)"""
         last = self.last_trained
         taken = [place for place, count in self._since.items() if count == 1 or place == last]
         self._since.clear()
@@ -90,8 +82,8 @@ class Loaders:
         self._lines.setdefault(loader, self._origin())
 
     def _origin(self) -> str:
-        """Return the script's line that made the loader. If a library (Accelerate, Lightning)
-        derived the loader from another one, the line that made the original."""
+        """Return the script's line that made the loader, even if Accelerate or Lightning derived
+        this loader from it."""
         for frame in frames():
             if self._recorder.is_users_file(frame.f_code.co_filename):
                 break
@@ -121,8 +113,7 @@ class Loaders:
         )
 
     def _describe(self, dataset: Any) -> dict[str, Any]:
-        """Return the description of a dataset from its first read, because the dataset may later
-        hold cached samples."""
+        """Describe a dataset once, at its first read: later it may hold cached samples."""
         if type(dataset).__weakrefoffset__ == 0 or type(dataset).__hash__ is None:
             return describe(dataset)
         if dataset not in self._described:
@@ -174,8 +165,6 @@ class Loaders:
         )
 
     def _fetch(self, original: Callable[..., Any], fetcher: Any, index: Any) -> Any:
-        """Record the states of the random generators before one batch is read from the dataset, in
-        the process that reads it: a loader worker or this process."""
         before = self._recorder.safely(random_states) if self._fetches < FETCHES else None
         result = original(fetcher, index)
         if before is not None:
@@ -192,7 +181,6 @@ class Loaders:
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the number of batches of a loader; None for an iterable dataset."""
     try:
         return None if isinstance(loader.dataset, IterableDataset) else len(loader)
     except TypeError:
@@ -200,7 +188,6 @@ def length_of(loader: Any) -> int | None:
 
 
 def random_states() -> dict[str, str]:
-    """Return digests of the states of the random generators of torch, numpy and Python."""
     states = {"torch": generator_state(), "python": f"{hash(random.getstate()[1]):x}"}
     if "numpy.random" in sys.modules:
         kind, keys, place, *_ = np.random.get_state(legacy=True)
@@ -209,8 +196,8 @@ def random_states() -> dict[str, str]:
 
 
 def digests(batch: Any) -> list[str]:
-    """Return the digest of each sample of a batch, from all tensors and arrays of the batch; one
-    digest of the whole batch if they have no common first dimension."""
+    """Return the digest of each sample of a batch; one digest of the whole batch if its tensors
+    have no common first dimension."""
     leaves = [
         each.detach().to("cpu") if isinstance(each, Tensor) else _from_numpy(each)
         for each in _leaves(batch)
@@ -234,7 +221,7 @@ def _leaves(batch: Any) -> Iterator[Any]:
 
 
 def _from_numpy(array: Any) -> Tensor:
-    """Convert an array to a tensor, without torch's warning about read-only arrays."""
+    """Convert an array without torch's warning about read-only arrays."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
@@ -248,7 +235,6 @@ def _digest(tensors: list[Tensor]) -> str:
 
 
 def sampler_settings(loader: Any) -> dict[str, Any]:
-    """Return the settings of a loader's sampler that decide which rank gets which samples."""
     sampler = loader.sampler
     settings: dict[str, Any] = {
         "type": type(sampler).__name__,
@@ -271,9 +257,7 @@ def sampler_settings(loader: Any) -> dict[str, Any]:
 
 
 def describe(dataset: Any) -> dict[str, Any]:
-    """Return a description of a dataset that ranks can compare: its type, its length, and a digest
-    of its data. The digest is empty if the data cannot be read; then only the contents of batches
-    identify samples."""
+    """The digest is empty if the data cannot be read."""
     if isinstance(dataset, Subset):
         inner = describe(dataset.dataset)
         indices = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
@@ -305,11 +289,10 @@ def describe(dataset: Any) -> dict[str, Any]:
 
 
 def data_of(dataset: Any, depth: int = 0) -> dict[str, str]:
-    """Return digests of the tensors, arrays and lists that are attributes of a dataset, by name.
-    Other attributes are settings, which may differ between ranks, and are left out.
+    """Return digests of the tensors, arrays and lists that are attributes of a dataset.
 
-    Also left out: caches (dictionaries with integer keys, lists with None), short sequences of
-    numbers, and values that cannot be read.
+    Left out are settings, which may differ between ranks, caches (dictionaries with integer keys,
+    lists with None), short sequences of numbers, and values that cannot be read.
     """
     values = vars(dataset) if hasattr(dataset, "__dict__") else {"items": dataset}
     data: dict[str, str] = {}
@@ -335,8 +318,8 @@ def _is_data(value: Any) -> bool:
 
 
 def held_items(dataset: Any, depth: int = 0) -> int:
-    """Return the length of the longest sequence that an iterable dataset, or the dataset that it
-    wraps, has as an attribute; 0 if there is none."""
+    """Return the length of the longest sequence that is an attribute of an iterable dataset or of
+    one that it wraps."""
     sizes = [0]
     for each in getattr(dataset, "__dict__", {}).values():
         if isinstance(each, list | tuple | np.ndarray) or (isinstance(each, Tensor) and each.dim()):
@@ -361,7 +344,6 @@ def _held_by(owner: Any, depth: int = 0) -> str:
 
 
 def _text_of(value: Any, depth: int = 0, *, is_item: bool = False) -> str:
-    """Return text for an attribute of a dataset, or for an item in it; equal for equal values."""
     if isinstance(value, Tensor):
         return _digest([value.detach().cpu()])
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufUS":

@@ -1,8 +1,8 @@
-"""Watches the loss functions of torch: the number of targets in each call, and the weight of the
-call's output in the gradient.
+"""Watches the loss functions of torch: the number of targets in each call, and the gradient of the
+final loss with respect to the call's output.
 
-This weight is the gradient of the final loss with respect to the function's output, such as 1 /
-accumulation_steps. With `reduction="none"` it is a tensor that also contains the user's mask.
+The gradient shows factors such as 1 / accumulation_steps. With `reduction="none"` it is a tensor
+that also contains the user's mask.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ class Losses:
             self._recorder.watch(F, name, partial(self._loss, name), traced=True)
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the calls of loss functions whose outputs a backward has reached since the last
-        `take`."""
         taken = [each for each in self._waiting if "weight" in each or "weights" in each]
         self._waiting = []
         return taken
@@ -81,8 +79,6 @@ class Losses:
         output.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _weigh(self, row: dict[str, Any], gradient: Tensor) -> None:
-        """Record the weight of the function's output in the loss from which the backward began.
-        `gradient`: the gradient of that loss with respect to the output."""
         row["backward"] = self._gradients.backward
         if row["reduction"] != "none":
             row["weight"] = float(gradient)
@@ -95,8 +91,6 @@ class Losses:
 
 
 def _count(name: str, target: Tensor, weight: Tensor | None, ignored: int) -> float:
-    """Return the denominator of the mean that a loss function computes: the number of targets that
-    count (weighted by class), or of elements."""
     if name not in CLASSIFICATION:
         return float(target.numel())
     if target.is_floating_point():

@@ -34,8 +34,6 @@ class Models:
         self._recorder.watch(DistributedDataParallel, "forward", self._forward, traced=True)
 
     def names(self, parameters: Sequence[Tensor], *, again: bool = False) -> list[str]:
-        """Return the names of parameters in their model, without the parts that wrappers add.
-        `again`: search for the models again."""
         if again or any(id(each) not in self._names for each in parameters):
             self._search(parameters)
         return [
@@ -44,14 +42,11 @@ class Models:
         ]
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers of the models whose parameters are trained, with their names."""
         for root in self._roots:
             for name, buffer in root.named_buffers():
                 yield plain(name), buffer
 
     def untrained(self, trained: set[int]) -> list[str]:
-        """Return the names of the models' parameters that require a gradient and have one, but that
-        no optimizer holds. `trained`: the ids of the parameters in optimizers."""
         return [
             plain(name)
             for root in self._roots
@@ -66,8 +61,6 @@ class Models:
         self._within = []
 
     def _search(self, parameters: Sequence[Tensor]) -> None:
-        """Find the outermost modules that have one of `parameters`, or any parameter with a
-        gradient. (An optimizer may hold parameters that belong to no model.)"""
         wanted = {id(each) for each in parameters}
         modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
         children = {id(child) for module in modules for child in module.children()}
@@ -102,7 +95,7 @@ class Models:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Watch a wrapper's forward: at its end, the wrapper decides whether the backward reduces
+        """Watch the end of a wrapper's forward, where the wrapper decides if the backward reduces
         gradients."""
         self._recorder.safely(self._note_broadcast, wrapper)
         if not (torch.is_grad_enabled() and wrapper.training):
@@ -117,8 +110,6 @@ class Models:
             self._within = [each for each in self._within if each is not wrapper]
 
     def _note_broadcast(self, wrapper: DistributedDataParallel) -> None:
-        """Record that a wrapper broadcasts the model's buffers at the beginning of a forward, in
-        train and eval mode."""
         if wrapper.will_sync_module_buffers():  # type: ignore[no-untyped-call]
             line = self._recorder.line(caller_of_forward=True)
             self._recorder.write_collective(BROADCAST, _ranks(wrapper), line)
@@ -138,6 +129,5 @@ def _ranks(wrapper: DistributedDataParallel) -> list[int]:
 
 
 def plain(name: str) -> str:
-    """Return the name of a parameter without the parts that wrappers have added."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
     return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)

@@ -31,17 +31,14 @@ DROPOUTS = (
 _CHECKPOINT_FILE = inspect.getfile(checkpoint)
 Parameters = Mapping[str, inspect.Parameter]
 MOST_STATISTICS = 8
-"""Maximum number of BatchNorm calls whose statistics are recorded, from one backward or evaluation
-batch to the next."""
 
 
 class Modes:
     def __init__(self, recorder: RecordWriter, loaders: Loaders, draws: Draws) -> None:
         self._recorder, self._loaders, self._draws = recorder, loaders, draws
         self._calls = {"train": 0, "eval": 0, "off": 0}
-        """Numbers of calls of dropout and BatchNorm that the current backward has reached: `train`
-        and `eval` count them by mode. `off` counts only the calls of dropout in eval mode, after
-        trained layers."""
+        """Mode -> number of calls of dropout and BatchNorm that the backward has reached. `off`:
+        calls of dropout in eval mode, after trained layers."""
         self._noted: set[Any] = set()
         self._statistics = 0
         self._place: Any = None
@@ -68,8 +65,6 @@ class Modes:
         self._statistics = 0
 
     def end_backward(self, number: int, line: str) -> None:
-        """Write the numbers of calls of dropout and BatchNorm that a backward reached, by their
-        mode."""
         calls, self._calls = self._calls, dict.fromkeys(self._calls, 0)
         if any(calls.values()):
             self._recorder.write("modes", number=number, line=line, **calls)
@@ -90,8 +85,8 @@ class Modes:
         return output
 
     def _attention(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Watch `scaled_dot_product_attention`. A call without dropout is not recorded, because its
-        mode cannot be known."""
+        """Watch `scaled_dot_product_attention`. The mode of a call without dropout cannot be
+        known."""
         drops = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         if drops:
             self._recorder.safely(self._draws.note)
@@ -123,9 +118,6 @@ class Modes:
         self._note("dropout", training, output, is_off=is_off)
 
     def _note(self, what: str, training: bool, output: Tensor, *, is_off: bool = False) -> None:
-        """Record the first call of dropout or BatchNorm (`what`) with its mode in each pass over a
-        loader, and count the call when a backward reaches its output. `is_off`: True for dropout in
-        eval mode after trained layers."""
         grad = torch.is_grad_enabled()
         key = (what, training, grad, self._loaders.last)
         number = None
@@ -145,7 +137,6 @@ class Modes:
             self._recorder.write("mode_reached", mode=number)
 
     def _note_statistics(self, mean: Tensor, variance: Tensor | None, training: bool) -> None:
-        """Record sketches of BatchNorm's running statistics before they are used or updated."""
         place = (torch.is_grad_enabled(), self._loaders.last)
         if place != self._place:
             self._place, self._statistics = place, 0
@@ -162,7 +153,6 @@ class Modes:
 
 
 def _values(parameters: Parameters, args: Any, kwargs: Any, *names: str) -> list[Any]:
-    """Return the values of the arguments `names` in a call, or their defaults."""
     values = {name: each.default for name, each in parameters.items()}
     values.update(zip(parameters, args, strict=False))
     values.update(kwargs)
@@ -176,8 +166,8 @@ def _is_checkpointed() -> bool:
 
 
 def _is_frozen() -> bool:
-    """True if the innermost running module that has parameters trains none of them: it may be in
-    eval mode on purpose."""
+    """True if the innermost running module with parameters trains none of them: it may be in eval
+    mode on purpose."""
     for frame in frames():
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and (parameters := list(module.parameters())):

@@ -28,7 +28,6 @@ from lockstep.evidence.noise import perturb_parameters
 from lockstep.training.optim.element_wise import TOLERANCE, updated
 
 _OPTIMIZER_FILE = inspect.getfile(Optimizer)
-"""The file with the function in which torch wraps every optimizer's step."""
 COLUMNS, TRIED_STEPS = 12, 2
 """The number of columns of the small matrix on which an optimizer is tried, and the number of
 steps. See `updates_shards_as_wholes`."""
@@ -54,12 +53,10 @@ class Optimizers:
 
     @property
     def steps(self) -> int:
-        """The largest number of steps that any optimizer has taken."""
         return max(self._steps.values(), default=0)
 
     def number(self, optimizer: Any) -> int:
-        """Return the number of an optimizer, in the order of creation. A wrapper has the number of
-        the optimizer that it wraps."""
+        """A wrapper has the number of the optimizer that it wraps."""
         while not isinstance(optimizer, Optimizer) or isinstance(
             getattr(optimizer, "optimizer", None), Optimizer
         ):
@@ -123,8 +120,6 @@ class Optimizers:
         }
 
     def _begin(self, optimizer: Optimizer) -> None:
-        """Record the gradients that the optimizer's step is about to apply, and what this rank's
-        backwards added to them."""
         number = self.number(optimizer)
         index = self._steps.get(number, 0)
         parameters = _parameters(optimizer)
@@ -275,18 +270,15 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _steps_on_the_stack() -> int:
-    """Return the number of optimizer steps that are running inside each other: an optimizer may
-    wrap another one."""
+    """Return how many optimizer steps run inside each other: an optimizer may wrap another one."""
     codes = (frame.f_code for frame in frames())
     return sum(code.co_name == "wrapper" and code.co_filename == _OPTIMIZER_FILE for code in codes)
 
 
 def updates_shards_as_wholes(optimizer: Optimizer) -> bool | None:
-    """True if the optimizer updates the shards of a small matrix as it updates the whole matrix.
-    None if it could not be tried.
-
-    All ranks must call it: an optimizer that gathers its tensors communicates.
-    """
+    """True if the optimizer updates the shards of a small matrix as it updates the whole matrix;
+    None if it could not be tried. All ranks must call it: an optimizer that gathers its tensors
+    communicates."""
     for group in optimizer.param_groups:
         sharded = [
             each

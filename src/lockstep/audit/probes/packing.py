@@ -1,9 +1,8 @@
 """Watches models of transformers that get several documents in a row: records if the attention mask
 keeps the documents apart.
 
-transformers looks for documents in the positions, which restart at each document. It does so only
-if a mask function gets positions, but no attention mask and no cache. If it did not look, tokens
-attend to other documents.
+transformers looks for documents in the positions, which restart at each document, only if a mask
+function gets positions, but no attention mask and no cache.
 """
 
 from __future__ import annotations
@@ -26,12 +25,9 @@ class Packing:
         self._recorder = recorder
         self._within = False
         self._apart = False
-        """True once the current forward has found documents in the positions."""
         self._knows = False
-        """True if this version of transformers looks for documents in positions."""
 
     def install(self, module: ModuleType) -> None:
-        """Watch a module of transformers: its models, or its masks."""
         if hasattr(module, FINDER):
             self._knows = True
             self._recorder.wrap(module, FINDER, after=self._after_search)
@@ -75,8 +71,6 @@ class Packing:
 
 
 def _documents(positions: Tensor, mask: Tensor | None) -> int:
-    """Return the largest number of documents in any row, padding left out. `positions`: shape
-    (rows, tokens); they restart at each document."""
     numbers = torch.nn.functional.pad(positions.diff(dim=1) != 1, (1, 0)).cumsum(1)
     if mask is not None:  # one row of positions may be for all rows
         numbers = torch.where(mask[:, -positions.shape[1] :] != 0, numbers, -1)
@@ -85,7 +79,7 @@ def _documents(positions: Tensor, mask: Tensor | None) -> int:
 
 def _is_judged(model: Any, mask: Any, masks_rows: bool) -> bool:
     """True if attention depends on a mask that transformers makes. Flash attention reads positions
-    itself, and the script may have made a mask of its own."""
+    itself, and the script may have made its own mask."""
     is_flash = "flash" in str(getattr(model.config, "_attn_implementation", ""))
     return not is_flash and (mask is None or masks_rows)
 

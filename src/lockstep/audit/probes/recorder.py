@@ -25,8 +25,8 @@ Probe = Callable[..., Any]
 
 
 class RecordWriter:
-    """Writes the record of this process: JSON lines, each written at once, because a process may
-    end at any moment. A forked child continues with a file of its own."""
+    """Writes the record of this process: JSON lines, each at once, because a process may end at any
+    moment. A forked child writes to a new file."""
 
     def __init__(self, request: AuditRequest) -> None:
         self.request = request
@@ -66,11 +66,7 @@ class RecordWriter:
         self.write("collective", name=name, line=line, in_backward=within, **row)
 
     def line(self, *, caller_of_forward: bool = False) -> str:
-        """Return the innermost running line of the user's code, as path:number; empty if none runs.
-
-        `caller_of_forward`: return the line that called the model instead of a line in its
-        `forward`.
-        """
+        """Return path:number. `caller_of_forward`: the line that called the model."""
         innermost = ""
         for frame in frames():
             if self.is_users_file(frame.f_code.co_filename):
@@ -80,7 +76,6 @@ class RecordWriter:
         return innermost
 
     def is_users_file(self, name: str) -> bool:
-        """True if a file belongs to the user's code, not to Python or a library."""
         if name not in self._is_users:
             path = os.path.realpath(name)
             inside = any(path.startswith(root.rstrip("/") + "/") for root in self.request.roots)
@@ -101,8 +96,8 @@ class RecordWriter:
         os._exit(0)
 
     def safely(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a probe, which is a function that records something about the script. An exception
-        is recorded, not raised, because it must not disturb the script; the result is then None."""
+        """Call a probe. An exception is recorded, not raised, because it must not disturb the
+        script."""
         if self.is_suspended:
             return None
         try:
@@ -115,12 +110,9 @@ class RecordWriter:
             return None
 
     def watch(self, owners: Any, name: str, probe: Probe, *, traced: bool = False) -> None:
-        """Replace a function or method in one or several owners: a call becomes `probe(original,
-        *args, **kwargs)`. `kwargs` may have any names, even those of the probe's parameters.
-
-        `traced`: True if torch.compile or TorchScript may trace the function; they then get the
-        original.
-        """
+        """Replace a function in one or several owners: a call becomes `probe(original, *args,
+        **kwargs)`. `traced`: torch.compile or TorchScript may trace the function; they then get the
+        original."""
         owners = owners if isinstance(owners, list) else [owners]
         original = getattr(owners[0], name)
 
@@ -160,8 +152,6 @@ class RecordWriter:
 
     @contextmanager
     def originals(self) -> Iterator[None]:
-        """Restore the originals of all functions that are watched with `traced`, while the context
-        is entered."""
         probes = [getattr(owner, name) for owner, name, _ in self._traced]
         for owner, name, original in self._traced:
             setattr(owner, name, original)
@@ -177,7 +167,7 @@ class RecordWriter:
         self._stacks = self._open_stacks()
 
     def _open_stacks(self) -> TextIO:
-        """Install a handler: on SIGUSR2 this process writes the stacks of all its threads."""
+        """Make this process write the stacks of all its threads on SIGUSR2."""
         file = (self.request.folder / f"stacks-{os.getpid()}.txt").open("w", encoding="utf-8")
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
         return file

@@ -1,9 +1,5 @@
 """Python imports this file at its start in every process of an audited script. It installs the
-probes once torch is imported.
-
-The folder of this file is first on PYTHONPATH, so that processes that the script starts have the
-probes too. It also runs a `sitecustomize` of the user, which this file would hide.
-"""
+probes once torch is imported, and runs the user's `sitecustomize`, which this file hides."""
 
 import sys
 from importlib.machinery import PathFinder

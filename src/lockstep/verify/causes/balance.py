@@ -8,8 +8,8 @@ from lockstep.verify.causes.evidence import Evidence
 
 
 def own_tokens(evidence: Evidence) -> str | None:
-    """Check for ranks whose balance loss takes the load of experts from their own tokens only: each
-    rank's load differs from the reference's, and their sum equals it."""
+    """Find ranks whose balance loss uses only their own tokens' choices: each rank's load differs
+    from the reference's, and their sum equals it."""
     for microbatch in evidence.microbatches:
         expected = evidence.expected_microbatches.get(microbatch.index)
         for layer, counts in microbatch.loads.items():
@@ -35,8 +35,7 @@ def own_tokens(evidence: Evidence) -> str | None:
 
 
 def scaled_term(evidence: Evidence) -> str | None:
-    """Check for one term of the loss that is the right one multiplied or divided by the number of
-    ranks."""
+    """Find a term of the loss that is multiplied or divided by the number of ranks."""
     ours, theirs = (
         trace.rank_0.steps[evidence.step].terms for trace in (evidence.reference, evidence.plan)
     )

@@ -16,14 +16,13 @@ from lockstep.evidence.trace import MicrobatchTrace, RankTrace, Trace
 from lockstep.verify.compare import Difference
 
 MOST_NAMED = 4
-"""Largest number of tokens that the text of a cause names."""
 Wrong = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """The traces of the reference and of a plan's run, and their differences in the first step that
-    has any, in the order in which a step computes the values."""
+    has any."""
 
     reference: Trace
     plan: Trace
@@ -39,33 +38,26 @@ class Evidence:
 
     @property
     def expected_microbatches(self) -> dict[int, MicrobatchTrace]:
-        """The reference's microbatches of the step with the differences, by number."""
         return {m.index: m for m in self.reference.microbatches_of(self.step)}
 
     @property
     def microbatches(self) -> list[MicrobatchTrace]:
-        """The microbatches of the step with the differences in the plan's run, on all ranks."""
         return self.plan.microbatches_of(self.step)
 
     @property
     def token_tolerance(self) -> float:
-        """Largest difference between the plan's and the reference's sketch of a token that counts
-        as rounding, relative to a typical token's sketch."""
         return float(COMPUTE_EPS[self.reference.metadata.get("precision", "fp32")] ** 0.5)
 
     def of(self, *checks: str) -> list[Difference]:
         return [difference for difference in self.differences if difference.check in checks]
 
     def names(self, *checks: str) -> list[str]:
-        """Return the names of the tensors that differ from the reference in these checks, such as
-        "gradients"; each name once."""
         return list(dict.fromkeys(difference.name for difference in self.of(*checks)))
 
 
 def differ(expected: Vector, found: Vector, tolerance: float) -> Wrong:
-    """Return True for each token whose sketch in `found` (the plan's run) differs from `expected`
-    (the reference) by more than `tolerance` times the size of a typical token. A sketch is in the
-    last dimension."""
+    """Return True for each token whose sketch in `found` differs from `expected` by more than
+    `tolerance` times the size of a typical token."""
     typical = float(np.sqrt(np.mean(expected**2)))
     away = np.sqrt(np.mean((found - expected) ** 2, axis=-1))
     wrong: Wrong = ~(away <= tolerance * typical)
@@ -77,7 +69,6 @@ def named(places: Sequence[int]) -> str:
 
 
 def wrong_factor(factor: float, evidence: Evidence, what: str) -> str:
-    """Return the text of the cause for a value (`what`) that is `factor` times the right one."""
     text = f"a wrong factor: {what} is {factor:.4g} times what it should be"
     sizes = {
         len(m.together): "the number of ranks that share out a sequence"
@@ -94,8 +85,6 @@ def wrong_factor(factor: float, evidence: Evidence, what: str) -> str:
 
 
 def stacked(summaries: Summaries, names: list[str]) -> Vector:
-    """Return the projections of the tensors `names`, concatenated; zeros for a tensor that does not
-    exist."""
     tensors = [summaries.get(name) for name in names]
     if not tensors:
         return np.zeros(0)
@@ -105,8 +94,6 @@ def stacked(summaries: Summaries, names: list[str]) -> Vector:
 
 
 def update(rank: RankTrace, step: int, names: list[str]) -> Vector:
-    """Return the projections of the change that a step made to the parameters `names`,
-    concatenated."""
     before = rank.steps[step - 1].tensors["parameters"] if step else rank.initial["parameters"]
     added: Vector = stacked(rank.steps[step].tensors["parameters"], names) - stacked(before, names)
     return added

@@ -1,8 +1,7 @@
-"""Causes of differences from the reference if ranks divide the experts of each layer among them.
+"""Causes of differences from the reference if ranks divide the experts of each layer.
 
-For the first step, the trace has each layer of experts' input tokens, their chosen experts, and the
-output. If a layer's input and choices are right and its output is not, the fault is in the exchange
-of rows (tokens sent to an expert). Else the names of the wrong gradients show the fault.
+If a layer's input and choices are right and its output is not, the fault is in the exchange of rows
+(tokens sent to an expert). Else the names of the wrong gradients show the fault.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from lockstep.evidence.trace import LayerTrace
 from lockstep.verify.causes.evidence import Evidence, Wrong, differ, named, stacked
 
 MOSTLY = 0.9
-"""Smallest fraction of the tokens with a wrong output that must have another token's output, for
-the cause to be that outputs went to the wrong tokens."""
+"""If this fraction of the wrong outputs are other tokens' outputs, outputs went to the wrong
+tokens."""
 
 
 def rows(evidence: Evidence) -> str | None:
-    """Check for a layer of experts whose input and choices equal the reference's, and whose output
-    does not."""
+    """Find a layer of experts whose input and choices are right, and whose output is wrong."""
     for index in sorted(evidence.expected_microbatches) if not evidence.step else ():
         ours, theirs = evidence.reference.experts_of(index), evidence.plan.experts_of(index)
         if len(ours) != 1 or not theirs:
@@ -54,9 +52,8 @@ def rows(evidence: Evidence) -> str | None:
 
 
 def _in_order(expected: LayerTrace, parts: Sequence[LayerTrace]) -> LayerTrace:
-    """Join the tokens of all ranks that divide a microbatch (`parts`), in the order of the
-    reference's tokens (`expected`). Each token is matched with the nearest expected token that is
-    still free."""
+    """Join the tokens of all ranks in the order of `expected`: each is matched with the nearest
+    expected token that is still free."""
     whole = LayerTrace(
         *(
             np.concatenate([getattr(part, each.name) for part in parts])
@@ -86,8 +83,7 @@ def _same_input(expected: LayerTrace, found: LayerTrace, evidence: Evidence) -> 
 def _misplaced(
     expected: LayerTrace, found: LayerTrace, wrong: Wrong, name: str, where: str
 ) -> str | None:
-    """Check for tokens with the output of another token. `wrong`: True for each token whose output
-    differs from the reference."""
+    """Find tokens with the output of another token."""
     at = np.flatnonzero(wrong)
     away = np.linalg.norm(found.output[at, None] - expected.output[None], axis=-1)
     nearest = away.argmin(1)
@@ -103,8 +99,6 @@ def _misplaced(
 
 
 def _lost(layer: _Layer, expected: LayerTrace, found: LayerTrace, wrong: Wrong, where: str) -> str:
-    """Return the cause as text for tokens with wrong outputs: the rows (tokens sent to an expert)
-    of some experts were lost, or rows of all experts went to wrong tokens."""
     at = f"{where} the input of {layer.name!r} and its choices are right, and its output is wrong"
     for experts in layer.groups():
         chose = np.isin(expected.choices, experts).any(1)
@@ -132,9 +126,7 @@ class _Layer:
 
     name: str
     count: int
-    """Number of experts."""
     ranks: int
-    """Number of ranks that divide them."""
 
     @classmethod
     def of(cls, evidence: Evidence, name: str) -> _Layer:
@@ -142,7 +134,6 @@ class _Layer:
         return cls(name, _layers(evidence)[name]["count"], ranks)
 
     def groups(self) -> list[list[int]]:
-        """Return groups of experts: each expert alone, then the experts of each rank."""
         return [[each] for each in range(self.count)] + [
             list(self.held(rank)) for rank in range(self.ranks)
         ]
@@ -158,8 +149,6 @@ class _Layer:
 
 
 def router_gradient(evidence: Evidence) -> str | None:
-    """Check for a wrong gradient of a router, although the loss and the gradients of the layer's
-    experts are right."""
     wrong = set(evidence.names("missing", "gradients"))
     first = evidence.first
     for name, layer in _layers(evidence).items():
@@ -181,8 +170,7 @@ def router_gradient(evidence: Evidence) -> str | None:
 
 
 def wrong_factor(evidence: Evidence) -> str | None:
-    """Check for gradients of experts that are the right ones multiplied or divided by a number of
-    ranks, although all other gradients are right."""
+    """Find gradients of experts that are multiplied or divided by a number of ranks."""
     names, layers = evidence.names("gradients", "sum"), _layers(evidence)
     if not names or not set(names) <= _parameters(evidence):
         return None
@@ -218,8 +206,6 @@ def _times(evidence: Evidence, factor: float, what: str) -> str | None:
 
 
 def _of_some_experts(evidence: Evidence, name: str) -> str | None:
-    """Check for wrong gradients of some of the experts in the parameter `name`. Needs the tensors
-    themselves, which the trace may not have."""
     of = next(key for key, each in _layers(evidence).items() if name in each["parameters"])
     layer = _Layer.of(evidence, of)
     both = _by_expert(evidence, layer, "gradients", name)
@@ -246,7 +232,6 @@ def _of_some_experts(evidence: Evidence, name: str) -> str | None:
 
 
 def clipping(evidence: Evidence) -> str | None:
-    """Check for clipping by a norm of the gradients that leaves out the experts of other ranks."""
     step, layers = evidence.step, _layers(evidence)
     entry = evidence.plan.ranks[evidence.first.rank].steps[step]
     sizes = {name: each.norm for name, each in entry.tensors["gradients"].items() if each}
@@ -272,8 +257,8 @@ def clipping(evidence: Evidence) -> str | None:
 
 
 def _norm_of(evidence: Evidence, rank: int, dense: float) -> float:
-    """Return the norm of the gradients of a rank's experts and of all other parameters; NaN if the
-    trace lacks the tensors. `dense`: the norm of all other parameters' gradients."""
+    """Return the gradient norm of a rank's experts and all other parameters (whose norm is
+    `dense`); NaN if the trace lacks the tensors."""
     total = dense**2
     for name, of in _layers(evidence).items():
         layer = _Layer.of(evidence, name)
@@ -288,8 +273,6 @@ def _norm_of(evidence: Evidence, rank: int, dense: float) -> float:
 def _by_expert(
     evidence: Evidence, layer: _Layer, kind: str, name: str
 ) -> tuple[Vector, Vector] | None:
-    """Return the reference's tensor `name` and the plan's, each with a row for each expert; None if
-    a trace lacks the tensor. `kind`: such as `gradients`."""
     expected, actual = (
         trace.tensor(evidence.step, kind, name) for trace in (evidence.reference, evidence.plan)
     )
@@ -299,8 +282,6 @@ def _by_expert(
 
 
 def initial_values(evidence: Evidence) -> str | None:
-    """Check for experts whose initial values differ from the reference's, although all other
-    initial values are right."""
     names = evidence.names("initial")
     if not set(names) <= _parameters(evidence):
         return None
@@ -313,7 +294,6 @@ def initial_values(evidence: Evidence) -> str | None:
 
 
 def optimizer_state(evidence: Evidence) -> str | None:
-    """Check for optimizer state of experts that is wrong, although everything else is right."""
     names = [name.rpartition("/")[0] for name in evidence.names("states")]
     if not set(names) <= _parameters(evidence):
         return None
@@ -325,8 +305,6 @@ def optimizer_state(evidence: Evidence) -> str | None:
 
 
 def _layers(evidence: Evidence) -> Mapping[str, Any]:
-    """Return, by the name of each layer of experts, the names of its parameters, those of its
-    router, and its number of experts. Empty if the plan does not divide experts."""
     layers: Mapping[str, Any] = evidence.plan.metadata.get("experts", {})
     return layers
 

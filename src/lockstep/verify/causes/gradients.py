@@ -1,7 +1,6 @@
-"""Causes of a wrong reduced gradient.
+"""Causes of a wrong reduced gradient. The strongest test is a fit by the sum of β times each rank's
+sum over its microbatches, plus the gradient of the previous step.
 
-The strongest test is a fit: the trace has the gradient of each microbatch, so a wrong gradient may
-be the sum of β times each rank's sum over its microbatches, plus the gradient of the previous step.
 If the fit is exact, β names the fault: (1, 0) was not reduced; (2, 2) has a wrong factor; if Σ 1/β
 is the number of ranks, the ranks' means were averaged.
 """
@@ -19,8 +18,6 @@ from lockstep.verify.causes.evidence import Evidence, stacked, wrong_factor
 
 
 def wrong_sum(evidence: Evidence) -> str | None:
-    """Find the cause of wrong reduced gradients by a fit with the sums that the ranks computed over
-    their own microbatches."""
     for names in (evidence.names("gradients", "sum"), evidence.names("gradients", "sum")[:1]):
         for rank in sorted({difference.rank for difference in evidence.of("gradients", "sum")}):
             if cause := _fit(evidence, names, rank):
@@ -61,8 +58,8 @@ def _ranks_miscounted(
     rank: int,
     together: set[frozenset[int]],
 ) -> str | None:
-    """Find the cause of a wrong reduced gradient (`target`) by a fit with each rank's sum over its
-    own microbatches (`sums`). `together`: groups of ranks that share the tokens of one sequence."""
+    """Fit a wrong reduced gradient (`target`) by each rank's sum over its microbatches. `together`:
+    groups of ranks that share the tokens of one sequence."""
     ranks = [r for r in sums if np.any(sums[r])]
     factors = exact_factors([sums[r] for r in ranks], target)
     if factors is None or len(ranks) < 2 or all(abs(factor - 1) <= EXACT for factor in factors):
@@ -104,8 +101,8 @@ def _ranks_miscounted(
 def _microbatches_miscounted(
     evidence: Evidence, names: list[str], target: Vector, what: str, entry: RankTrace
 ) -> str | None:
-    """Find the cause of a wrong reduced gradient (`target`) by a fit with the gradients of single
-    microbatches: some of them may count twice or not at all."""
+    """Fit a wrong reduced gradient (`target`) by the gradients of single microbatches: some may
+    count twice or not at all."""
     parts = [m for m in _microbatches_with_gradients(evidence) if m.gradients is not None]
     gain = entry.steps[evidence.step].gain
     columns = [gain * stacked(m.gradients or {}, names) for m in parts]
@@ -134,8 +131,6 @@ def _microbatches_with_gradients(evidence: Evidence) -> list[MicrobatchTrace]:
 
 
 def sums_by_rank(evidence: Evidence, names: list[str], gain: float) -> dict[int, Vector]:
-    """Return each rank's sum over its own microbatches' gradients of the parameters `names`, times
-    `gain`."""
     owners = {m.index: m.rank for m in evidence.microbatches}
     is_own = any(m.gradients is not None for m in evidence.microbatches)
     sums: dict[int, Vector] = {}
@@ -164,8 +159,6 @@ def missing_gradient(evidence: Evidence) -> str:
 
 
 def few_elements(evidence: Evidence) -> str | None:
-    """Check for gradients of which only a few elements are wrong. Needs the tensors themselves,
-    which the trace may not have."""
     if (tensors := _tensors(evidence)) is None:
         return None
     expected, actual = tensors
@@ -182,8 +175,6 @@ def few_elements(evidence: Evidence) -> str | None:
 
 
 def short_dtype(evidence: Evidence) -> str | None:
-    """Check for gradients whose elements are all representable in a shorter dtype. Needs the
-    tensors themselves, which the trace may not have."""
     tensors = _tensors(evidence)
     if tensors is None or not np.any(tensors[1]):
         return None

@@ -63,8 +63,6 @@ def other_data(evidence: Evidence) -> str:
 
 
 def random_state(evidence: Evidence) -> str | None:
-    """Check for dropout masks that differ from the reference: a microbatch's random state must not
-    depend on the rank that computes it."""
     expected = evidence.expected_microbatches
     found = [m for m in evidence.microbatches if m.drew_random_numbers and m.gradients is not None]
     right_state = {index: microbatch.rng_before for index, microbatch in expected.items()}
@@ -100,7 +98,6 @@ def random_state(evidence: Evidence) -> str | None:
 
 
 def scaled_microbatches(evidence: Evidence) -> str | None:
-    """Check for gradients of single microbatches that are multiples of the reference's."""
     names = evidence.names("microbatch")
     expected = evidence.expected_microbatches
     microbatches = evidence.plan.whole_microbatches_of(evidence.step)
@@ -134,8 +131,8 @@ def _factor(
 
 
 def kept_state(evidence: Evidence) -> str | None:
-    """Check for state that the model keeps from one microbatch to the next: rank 0 starts like the
-    reference, so if only a later microbatch is wrong, it depends on earlier ones."""
+    """Find state that the model keeps between microbatches: rank 0 starts like the reference, so if
+    only a later microbatch is wrong, it depends on earlier ones."""
     wrong = {index for difference in evidence.of("microbatch") for index in difference.microbatches}
     rank_0 = [m.index for m in evidence.microbatches if m.rank == 0]
     late = wrong.intersection(rank_0[1:])

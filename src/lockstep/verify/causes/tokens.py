@@ -1,9 +1,7 @@
 """Causes of differences from the reference if several ranks compute tokens of one sequence.
 
-The trace has a sketch of each token's output, and of the loss's gradient with respect to it, by the
-token's index in the sequence. The tokens that differ from the reference ("wrong") show the fault.
-They are at the ends of a rank's chunks, or after the index at which a rank's tokens begin, or in
-later documents. If no token is wrong, the fault is in the backward.
+The wrong tokens show the fault: they are at the ends of a rank's chunks, after the index at which a
+rank's tokens begin, or in later documents. If no token is wrong, the fault is in the backward.
 """
 
 from __future__ import annotations
@@ -26,13 +24,10 @@ may hardly attend to earlier ones."""
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The traced tokens of one microbatch in the order of the sequence, in the reference's run
-    (`expected`) and in the plan's (`found`), and which of them differ (`wrong`)."""
+    """The traced tokens of one microbatch, in the order of the sequence."""
 
     index: int
-    """The number of the microbatch in the step."""
     parts: Sequence[TokenTrace]
-    """The tokens that each rank computed."""
     documents: np.ndarray[Any, np.dtype[np.int64]] | None
     expected: dict[str, Vector]
     """`output` or `gradient` -> the reference's sketches, of shape (samples, tokens,
@@ -47,25 +42,20 @@ class _Tokens:
         return int(self.wrong["output"].shape[1])
 
     def places(self, name: str) -> list[int]:
-        """Return the indices in the sequence at which `output` or `gradient` (`name`) is wrong in
-        any sample."""
         return [int(place) for place in np.flatnonzero(self.wrong[name].any(0))]
 
     def ends(self) -> set[int]:
-        """Return the indices in the sequence at which a rank's run of adjacent tokens ends: the
-        next token is on another rank, elsewhere on the same rank, or missing."""
         return {int(run[-1]) for part in self.parts for run in _runs(part)}
 
     def begins(self) -> dict[int, int]:
-        """Return index in the sequence -> rank, for each token whose previous token is not just
-        before it on the same rank; without the first token."""
+        """Return index in the sequence -> rank, for each start of a rank's run of adjacent tokens
+        after the first token."""
         begins = {int(run[0]): part.rank for part in self.parts for run in _runs(part)}
         begins.pop(0, None)
         return begins
 
 
 def lost_tokens(evidence: Evidence) -> str | None:
-    """Check for tokens that no rank computes, or several ranks compute."""
     for index in _wrong_microbatches(evidence):
         ours, theirs = evidence.reference.tokens_of(index), evidence.plan.tokens_of(index)
         if not ours or len(theirs) < 2:
@@ -83,8 +73,8 @@ def lost_tokens(evidence: Evidence) -> str | None:
 
 
 def pairs_at_cuts(evidence: Evidence) -> str | None:
-    """Check for a wrong loss of tokens next to the cuts between the ranks' parts of a sequence,
-    although every output is right."""
+    """Find a wrong loss next to the cuts between the ranks' parts of a sequence, with right
+    outputs."""
     tokens = _first_wrong(evidence, "gradient")
     if tokens is None or tokens.wrong["output"].any():
         return None
@@ -118,8 +108,6 @@ def pairs_at_cuts(evidence: Evidence) -> str | None:
 
 
 def document_leak(evidence: Evidence) -> str | None:
-    """Check for outputs that are right in the first document of each row, and wrong from the second
-    on."""
     tokens = _first_wrong(evidence, "output")
     if tokens is None or tokens.documents is None:
         return None
@@ -139,8 +127,7 @@ def document_leak(evidence: Evidence) -> str | None:
 
 
 def places_of_others(evidence: Evidence) -> str | None:
-    """Check for outputs that are right up to an index in the sequence where a rank's tokens begin,
-    and wrong from there on."""
+    """Find outputs that are wrong from an index in the sequence on, where a rank's tokens begin."""
     tokens = _first_wrong(evidence, "output")
     if tokens is None:
         return None
@@ -156,7 +143,7 @@ def places_of_others(evidence: Evidence) -> str | None:
 
 
 def attention_backward(evidence: Evidence) -> str | None:
-    """Check for wrong gradients of parameters, although every token's output and loss are right."""
+    """Find wrong gradients of parameters, with every token's output and loss right."""
     tokens = _first_wrong(evidence, None)
     if tokens is None or any(each.any() for each in tokens.wrong.values()):
         return None
@@ -177,9 +164,8 @@ def attention_backward(evidence: Evidence) -> str | None:
 
 
 def _first_wrong(evidence: Evidence, name: str | None) -> _Tokens | None:
-    """Return the tokens of the first microbatch with a token whose `name` (`output` or `gradient`)
-    differs from the reference; if `name` is None, of the first microbatch that may be wrong. None
-    if there is none."""
+    """Return the first microbatch with a wrong `output` or `gradient` of a token; for None, the
+    first that may be wrong."""
     for index in _wrong_microbatches(evidence):
         tokens = _compared(evidence, index)
         if tokens is None:
@@ -190,8 +176,6 @@ def _first_wrong(evidence: Evidence, name: str | None) -> _Tokens | None:
 
 
 def _wrong_microbatches(evidence: Evidence) -> list[int]:
-    """Return the numbers of the microbatches of the first step that may differ from the reference:
-    all of them, if none is known to differ."""
     if evidence.step:
         return []
     found = evidence.of("microbatch")
@@ -221,8 +205,6 @@ def _compared(evidence: Evidence, index: int) -> _Tokens | None:
 
 
 def _in_order(parts: Sequence[TokenTrace]) -> dict[str, Vector]:
-    """Join the sketches of all ranks' tokens, in the order of the sequence: `output` or `gradient`
-    -> shape (samples, tokens, projections)."""
     order = np.argsort(np.concatenate([part.places for part in parts]), kind="stable")
     names = set.intersection(*(set(part.sketches) for part in parts))
     return {
@@ -232,5 +214,4 @@ def _in_order(parts: Sequence[TokenTrace]) -> dict[str, Vector]:
 
 
 def _runs(part: TokenTrace) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the indices in the sequence of a rank's tokens, in runs of adjacent ones."""
     yield from np.split(part.places, np.flatnonzero(np.diff(part.places) != 1) + 1)

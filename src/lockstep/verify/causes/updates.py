@@ -14,14 +14,12 @@ from lockstep.verify.causes.gradients import sums_by_rank
 NORM_TOLERANCE = 0.2
 """Largest relative error of a gradient norm that is estimated from projections."""
 WRONG_UPDATE = 0.05
-"""A larger relative error of an update (a parameter's change in a step) is no rounding error, if
-the gradients agree a hundred times better."""
+"""A larger relative error of a parameter's update is no rounding, if the gradients agree a hundred
+times better."""
 _BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def clipping(evidence: Evidence) -> str:
-    """Compare a wrong clipping norm with the norms of the gradients in the trace, which are right,
-    and return the cause."""
     first = evidence.first
     entry = evidence.plan.ranks[first.rank].steps[first.step]
     gradients = {
@@ -64,8 +62,6 @@ def learning_rate(evidence: Evidence) -> str:
 
 
 def parameter_update(evidence: Evidence) -> str | None:
-    """Find the cause if the gradient and the optimizer state are right, but a parameter is
-    wrong."""
     first = evidence.first
     names = evidence.names("parameters")
     expected = update(evidence.reference.rank_0, first.step, names)
@@ -89,8 +85,7 @@ def parameter_update(evidence: Evidence) -> str | None:
 
 
 def earlier_update(evidence: Evidence) -> str | None:
-    """Check whether an update before the first difference was wrong by less than the tolerance of
-    parameters."""
+    """Find an earlier update that was wrong by less than the tolerance of parameters."""
     for step in range(evidence.step):
         actual, expected = evidence.plan.ranks[evidence.first.rank], evidence.reference.rank_0
         names = list(expected.initial["parameters"])
@@ -108,8 +103,8 @@ def earlier_update(evidence: Evidence) -> str | None:
 
 
 def _relative(found: Vector, expected: Vector) -> float:
-    """Return the distance of `found` from `expected`, relative to the norm of `expected`; 0 if
-    there are no numbers, because a step overflowed."""
+    """Return the distance relative to the norm of `expected`; 0 if there are no numbers, because a
+    step overflowed."""
     size, away = float(np.linalg.norm(expected)), float(np.linalg.norm(found - expected))
     return away / size if size and np.isfinite(away) else 0.0
 
