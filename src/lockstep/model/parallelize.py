@@ -103,20 +103,11 @@ def parallelize(
     block_names = blocks_of(model, blocks)
     parts = sequential_parts(model, stages)
     streams = ModuleRandomStreams(model, parts, begin) if parts else None
-    chunked = None
-    if plan.logits == "chunked":
-        chunked = head_name(model, head, autocast_dtype)
+    chunked = head_name(model, head, autocast_dtype) if plan.logits == "chunked" else None
     used_by_loss = set() if chunked is None else modules_with_weights_of(model, chunked)
-    styles: Mapping[str, str] = {}
-    whole_experts: list[str] = []
-    if (size := mesh.axis("tensor").size) > 1 or plan.slices != 1:
-        whole_experts = list(stacked_experts(model, experts))
-        styles = tensor_styles(model, tensor, size, plan.slices, experts=whole_experts)
-        if plan.context != 1:
-            _check_styles_under_context(plan, styles)
+    styles, whole_experts = _find_styles(model, mesh, plan, tensor, experts)
     # before other stages' parameters are removed
     found_experts = _find_experts(model, mesh, plan, experts)
-    pipeline: Pipeline | None = None
     separates = plan.numerics == "bitwise" and bool(parts)
     shared: Sequence[SharedParameter] = ()
     if separates:
@@ -124,22 +115,16 @@ def parallelize(
         shared = shared_parameters(model, parts, [0] * len(parts), each_part=True)
         if mesh.axis("expert").size > 1:
             check_parts([each.name for each in shared], found_experts)
+
+    pipeline: Pipeline | None = None
     roots = [""]
     if mesh.stages.size > 1:
-        # importing torch's schedules takes long
-        from lockstep.model.pipeline.pipeline import Pipeline
-
         per_rank = STAGES_PER_RANK[plan.schedule]
         split_stages = Stages.split(
             model, stages, ranks=mesh.stages.size, per_rank=per_rank, bitwise=separates
         )
-        assert streams is not None, "Stages.split refuses a model without sequential parts"
         check_stage_parts(styles, split_stages.parts)
-        several = mesh.axis("shard"), mesh.axis("expert"), mesh.tokens
-        together = [each for each in several if each.size > 1]
-        pipeline = Pipeline(
-            model, split_stages, mesh.stages, streams, schedule=plan.schedule, together=together
-        )
+        pipeline = _make_pipeline(model, split_stages, mesh, streams, plan)
         shared = split_stages.shared_parameters
         roots = _keep_own_stages(initial, split_stages, mesh)
         block_names = _blocks_within(roots, block_names)
@@ -166,6 +151,7 @@ def parallelize(
             experts=whole_experts,
             slices=Slices(plan.slices, ranks) if plan.numerics == "bitwise" else None,
         )
+
     held_experts = {
         name: each for name, each in found_experts.items() if _is_within_any(name, roots)
     }
@@ -174,14 +160,13 @@ def parallelize(
     )
     if pipeline is not None:
         pipeline.expert_leaves = leaves
+
     wrapped = block_names or [layer.name for layer in layers] or roots
     if chunked is not None:
         if plan.compile:
             _check_not_compiled(chunked, wrapped)
         chunk_logits(model, chunked)
     _wrap_blocks(model, wrapped, plan)
-    if plan.numerics == "bitwise" and not sharded:
-        sum_in_blocks(model, map(model.get_submodule, block_names))
     if sharded:
         free = plan.sharding == "full"
         options: dict[str, Any] = {
@@ -199,9 +184,11 @@ def parallelize(
             parts_held = {root: _blocks_within([root], block_names) for root in roots}
             shard_parts(model, mesh, parts_held, free_root=free, **options)
         unmark(model, wrapped if plan.compile else [])
-    if sharded and plan.numerics == "bitwise" and sequence is not None:
-        for root in roots:
-            gather_whole(model.get_submodule(root))
+        if plan.numerics == "bitwise" and sequence is not None:
+            for root in roots:
+                gather_whole(model.get_submodule(root))
+    elif plan.numerics == "bitwise":
+        sum_in_blocks(model, map(model.get_submodule, block_names))
     materialize(model)
     if plan.split != 1:
         split_over_devices(
@@ -209,6 +196,7 @@ def parallelize(
         )
     if plan.data_parallel != 1:
         wrap_data_parallel(model, gpus_of(mesh.world.device, plan.data_parallel))
+
     separate = None
     if separates:
         own = parts if pipeline is None else roots
@@ -223,6 +211,37 @@ def parallelize(
         eager_experts=eager,
         expert_patterns=experts,
     )
+
+
+def _find_styles(
+    model: nn.Module,
+    mesh: Mesh,
+    plan: Plan,
+    given: Mapping[str, str] | None,
+    experts: Sequence[str] | None,
+) -> tuple[Mapping[str, str], list[str]]:
+    """Returns the style of each module that the `tensor` axis shards, and the names of the modules
+    of experts, which that axis does not shard."""
+    size = mesh.axis("tensor").size
+    if size == 1 and plan.slices == 1:
+        return {}, []
+    whole_experts = list(stacked_experts(model, experts))
+    styles = tensor_styles(model, given, size, plan.slices, experts=whole_experts)
+    if plan.context != 1:
+        _check_styles_under_context(plan, styles)
+    return styles, whole_experts
+
+
+def _make_pipeline(
+    model: nn.Module, stages: Stages, mesh: Mesh, streams: ModuleRandomStreams | None, plan: Plan
+) -> Pipeline:
+    # importing torch's schedules takes long
+    from lockstep.model.pipeline.pipeline import Pipeline
+
+    assert streams is not None, "Stages.split refuses a model without sequential parts"
+    several = mesh.axis("shard"), mesh.axis("expert"), mesh.tokens
+    together = [each for each in several if each.size > 1]
+    return Pipeline(model, stages, mesh.stages, streams, schedule=plan.schedule, together=together)
 
 
 def _find_experts(
