@@ -1,9 +1,5 @@
-"""The machine's accelerator: CUDA (NVIDIA or ROCm), XPU, MPS, or another that torch supports. Code
-that is specific to one type of accelerator is only in this module.
-
-It uses `torch.accelerator`, and the accelerator's own module in torch. Functions with a device as
-argument also accept the CPU.
-"""
+"""The machine's accelerator: CUDA (NVIDIA or ROCm), XPU, MPS, or another that torch supports.
+Functions with a device as argument also accept the CPU."""
 
 from __future__ import annotations
 
@@ -26,25 +22,17 @@ from lockstep.base.torch_private import default_mps_generator
 from lockstep.base.words import counted
 
 _WITHOUT_STREAMS = ("cpu", "meta", "mps")
-"""Types of devices that have neither streams nor pinned memory."""
 _HIDING = {"cuda": "CUDA_VISIBLE_DEVICES=", "xpu": "ZE_AFFINITY_MASK=''"}
-"""Type of accelerator -> the setting of an environment variable that hides all devices of this
-type."""
 _VISIBLE = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
     "ZE_AFFINITY_MASK",
 )
-"""Environment variables that select the devices that a process sees."""
 DEVICE_FLAGS = frozenset({"is_cpu", "is_meta", "is_cuda", "is_xpu", "is_mps"})
-"""Attributes of a tensor that tell the type of its device."""
 TF32_SINCE = (8, 0)
-"""Ampere's compute capability, the first with TF32."""
 FLASH_SINCE = (8, 0)
-"""Ampere's compute capability, the first with flash attention."""
 _WITH_FLEX = ("cuda", "xpu")
-"""Types of devices on which FlexAttention computes gradients."""
 MIG = "MIG"
 """Result of `identity` for every MIG instance (a partition of an NVIDIA GPU): NCCL treats all
 instances of a GPU as the same device."""
@@ -53,14 +41,12 @@ _ALL_HIDDEN = ("", "-1", "none", "void", "NoDevFiles")
 
 
 def kind() -> str | None:
-    """Return the accelerator's type, such as `cuda`; None if there is none."""
     found = torch.accelerator.current_accelerator()
     return found.type if found is not None and count() else None
 
 
 def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
-    """Return the dtypes to which autocast casts on the CPU and on the accelerator; None where it is
-    off."""
+    """Return the dtypes for the CPU and for the accelerator; None where autocast is off."""
     built_for = torch.accelerator.current_accelerator()
     return tuple(
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -69,7 +55,7 @@ def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
 
 
 def count() -> int:
-    """Return the number of accelerators. Forks of this process can still use them afterwards."""
+    """Forks of this process can still use the accelerators afterwards."""
     # torch.accelerator's own count would make forks unusable
     built_for = torch.accelerator.current_accelerator()
     if built_for is None:
@@ -90,8 +76,8 @@ def _counted_by_fork(name: str) -> int:
 
 
 def _asked_of_fork(question: Callable[[], object]) -> str:
-    """Call `question` in a forked process, and return its result as text. (A process that itself
-    asks the GPU's driver cannot fork usable processes any more.)"""
+    """Call `question` in a forked process: a process that initializes the GPU's driver cannot fork
+    usable processes any more."""
     read, write = os.pipe()
     process = os.fork()
     if process == 0:
@@ -107,15 +93,13 @@ def _asked_of_fork(question: Callable[[], object]) -> str:
 
 
 def product_name() -> str:
-    """Return the product name, or else the type, of the first accelerator. Forks of this process
-    can still use it afterwards."""
     first = torch.device(str(kind()), 0)
     named = str(name(first)) if is_initialized() else _asked_of_fork(lambda: name(first) or "")
     return named or first.type
 
 
 def device(index: int) -> torch.device:
-    """Return the accelerator with this index, and make it the current one."""
+    """Return the accelerator, and make it the current one."""
     name = kind()
     assert name is not None, "only where there is one"
     if name != "mps":
@@ -128,21 +112,16 @@ def current_device() -> torch.device:
 
 
 def how_to_hide() -> str:
-    """Return, as text for the user, the setting of an environment variable that hides the
-    accelerators."""
     return _HIDING.get(kind() or "cuda", "a torch without it")
 
 
 def hiding(environ: Mapping[str, str]) -> str:
-    """Return, as text, the variables that decide which devices this process sees, such as
-    `CUDA_VISIBLE_DEVICES='0'`."""
     return ", ".join(f"{name}={environ[name]!r}" for name in _VISIBLE if name in environ)
 
 
 def unseen(environ: Mapping[str, str], folder: Path = Path("/dev")) -> str:
-    """Return the reason why torch sees none of this machine's NVIDIA GPUs, and what to do; "" if it
-    sees one, if there are none, or if they are hidden on purpose. `folder`: the folder of device
-    files."""
+    """Return why torch sees none of this machine's NVIDIA GPUs; "" if it sees one, if there are
+    none, or if they are hidden on purpose."""
     files = sorted(path.name for path in folder.glob("nvidia[0-9]*"))
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if not files or count() or (named is not None and named in _ALL_HIDDEN):
@@ -167,8 +146,8 @@ def unseen(environ: Mapping[str, str], folder: Path = Path("/dev")) -> str:
 
 
 def identity(device: torch.device, environ: Mapping[str, str]) -> str:
-    """Return text that identifies a device among this machine's accelerators: two processes on the
-    same accelerator get the same text."""
+    """Return text that is equal for two processes on this machine if they use the same
+    accelerator."""
     if environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         return MIG
     properties = getattr(_module(device.type), "get_device_properties", None)
@@ -190,17 +169,14 @@ def is_initialized() -> bool:
 
 
 def is_accelerator(where: torch.device | Tensor) -> bool:
-    """True for a device that is not the CPU, or a tensor on one."""
     return (where.device if isinstance(where, Tensor) else where).type not in ("cpu", "meta")
 
 
 def is_for_one_process() -> bool:
-    """True if only one process at a time should compute on the accelerator."""
     return kind() == "mps"
 
 
 def runs_data_parallel(device: torch.device) -> bool:
-    """True if `torch.nn.DataParallel` supports devices of this kind."""
     return device.type == "cuda"
 
 
@@ -211,20 +187,17 @@ def process_group_backend(device: torch.device) -> str:
 
 
 def process_group_device(device: torch.device, backend: str) -> torch.device | None:
-    """Return the device to which to bind a process group (`device_id` of `init_process_group`).
-    NCCL then connects at once, and can split groups from it. None for other backends, which cannot
-    split."""
+    """Return the `device_id` for `init_process_group`. With one, NCCL connects at once and can
+    split groups. None for other backends, which cannot split."""
     return device if backend == "nccl" else None
 
 
 def name(device: torch.device) -> str | None:
-    """Return the product name of a device; None for a CPU, or if it has none."""
     named = getattr(_module(device.type), "get_device_name", None)
     return None if device.type == "cpu" or named is None else str(named(device))
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of the libraries that torch was built for, by name."""
     versions = {
         "CUDA": torch.version.cuda,
         "ROCm": torch.version.hip,
@@ -238,9 +211,7 @@ def library_versions() -> dict[str, str]:
 
 
 def traits(device: torch.device) -> dict[str, str]:
-    """Return the properties of a device, other than its name, by which results can differ bitwise:
-    versions of libraries, compute capability and number of multiprocessors; for a CPU, its
-    instruction set."""
+    """Return the properties of a device by which results can differ bitwise."""
     if device.type == "cpu":
         return {"instructions": torch.backends.cpu.get_cpu_capability()}
     properties = getattr(_module(device.type), "get_device_properties", None)
@@ -258,7 +229,6 @@ def traits(device: torch.device) -> dict[str, str]:
 
 
 def _cuda_library_versions() -> dict[str, str]:
-    """Return versions of NVIDIA's driver, cuDNN and cuBLAS, where known."""
     if torch.version.cuda is None:
         return {}
     libraries = {"cuDNN": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
@@ -277,7 +247,6 @@ def _cuda_library_versions() -> dict[str, str]:
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return the device's widest floating-point dtype."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -289,7 +258,6 @@ def computes_bf16(device: torch.device) -> bool:
 
 
 def computes_fp16(device: torch.device) -> bool:
-    """True if the device has matrix instructions for fp16."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (7, 0)
 
 
@@ -297,7 +265,6 @@ def computes_fp16(device: torch.device) -> bool:
 
 
 def why_no_varlen_attention(device: torch.device) -> str:
-    """Return the reason why torch's `varlen_attn` does not run on a device; "" if it does."""
     capability = compute_capability(device)
     if capability is None or capability < FLASH_SINCE:
         return "it needs an NVIDIA GPU of compute capability {}.{} or newer".format(*FLASH_SINCE)
@@ -307,7 +274,6 @@ def why_no_varlen_attention(device: torch.device) -> str:
 
 
 def why_no_flex_attention(device: torch.device) -> str:
-    """Return the reason why FlexAttention does not compute gradients on a device; "" if it does."""
     return "" if device.type in _WITH_FLEX else f"it has no backward on {device.type}"
 
 
@@ -330,8 +296,6 @@ def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
 
 @contextmanager
 def preserved_generators(*devices: torch.device) -> Iterator[None]:
-    """Restore the states of torch's default random generators, on the CPU and on `devices`, when
-    the context is left."""
     generators = generators_of(devices)
     states = [each.get_state() for each in generators]
     try:
@@ -345,7 +309,6 @@ def preserved_generators(*devices: torch.device) -> Iterator[None]:
 
 
 def has_streams(device: torch.device) -> bool:
-    """True if the device computes in streams, asynchronously to the host."""
     return device.type not in _WITHOUT_STREAMS
 
 
@@ -358,16 +321,13 @@ def event(device: torch.device, *, timed: bool = False) -> torch.Event:
 
 
 def recorded_event(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """Return an event recorded at the end of the device's stream; `Event.record` alone would use
-    the stream of the current device."""
+    """`Event.record` alone would use the stream of the current device."""
     made = event(device, timed=timed)
     made.record(current_stream(device))
     return made
 
 
 def is_reached(event: torch.Event, timeout_seconds: float = 0.0) -> bool:
-    """True if the device reaches the event within `timeout_seconds`; False if it does not, for
-    example because it hangs."""
     if event.query() or not timeout_seconds:
         return event.query()
     reached = threading.Event()
@@ -386,14 +346,12 @@ def profiled(device: torch.device) -> list[ProfilerActivity]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all queued work."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
 @contextmanager
 def current(device: torch.device) -> Iterator[None]:
-    """Make an accelerator the current one while the context is entered."""
     before = torch.accelerator.current_device_index()
     torch.accelerator.set_device_index(device)
     try:
@@ -403,8 +361,8 @@ def current(device: torch.device) -> Iterator[None]:
 
 
 def future(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    """Return an empty future for a tensor on the same device as `tensor`. Whoever waits for it
-    makes the current stream wait for the kernels that compute the result."""
+    """Waiting for the future makes the current stream wait for the kernels that compute its
+    result."""
     return torch.futures.Future(devices=[tensor.device] if has_streams(tensor.device) else None)
 
 
@@ -412,8 +370,6 @@ def future(tensor: Tensor) -> torch.futures.Future[Tensor]:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak number of bytes of tensors on the device since `reset_peak_bytes`; None if
-    unknown."""
     return torch.accelerator.max_memory_allocated(device) if has_streams(device) else None
 
 
@@ -423,7 +379,6 @@ def reset_peak_bytes(device: torch.device) -> None:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Return the size of the device's memory; None if unknown."""
     return torch.accelerator.get_memory_info(device)[1] if has_streams(device) else None
 
 
@@ -432,14 +387,12 @@ _PORTABLE = 1
 
 
 def can_register_memory(device: torch.device) -> bool:
-    """True if host memory can be pinned for this device by `cudaHostRegister`."""
     runtime = getattr(_module(device.type), "cudart", None) if has_streams(device) else None
     return runtime is not None and hasattr(runtime(), "cudaHostRegister")
 
 
 def register_memory(memory: Tensor, device: torch.device) -> str | None:
-    """Pin memory of the host, so that copies are faster and asynchronous. Returns None, or the
-    reason why it failed."""
+    """Pin memory of the host. Returns None, or the reason why it failed."""
     status = (
         _module(device.type).cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
     )
@@ -461,7 +414,6 @@ def unregister_memory(memory: Tensor, device: torch.device, timeout_seconds: flo
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA GPU as (major, minor); None for other devices."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -469,7 +421,6 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def allocation_error(device: torch.device) -> str:
-    """Try to allocate 2 MiB on the device. Returns the error's text, or "" if that succeeds."""
     try:
         torch.accelerator.empty_cache()
         torch.empty(2**21, dtype=torch.uint8, device=device)
@@ -479,8 +430,6 @@ def allocation_error(device: torch.device) -> str:
 
 
 def leaves_tf32_unused(device: torch.device) -> bool:
-    """True for an NVIDIA GPU that has TF32 if torch's setting for fp32 matrix products is the
-    default, which does not use TF32."""
     capability = compute_capability(device)
     return (
         capability is not None
@@ -490,7 +439,6 @@ def leaves_tf32_unused(device: torch.device) -> bool:
 
 
 def free_unused_memory(device: torch.device) -> None:
-    """Free the unused memory that torch's allocator caches."""
     if has_streams(device):
         torch.accelerator.empty_cache()
 

@@ -16,15 +16,13 @@ _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
 
 
 def names_read(model: Any) -> set[str] | None:
-    """Return the names of attributes, and of global and enclosing variables, that the forwards of
-    the model's modules read, also in methods and functions that they call. A name does not count if
+    """Return the attributes and variables that the model's forwards read. A name does not count if
     a function sets it first or only adds to it (`self.calls += 1`). None if the code of a forward
     is unknown."""
     return names_read_by_all(functions_of(model))
 
 
 def names_read_by_dataset(dataset: Any) -> set[str] | None:
-    """Like `names_read`, for the methods `__getitem__` and `__getitems__` of a dataset."""
     methods = [getattr(type(dataset), name, None) for name in ("__getitem__", "__getitems__")]
     return names_read_by_all(
         each
@@ -35,14 +33,12 @@ def names_read_by_dataset(dataset: Any) -> set[str] | None:
 
 
 def names_read_by(function: FunctionType) -> set[str]:
-    """Return the names of attributes and variables that a function, or one defined inside it, reads
-    before it sets them."""
     return {name for code in inner_code(function.__code__) for name in _read_by(code)}
 
 
 def functions_of(model: Any) -> Iterator[FunctionType | None]:
-    """Yield the forwards of the model's modules, and the methods and functions that they call.
-    Yields None for one that is no Python function, whose code is unknown."""
+    """Yield the forwards of the model's modules, and what they call. Yields None for one that is no
+    Python function."""
     seen: set[tuple[type, Any]] = set()
     for module in model.modules():
         forward = getattr(module.forward, "__func__", module.forward)
@@ -52,8 +48,8 @@ def functions_of(model: Any) -> Iterator[FunctionType | None]:
 
 
 def functions_called(kind: type, first: Any) -> Iterator[FunctionType | None]:
-    """Yield `first`, a method of the class `kind`, and the methods of the class and the user's
-    functions that it calls, directly or not. Yields None for one whose code is unknown."""
+    """Yield `first`, a method of the class `kind`, and the methods and the user's functions that it
+    calls, directly or not. Yields None for one whose code is unknown."""
     left, seen = [first], set[FunctionType]()
     while left:
         function = inspect.unwrap(left.pop())
@@ -72,8 +68,6 @@ def functions_called(kind: type, first: Any) -> Iterator[FunctionType | None]:
 
 
 def names_read_by_all(functions: Iterable[FunctionType | None]) -> set[str] | None:
-    """Like `names_read`, for these functions. Returns None if one of them is None: its code is
-    unknown."""
     found: set[str] = set()
     for function in functions:
         if function is None:
@@ -83,8 +77,6 @@ def names_read_by_all(functions: Iterable[FunctionType | None]) -> set[str] | No
 
 
 def _methods(kind: type, names: set[str]) -> Iterator[FunctionType]:
-    """Yield the methods and the getters of properties with these names, of a class and its base
-    classes."""
     for each in kind.__mro__:
         for name in names & vars(each).keys():
             value = vars(each)[name]
@@ -116,6 +108,5 @@ def _writes(one: dis.Instruction) -> bool:
 
 
 def _start(one: dis.Instruction) -> tuple[int | None, int | None]:
-    """Return the line and column at which an instruction's expression begins."""
     at = one.positions
     return (None, None) if at is None else (at.lineno, at.col_offset)

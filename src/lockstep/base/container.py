@@ -1,9 +1,7 @@
-"""The container in which this process runs: its limits (control groups, versions 1 and 2), the
-CPUs, memory and tasks that are still available, and the namespaces that it does not share with
-other containers on the same host.
-
-`os.cpu_count`, /proc/meminfo and torch show the whole machine, not the container's limits. The
-argument `root` of the functions is `/`, except in tests."""
+"""The limits of the container in which this process runs (control groups, versions 1 and 2), the
+CPUs, memory and tasks that are left, and the container's namespaces. `os.cpu_count`, /proc/meminfo
+and torch show the whole machine instead. The argument `root` of the functions is `/`, except in
+tests."""
 
 from __future__ import annotations
 
@@ -27,26 +25,23 @@ entry of memory.stat for memory that the kernel can reclaim."""
 
 
 def usable_cpus(root: Path = ROOT) -> int:
-    """Return the number of CPUs that this process may use at the same time, at least 1: the smaller
-    of its affinity and its container's quota. All of lockstep takes the number from here."""
+    """Return the smaller of the process's CPU affinity and its container's CPU quota, at least
+    1."""
     return whole_cpus(scheduled_cpus(), cpu_quota(root))
 
 
 def whole_cpus(scheduled: int, quota: float | None) -> int:
-    """Return the smaller of the number of CPUs in the affinity (`scheduled`) and the CPU quota,
-    rounded down, at least 1. With more threads, the quota of each scheduling period would be used
-    up early, and all would pause."""
+    """Round the quota down: with more threads, the quota of each scheduling period would be used up
+    early, and all would pause."""
     return max(1, scheduled if quota is None else min(scheduled, int(quota)))
 
 
 def scheduled_cpus() -> int:
-    """Return the number of CPUs in this process's affinity."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the CPU quota of this process's control groups, in CPUs, which may be a fraction; None
-    if there is none."""
+    """Return the CPU quota of this process's control groups, which may be a fraction."""
     quotas = []
     for file in _files(root, "", "cpu.max"):
         with suppress(OSError, ValueError):
@@ -61,8 +56,6 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def memory_limit_bytes(root: Path = ROOT) -> int | None:
-    """Return the memory limit of this process's control groups in bytes; None if there is none
-    below the memory of the machine."""
     limits = [
         int(most)
         for controller, name, *_ in _MEMORY
@@ -74,8 +67,6 @@ def memory_limit_bytes(root: Path = ROOT) -> int | None:
 
 
 def available_memory_bytes(root: Path = ROOT) -> int:
-    """Return the bytes of host memory that this process can still allocate, within the container's
-    limit."""
     free = [
         _meminfo(root, "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ]
@@ -88,8 +79,8 @@ def available_memory_bytes(root: Path = ROOT) -> int:
 
 
 def free_tasks(root: Path = ROOT) -> int | None:
-    """Return the number of processes and threads that may still be started in this process's
-    control groups; None without a limit."""
+    """Return the number of processes and threads that may still be started; None without a
+    limit."""
     free = []
     for controller in ("", "pids"):
         for file in _files(root, controller, "pids.max"):
@@ -108,8 +99,8 @@ def number_in(path: Path) -> float | None:
 
 
 def _files(root: Path, controller: str, name: str) -> list[Path]:
-    """Return the paths of a file in each control group of this process, innermost first.
-    `controller`: "" for version 2. Some may not exist: a container may see its path on the host."""
+    """Return the paths of a file in each control group of this process, innermost first. Some may
+    not exist: a container may see its path on the host."""
     mounted = root / "sys/fs/cgroup" / controller
     if not controller and not (mounted / "cgroup.controllers").exists():
         mounted /= "unified"  # both versions are mounted
@@ -135,8 +126,6 @@ def _meminfo(root: Path, name: str) -> int | None:
 
 
 def _reclaimable(stat: Path, name: str) -> int:
-    """Return the bytes of page cache that the kernel frees when memory is short. `stat`: the path
-    of memory.stat. `name`: the entry in it."""
     with suppress(OSError):
         for line in stat.read_text().splitlines():
             if line.startswith(f"{name} "):
@@ -148,13 +137,10 @@ ONE_CONTAINER = (
     "run all processes of a host in one container (lockstep run --nproc N), or give its containers"
     " --pid=host --ipc=host"
 )
-"""Text that tells the user how to let containers on one host share memory: NCCL needs --ipc=host,
-and lockstep --pid=host."""
 LARGER_SHARED_MEMORY = (
     "make it larger (docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir in memory;"
     " mount -o remount,size=8g /dev/shm)"
 )
-"""Text that tells the user how to enlarge a /dev/shm that is too small."""
 VOLUME = (
     "mount a volume for run directories (docker run -v /data/runs:/runs; Kubernetes:"
     " persistentVolumeClaim), and give --run-dir there"
@@ -165,16 +151,13 @@ _FIRST_NAMESPACES = {"pid": 4026531836, "ipc": 4026531839, "uts": 4026531838, "c
 _LAYERS = ("overlay", "fuse-overlayfs", "fuse.fuse-overlayfs", "aufs")
 _TEMPORARY = (*_LAYERS, "tmpfs", "ramfs")
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
-"""Pattern of an escaped byte, such as a space, in the fields of /proc/mounts."""
+"""An escaped byte, such as a space, in the fields of /proc/mounts."""
 
 
 def container_engine(environ: Mapping[str, str], root: Path = ROOT) -> str | None:
-    """Return the name of the engine that made this process's container, or "a container"; None if
-    the process is in none.
-
+    """Return the name of the engine that made this process's container; None outside of containers.
     /.dockerenv may come from an image of a virtual machine, so the process must also be in
-    namespaces other than the host's.
-    """
+    namespaces other than the host's."""
     if "KUBERNETES_SERVICE_HOST" in environ:
         return "Kubernetes"
     if "APPTAINER_CONTAINER" in environ or "SINGULARITY_CONTAINER" in environ:
@@ -197,8 +180,7 @@ def _has_own_namespaces(root: Path) -> bool:
 
 
 def mount_of(path: Path, root: Path = ROOT) -> tuple[str, str]:
-    """Return the mount point of `path` and the type of its file system, such as `ext4`; empty if
-    unknown."""
+    """Return the mount point of `path` and the type of its file system, such as `ext4`."""
     with suppress(OSError):
         mounts = (root / "proc/mounts").read_bytes().split(b"\n")
         points = {
@@ -227,8 +209,8 @@ def ends_with_container(path: Path, environ: Mapping[str, str], root: Path = ROO
 
 
 def process_id_space() -> list[str | int]:
-    """Return the kernel's boot id and the namespace of process ids. If both are equal, two
-    processes are on the same host and can use each other's ids; host names do not show that."""
+    """Two processes with equal values are on the same host and can use each other's ids; host names
+    do not show that."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return [boot, os.stat("/proc/self/ns/pid").st_ino]

@@ -1,8 +1,5 @@
-"""Reads any object as a sequence of parts (pairs of path and bytes), to compare objects of two
-processes, or the states of one object at two times.
-
-Imports neither torch nor numpy: tensors and arrays exist only if the process has imported these.
-"""
+"""Reads any object as a sequence of (path, bytes), to compare objects of two processes, or the
+states of one object at two times. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -25,9 +22,7 @@ Part = tuple[str, Iterable[bytes] | None]
 MOST_OBJECTS = 100_000
 """Largest number of nested objects that are read; the remaining ones count as unreadable."""
 MOST_LEVELS = 60
-"""Largest depth of nested objects that are read."""
 _MOST_CODE = 4096
-"""Largest number of functions whose instructions are cached."""
 _CACHED = type(functools.cache(len))
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
@@ -35,14 +30,12 @@ _LOCKSTEP = str(Path(__file__).parents[1]) + os.sep
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-class _TooManyError(Exception):
-    """The object contains more than `MOST_OBJECTS` objects."""
+class _TooManyError(Exception): ...
 
 
 class Reader:
-    """Reads one object as parts: the contents of containers, tensors and arrays, and functions with
-    the values that they use. Other objects are read as `pickle` would read them. Equal objects have
-    equal parts in the same order."""
+    """Reads containers, tensors and arrays, and functions with the values that they use. Other
+    objects are read as `pickle` would read them."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
         """`most_bytes`: if a tensor or array is longer, only half of this is read at each end."""
@@ -60,7 +53,6 @@ class Reader:
             yield f"{path} beyond its first {MOST_OBJECTS:,} objects", None
 
     def read(self, value: Any, path: str) -> Iterator[Part]:
-        """Yield the parts of an object that is inside the one that `parts` reads."""
         if is_plain(value) or (type(value) in (list, tuple) and all(map(is_plain, value))):
             yield path, [f"{type(value).__qualname__} {value!r}".encode(errors="surrogatepass")]
         elif id(value) in self._open:
@@ -186,8 +178,6 @@ class Reader:
         return [part.tobytes() for part in self._read_of(value.reshape(-1))]
 
     def _read_of(self, flat: Any) -> list[Any]:
-        """Return the slices of a one-dimensional tensor or array that are read: all of it, or both
-        ends if it is longer than `most_bytes`."""
         if self._most_bytes is None or flat.nbytes <= self._most_bytes:
             return [flat]
         part = self._most_bytes // 2 // flat.itemsize
@@ -234,7 +224,6 @@ class Reader:
             yield from self.read([name, part], f"{path}[key {place}]")
 
     def _state(self, value: Any, path: str) -> Iterator[Part]:
-        """Yield the parts of a container's attributes, besides its contents."""
         reduced = _reduced(value)
         if isinstance(reduced, tuple):
             yield from self._read_state((*reduced, None)[2], path)
@@ -260,8 +249,8 @@ class Reader:
         yield path, [name_of(value)]
 
     def _function(self, function: FunctionType, path: str) -> Iterator[Part]:
-        """Yield a function's code and all values that it uses; for a function of a library, its
-        name and the plain values that it closes over. Line numbers and docstrings are left out."""
+        """Line numbers and docstrings are left out, and so are the globals of a library's
+        functions."""
         if id(function) in self._seen:
             yield path, [b"again"]
             return
@@ -283,8 +272,6 @@ class Reader:
             yield from self._used(function, name, content)
 
     def _used(self, function: FunctionType, name: str, content: Any) -> Iterator[Part]:
-        """Yield a variable that a function uses; if the function uses only attributes of the
-        variable, yield only these."""
         of_it = _attributes_used(function.__code__, name)
         if of_it is None or isinstance(content, FunctionType | type):
             yield from self.read(content, name)
@@ -300,7 +287,7 @@ class Reader:
 
 
 class CodeReader(Reader):
-    """Also reads the code of the methods of the user's classes, for each object of such a class."""
+    """Also reads the methods of the user's classes."""
 
     def _object(self, value: Any, path: str) -> Iterator[Part]:
         yield from self.read(type(value), path)
@@ -337,12 +324,10 @@ def digest_parts(
 
 
 def is_plain(value: Any) -> bool:
-    """True for numbers, text and None."""
     return type(value) in PLAIN or (_is_of(value, "numpy", "generic") and not value.dtype.hasobject)
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Return an object's attributes, including those in slots."""
     by_name = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -368,7 +353,6 @@ def is_users(module: str | None) -> bool:
 
 
 def is_users_file(file: str) -> bool:
-    """True unless the file belongs to Python, to an installed package, or to lockstep."""
     return not file.startswith(("<", _LOCKSTEP, _PYTHON)) and not any(
         folder in file for folder in _PACKAGES
     )
@@ -384,8 +368,6 @@ def _is_of(value: Any, module: str, name: str) -> bool:
 
 
 def _reduced(value: Any) -> str | tuple[Any, ...] | None:
-    """Return the result of the object's `__reduce_ex__`, as `pickle` calls it; None if the object
-    cannot be pickled."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -396,8 +378,6 @@ def _reduced(value: Any) -> str | tuple[Any, ...] | None:
 
 
 def _functions_of(part: Any, *, is_data: bool) -> list[Any]:
-    """Return the functions in an attribute of a class, such as those of a property. If it contains
-    none: the attribute itself if `is_data`."""
     if isinstance(part, staticmethod | classmethod):
         return [part.__func__]
     if isinstance(part, property):
@@ -411,8 +391,6 @@ def _functions_of(part: Any, *, is_data: bool) -> list[Any]:
 
 
 def variables_of(function: FunctionType) -> dict[str, Any]:
-    """Return the values of the variables that a function uses, by name: of its closure, and of its
-    module."""
     used = {name for code in inner_code(function.__code__) for name in code.co_names}
     variables = dict(_closed_over(function))
     for name in sorted(used & function.__globals__.keys() - variables.keys()):
@@ -421,7 +399,6 @@ def variables_of(function: FunctionType) -> dict[str, Any]:
 
 
 def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each closure variable."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # the variable is not set yet
             yield name, cell.cell_contents
@@ -431,7 +408,6 @@ def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
 # a step of a small model. Equal code has equal instructions.
 @functools.lru_cache(_MOST_CODE)
 def _code(code: CodeType) -> bytes:
-    """Return the bytecode of a function in a form that does not depend on line numbers."""
     found = []
     for instruction in dis.get_instructions(code):
         value = instruction.argval
@@ -447,7 +423,6 @@ def _code(code: CodeType) -> bytes:
 
 
 def inner_code(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function and of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

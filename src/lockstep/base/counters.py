@@ -26,8 +26,8 @@ _ITEMS = 16  # number of a list's items that are read
 
 
 def numbers_of_model(model: Any) -> Numbers:
-    """Return, by name, the numbers in attributes of the model's modules and of the user's objects
-    in these attributes, and in global and enclosing variables of the user's forwards."""
+    """Return, by name, the numbers in attributes of the model's modules, of the user's objects in
+    them, and in variables of the user's forwards."""
     found: dict[str, float] = {}
     of_objects: dict[str, float] = {}
     for prefix, module in model.named_modules():
@@ -45,15 +45,13 @@ def numbers_of_model(model: Any) -> Numbers:
 
 
 def carried(model: Any, names: Iterable[str]) -> list[str]:
-    """Return those of the model's numbers whose value from before a forward may be used in it. The
-    others are only set by each forward, for example for a log."""
+    """Return the names of numbers that a forward may read before it sets them."""
     read = names_read(model)
     return sorted(name for name in names if _is_read(name, read))
 
 
 def numbers_of_functions(functions: Iterable[Callable[..., Any]]) -> Numbers:
-    """Return the numbers that functions or callable objects use: in attributes, and in variables of
-    a closure or a module. A number that they only add to is left out, because it is for a log."""
+    """A number that the functions only add to is left out, because it is for a log."""
     found: dict[str, float] = {}
     for function in functions:
         while isinstance(function, functools.partial):
@@ -77,8 +75,6 @@ def numbers_of_functions(functions: Iterable[Callable[..., Any]]) -> Numbers:
 
 
 def numbers_of_dataset(dataset: Any) -> Numbers:
-    """Return the numbers in the attributes of the dataset and, for wrappers such as `Subset`, of
-    the dataset inside it. A sample may depend on their earlier values."""
     found: dict[str, float] = {}
     while dataset is not None:
         read = names_read_by_dataset(dataset)
@@ -90,8 +86,7 @@ def numbers_of_dataset(dataset: Any) -> Numbers:
 
 
 def changed_each_time(before: Numbers, between: Numbers, after: Numbers) -> list[str]:
-    """Return the names of the numbers that two consecutive calls each changed. The arguments: the
-    numbers before, between and after the calls."""
+    """Return the names of the numbers that two consecutive calls each changed."""
     return [
         name
         for name, value in after.items()
@@ -111,7 +106,6 @@ def _numbers_in(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _numbers_of_objects(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers in attributes of the user's own objects."""
     for name, value in values.items():
         if is_users(type(value).__module__) and not hasattr(value, "named_modules"):
             for each, item in attributes(value).items():
@@ -120,8 +114,6 @@ def _numbers_of_objects(values: Mapping[str, Any]) -> Iterator[tuple[str, float]
 
 
 def _numbers_around(function: FunctionType) -> dict[str, float]:
-    """Return the numbers in a function's global and enclosing variables, and in the attributes of
-    objects there that the function reads."""
     around = variables_of(function)
     read = names_read_by(function)
     of_objects = _numbers_of_objects(around)

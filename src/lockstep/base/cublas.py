@@ -10,7 +10,7 @@ VARIABLE, WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def set_workspace(environ: MutableMapping[str, str]) -> None:
-    """Set CUBLAS_WORKSPACE_CONFIG in `environ`, unless it is already set, or torch may have read
+    """Make cuBLAS deterministic, unless CUBLAS_WORKSPACE_CONFIG is set, or torch may have read
     it."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)

@@ -1,10 +1,6 @@
-"""The exceptions that lockstep raises.
-
-A `UserError` is a mistake that the user can fix. Its text gives value, rule and remedy; every rank
-raises it; the script ends with status 2. The other exceptions are failures of processes, machines
-or storage; the script ends with status 1. All of them are printed as one message without a
-traceback, because their texts say where to look.
-"""
+"""The exceptions that lockstep raises. A `UserError` is a mistake that the user can fix: every rank
+raises it, and the script ends with status 2. The others are failures of processes, machines or
+storage; the script ends with status 1. Each is printed as one message without a traceback."""
 
 from __future__ import annotations
 
@@ -65,14 +61,12 @@ class CheckpointError(UserError):
 
 
 def first_few(names: Sequence[object]) -> str:
-    """Return the first five names as text, with the number of the others if there are more."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(map(str, names[:5])) + more
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown name: the most similar known name, ignoring case.
-    Empty if no name is similar.
+    """Return the end of an error about an unknown name.
 
     >>> did_you_mean("tesnor", ["tensor", "shard"])
     '; did you mean tensor?'
@@ -83,7 +77,6 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 def cannot_write(path: object, error: OSError) -> RunDirectoryError:
-    """Return the exception for a file of the run directory."""
     return RunDirectoryError(
         f"cannot write {path}: {error.strerror}; a run keeps its logs and its model in its run"
         " directory; make room, or give another run_dir"
@@ -121,8 +114,6 @@ class WorkerError(LockstepError):
 
 
 def named_error(name: str, text: str, base: type[E]) -> E | None:
-    """Return the exception that another process described by the name of its class and its text;
-    None if no subclass of `base` has that name."""
     return next((kind(text) for kind in _kinds(base) if kind.__name__ == name), None)
 
 
@@ -137,12 +128,10 @@ def with_notes(error: BaseException) -> str:
 
 
 def named(error: BaseException) -> str:
-    """Return the text by which an exception of lockstep is shown."""
     return f"{type(error).__name__}: {with_notes(error)}"
 
 
 def exit_status(error: BaseException) -> int:
-    """Return the exit status of a process that ends because `error` is not caught."""
     return USER_ERROR_STATUS if isinstance(error, UserError) else 1
 
 
@@ -154,12 +143,8 @@ def say(text: str) -> None:
 
 
 def install_excepthook() -> None:
-    """Install an excepthook that prints an uncaught `LockstepError` as one message, and exits with
-    its status.
-
-    It is called again after torch has installed its own hook, which prints nothing if an earlier
-    hook exits.
-    """
+    """Print an uncaught `LockstepError` as one message, and exit with its status. Call it again
+    after torch has installed its own hook, which prints nothing if an earlier hook exits."""
     previous = sys.excepthook
     if getattr(previous, "is_lockstep", False):
         return

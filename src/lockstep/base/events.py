@@ -1,5 +1,4 @@
-"""The events of a training run: the meaning of each, and the log events.jsonl, which has one JSON
-object per line."""
+"""The events of a training run, and the log events.jsonl, which has one JSON object per line."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ EVENTS: Mapping[Severity, Mapping[str, str]] = {
         "profiled": "a profile was written",
     },
 }
-"""Severity -> event -> what happened. The table in the docs, on the page about the run directory,
-is made from it."""
+"""Severity -> event -> what happened. The docs' table is made from it."""
 
 
 def severity(name: str) -> Severity:
@@ -123,8 +121,8 @@ class EventLog:
         self._file = path.open("a", encoding="utf-8") if path is not None else None
 
     def record(self, event: Event) -> None:
-        """Append the event. Raises `OSError` if it cannot be written; later events are then kept in
-        memory only."""
+        """Raises `OSError` if the event cannot be written; later events are then kept in memory
+        only."""
         self.events.append(event)
         if self._file is not None and not self._file.closed:
             row = {"time": self._clock(), "event": event.name, "step": event.step, **event.details}

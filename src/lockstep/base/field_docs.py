@@ -29,7 +29,6 @@ class _FieldDocs(dict[str, str]):
 
 
 def _read(cls: type) -> dict[str, str]:
-    """Return the docstrings of a class's fields; empty if its source is not available."""
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     except (OSError, TypeError, ValueError):

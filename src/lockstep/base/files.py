@@ -1,9 +1,6 @@
 """Files that are written whole or not at all, locks that end with their process, and safe reads of
-files that others wrote.
-
-Files that others may have written are read if they are regular, of limited size, and below a folder
-that the user named. A link, FIFO or device is refused without blocking. Errors are `OSError`s,
-whose `strerror` names the type of the file."""
+files that others wrote. A link, FIFO or device is refused without blocking. Errors are
+`OSError`s."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ from lockstep.base.system import BINARY
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that readers and crashes see the old content or the new. Raises `OSError`;
-    the old content is then still there, unless only syncing the folder failed."""
+    """Readers and crashes see the old content or the new. After an `OSError` the old content is
+    still there, unless only syncing the folder failed."""
     with replace_atomically(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -33,11 +30,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
     """Yield the path of an empty temporary file, which is synced and renamed to `path` at the end
-    of the `with`.
-
-    On an error, the temporary file is removed and `path` is unchanged. Of several writers, the last
-    one wins.
-    """
+    of the `with`."""
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
     try:
         temporary.touch(exist_ok=False)
@@ -50,7 +43,6 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has a file's content or a folder's entries. Raises `OSError`."""
     if sys.platform == "win32" and path.is_dir():
         return  # Windows has no such call for folders
     descriptor = os.open(path, (os.O_RDWR if sys.platform == "win32" else os.O_RDONLY) | BINARY)
@@ -66,9 +58,8 @@ one after the content."""
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> None:
-    """Lock a file for as long as it is open. Raises `BlockingIOError` if another process holds the
-    lock, `OSError` if the file system has no locks. `shared`: several processes may hold it (on
-    Windows it is still exclusive)."""
+    """Lock a file until it is closed. Raises `BlockingIOError` if another process holds the lock,
+    `OSError` if the file system has no locks. Windows has no shared locks."""
     if sys.platform == "win32":
         import msvcrt
 
@@ -87,9 +78,7 @@ T = TypeVar("T")
 MOST_BYTES = 4 << 20
 """Largest size of a JSON file such as `run.json`, and of one line in other files."""
 MOST_DEPTH = 64
-"""Largest depth of nested JSON values."""
 MOST_BITS = 62
-"""Maximum number of bits of an integer in a JSON file."""
 NUMBER = (int, float)
 _SAFE = (
     getattr(os, "O_NOFOLLOW", 0)
@@ -104,8 +93,7 @@ by a link."""
 
 
 def open_below(folder: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """Open a regular file such as `profile/memory.json`. No part of its path below `folder` may be
-    a link. Returns its descriptor. Raises `OSError`."""
+    """Open a regular file; no part of its path below `folder` may be a link."""
     path = folder / name
     if not _BY_FOLDER:
         return _checked(_open_unless_link(path, flags, mode), path)
@@ -121,13 +109,11 @@ def open_below(folder: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o
 
 
 def open_named(path: Path) -> int:
-    """Open a regular file that the user named; it may be a link. Raises `OSError`."""
+    """Open a regular file that the user named; it may be a link."""
     return _checked(os.open(path, os.O_RDONLY | (_SAFE & ~getattr(os, "O_NOFOLLOW", 0))), path)
 
 
 def read_below(folder: Path, name: str, most_bytes: int) -> bytes:
-    """Return the content of the regular file `name` below `folder`. Raises `OSError`, also for more
-    than `most_bytes`."""
     with open(open_below(folder, name), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         content = b"" if size > most_bytes else file.read(most_bytes + 1)
@@ -141,13 +127,10 @@ def read_below(folder: Path, name: str, most_bytes: int) -> bytes:
 
 
 def read_object(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """Return the JSON object in the regular file `name` below `folder`. Raises `OSError`,
-    `ValueError`."""
     return parse_object(read_below(folder, name, most_bytes).decode(errors="surrogateescape"))
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object with at most `MOST_DEPTH` nested levels. Raises `ValueError`."""
     try:
         found = json.loads(text)
     except RecursionError:
@@ -164,8 +147,8 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def finite(value: Any, not_finite: dict[str, str] | None = None, path: str = "") -> Any:
-    """Return `value`, made of JSON values, with None for each NaN and infinity. For each of these,
-    `not_finite` gets an entry: its path in `value` -> its text, such as "nan"."""
+    """Return JSON values with None for each NaN and infinity. `not_finite` gets its path in `value`
+    -> its text, such as "nan"."""
     if isinstance(value, Mapping):
         prefix = f"{path}." if path else ""
         return {key: finite(item, not_finite, f"{prefix}{key}") for key, item in value.items()}
@@ -179,8 +162,8 @@ def finite(value: Any, not_finite: dict[str, str] | None = None, path: str = "")
 
 
 def check_kinds(found: Mapping[str, Any], kinds: Mapping[str, Any], path: str = "") -> None:
-    """Raise `ValueError` if a value does not have the type given in `kinds`: one type, a tuple of
-    types, or a mapping for a nested object. None and missing values are accepted."""
+    """`kinds`: for each key a type, a tuple of types, or a mapping for a nested object. None and
+    missing values are accepted."""
     for name, kind in kinds.items():
         value, inside = found.get(name), isinstance(kind, Mapping)
         if value is None:
@@ -198,8 +181,7 @@ def check_kinds(found: Mapping[str, Any], kinds: Mapping[str, Any], path: str = 
 
 
 def lines_below(folder: Path, name: str, most_bytes: int) -> Iterator[str]:
-    """Yield the lines of the regular file `name` below `folder`, with their newlines. A line longer
-    than `most_bytes` is yielded as "", and ends the iteration. Raises `OSError`."""
+    """A line longer than `most_bytes` is yielded as "", and ends the iteration."""
     with open(open_below(folder, name), encoding="utf-8", errors="replace") as file:
         while line := file.readline(most_bytes):
             if len(line) == most_bytes and not line.endswith("\n"):
@@ -234,8 +216,7 @@ def _checked(descriptor: int, path: Path) -> int:
 
 
 def from_json(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Make a dataclass of type `kind` from JSON values. Raises `ValueError` if they do not fit its
-    fields."""
+    """Raises `ValueError` if the values do not fit the dataclass's fields."""
     known = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(values.keys() - known.keys()):
         raise ValueError(f"it has no field {unknown[0]!r}")
@@ -247,8 +228,6 @@ def from_json(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def _value(kind: Any, value: Any, name: str) -> Any:
-    """Convert a JSON value to the type `kind` of the dataclass field `name`. Raises
-    `ValueError`."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         if value is None and NoneType in inner:

@@ -1,9 +1,5 @@
-"""Shows texts from untrusted sources, such that a terminal does not execute the control codes in
-them.
-
-Names, error messages and the output of scripts can contain terminal codes and HTML tags. Commands
-print through `show`, `say` or `console`; HTML pages are made by `lockstep.pages.markup`.
-"""
+"""Shows text from untrusted sources (names, error messages, output of scripts) so that a terminal
+does not execute control codes in it."""
 
 from __future__ import annotations
 
@@ -18,13 +14,10 @@ _COLOURS = re.compile(r"\x1b\[[\d;]*m")
 _CODES = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u206f\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
 )
-"""Control characters (except tabs and line ends), direction marks, invisible characters, and halves
-of surrogate pairs."""
 
 
 def printable(text: str) -> str:
-    """Return a text without colours, and with other control characters escaped as in Python:
-    \\x1b."""
+    r"""Remove colours, and escape other control characters as Python does: \x1b."""
     if text.isascii() and text.isprintable():
         return text
     plain = _COLOURS.sub("", text).replace("\r\n", "\n")
@@ -32,8 +25,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text as by `printable`, and in one line: a second line could be mistaken for a
-    message of lockstep."""
+    """A second line could be mistaken for a message of lockstep."""
     return printable(text).replace("\n", "\\n")
 
 

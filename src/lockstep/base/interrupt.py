@@ -11,8 +11,7 @@ from contextlib import contextmanager
 @contextmanager
 def interrupts_end() -> Iterator[None]:
     """End the process at once at Ctrl-C, with status 130. In an import, `KeyboardInterrupt` prints
-    a traceback, or is lost. Use this only while there is nothing to clean up, such as processes and
-    temporary files. A process that ignores Ctrl-C still ignores it."""
+    a traceback, or is lost. Use this only while there is nothing to clean up."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return

@@ -1,5 +1,5 @@
 """Analyses the source of a script's training loop, to find variables whose value from one step is
-used in the loss of a later step. Finds such attributes of an object in the source of its class."""
+used in the loss of a later step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ _SINKS = ("backward", "compute")
 _FILLS = ("zero_", "fill_", "copy_")
 """Methods of a tensor that replace all of its values."""
 _EMPTIES = ("clear", "reset")
-"""Methods of a container, or of an object such as a buffer of episodes, that remove what it has
-collected."""
+"""Methods of a container, or of a buffer of episodes, that remove what it has collected."""
 _TEXTS = ("__init__", "__repr__", "__str__")
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
@@ -24,7 +23,6 @@ _NONE = frozenset[str]()
 
 
 def loop_at(source: str, line: int) -> ast.For | None:
-    """Return the innermost `for` whose head is at this line."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -35,7 +33,6 @@ def loop_at(source: str, line: int) -> ast.For | None:
 
 
 def _around(node: ast.AST, line: int) -> Iterator[ast.AST]:
-    """Yield the nodes inside a node that have code on this line."""
     for each in ast.iter_child_nodes(node):
         if getattr(each, "lineno", line) <= line <= getattr(each, "end_lineno", line):
             yield each
@@ -56,19 +53,14 @@ def carried_into_loss(loop: ast.For) -> list[str]:
 
 
 def used_by_loss(loop: ast.For) -> list[str]:
-    """Return the variables whose value at the beginning of a step goes into the loss, whether the
-    loop's code changes them or not."""
+    """Return the variables whose value at the beginning of a step goes into the loss."""
     return sorted(_flow_of(loop).used)
 
 
 def kept_by_methods(sources: Iterable[str], names: Set[str]) -> dict[str, bool]:
     """Return the attributes through which an object's methods carry values from one call to a later
-    one: they are computed from their own earlier values, or values are put into them, and they are
-    used in a method's return value or in `backward`. Maps each to True if methods only set its
-    items.
-
-    `sources`: the code of its class and its base classes. `names`: the attributes and methods that
-    are used."""
+    one. Maps each to True if methods only set its items. `sources`: the code of its class and its
+    base classes. `names`: the attributes and methods that the loop uses."""
     methods: dict[str, _Flow] = {}
     for source in sources:
         for name, flow in _methods_of(source):
@@ -85,7 +77,6 @@ def kept_by_methods(sources: Iterable[str], names: Set[str]) -> dict[str, bool]:
 
 
 def _methods_of(source: str) -> Iterator[tuple[str, _Flow]]:
-    """Yield the methods of a class, with the flow of their object's attributes."""
     try:
         kind = ast.parse(textwrap.dedent(source)).body[0]
     except (SyntaxError, ValueError):
@@ -103,8 +94,6 @@ def _methods_of(source: str) -> Iterator[tuple[str, _Flow]]:
 
 
 def _is_operator(name: str) -> bool:
-    """True for the name of a method such as `__call__` that an expression calls without naming
-    it."""
     return name == "forward" or (name.startswith("__") and name not in _TEXTS)
 
 
@@ -124,13 +113,10 @@ class _Flow:
         self._given, self._own = given, own
         self.used: set[str] = set()
         self.read: set[str] = set()
-        """Variables whose value at the beginning of the step is read in the body."""
         self.changed: set[str] = set()
-        """Variables that the body sets, or whose methods it calls for their effect."""
         self.kept: set[str] = set()
         """Variables whose new value is computed from their value at the beginning of the step."""
         self.filled: set[str] = set()
-        """Variables of which an item is set, `features[name] = value`."""
         self._origins: Origins = dict.fromkeys(given, _NONE)
         self._decides: frozenset[str] = _NONE  # origins of the conditions around a statement
 
@@ -178,7 +164,6 @@ class _Flow:
             self._of(each)
 
     def _called(self, call: ast.Call) -> None:
-        """Follow a call that is a statement, such as `returns.append(value)`."""
         called = call.func
         owner = _path(called.value) if isinstance(called, ast.Attribute) else None
         if owner is not None and isinstance(called, ast.Attribute) and called.attr in _FILLS:
@@ -247,7 +232,6 @@ class _Flow:
             self.kept |= origins & {path}
 
     def _put(self, path: str, origins: frozenset[str]) -> None:
-        """Note that a value is put into a container or object, which keeps its other values."""
         self.changed.add(path)
         self.read |= self._value(path)
         self._origins[path] = self._value(path) | origins | self._decides
@@ -267,8 +251,6 @@ class _Flow:
         return node.func.attr in _SINKS and (is_step or self._own is not None)
 
     def _of(self, node: ast.AST) -> frozenset[str]:
-        """Return the origins of the values that a piece of code reads: variables whose values at
-        the beginning of the step they may depend on."""
         found = _NONE.union(*map(self._value, _paths(node)))
         self.read |= found
         return found
@@ -287,7 +269,6 @@ class _Flow:
 
 
 def _path(node: ast.AST) -> str | None:
-    """Return a variable, or an attribute of one, as text such as `self.baseline`."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (owner := _path(node.value)) is not None:
@@ -306,8 +287,8 @@ def _paths(node: ast.AST) -> Iterator[str]:
 
 
 def _bound_by(node: ast.AST) -> set[str]:
-    """Return the parameters of a function defined in the loop, or the variables of a comprehension:
-    these are local, even if the loop has variables of the same names."""
+    """Names that a nested function or comprehension binds are not the loop's variables of the same
+    names."""
     if isinstance(node, _FUNCTION):
         return {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
     targets = (each.target for each in getattr(node, "generators", ()))

@@ -12,8 +12,6 @@ from torch import Tensor
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of nested containers in which every tensor is replaced by
-    `function(tensor)`."""
     return map_parts(value, function, lambda thing: thing)
 
 
@@ -31,8 +29,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 def map_parts(
     value: Any, of_tensor: Callable[[Tensor], Tensor], of_thing: Callable[[Any], Any]
 ) -> Any:
-    """Return a copy of nested containers in which every tensor is replaced by `of_tensor(tensor)`,
-    and every other object with a method `to` by `of_thing(object)`."""
+    """`of_thing` replaces every other object that has a method `to`."""
     if isinstance(value, Tensor):
         return of_tensor(value)
     if isinstance(value, type):

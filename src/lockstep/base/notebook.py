@@ -9,9 +9,8 @@ from typing import TextIO
 
 
 class WholeLines(io.TextIOBase):
-    """A text stream that writes whole lines to `stream`; a flush writes an incomplete line too.
-    `print` makes several writes for a line, which a notebook's stream passes on one by one, so
-    lines of several processes would mix."""
+    """A text stream that writes whole lines to `stream`: `print` makes several writes for a line,
+    so the lines of several processes would mix in a notebook."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -48,6 +47,5 @@ def is_notebook(stream: object) -> bool:
 
 
 def progress_stream() -> TextIO | None:
-    """Return the stream for progress: stderr, but stdout in a notebook, which shows stderr on
-    red."""
+    """Return stderr, but stdout in a notebook, which shows stderr on red."""
     return sys.stdout if is_notebook(sys.stdout) else sys.stderr

@@ -1,5 +1,5 @@
-"""Processes: command lines for lockstep's own processes, finding and killing descendants, and
-ending a process when its parent ends."""
+"""Command lines for lockstep's own processes, finding and killing descendants, and ending a process
+when its parent ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def parents() -> dict[int, int]:
 
 
 def descendants(roots: Collection[int]) -> set[int]:
-    """Return the ids of the running descendants of the processes `roots`, without this process."""
     by_id = parents()
     processes = set(roots)
     while more := {pid for pid, parent in by_id.items() if parent in processes} - processes:
@@ -51,9 +50,8 @@ def descendants(roots: Collection[int]) -> set[int]:
 
 
 def with_marker(*markers: str) -> set[int]:
-    """Return the ids of the processes whose environment has one of the entries `markers`, each
-    "NAME=value", and of their descendants. This also finds orphans, which keep their environment.
-    Linux only."""
+    """Return the processes whose environment has one of the entries "NAME=value", and their
+    descendants. This also finds orphans. Linux only."""
     if sys.platform != "linux" or not markers:
         return set()
     wanted = set(map(os.fsencode, markers))
@@ -62,16 +60,14 @@ def with_marker(*markers: str) -> set[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """Return the environment with which another process was started; empty if reading it is not
-    allowed."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return []
 
 
 def kill_all(find: Callable[[], set[int]], seconds: float) -> dict[int, str]:
-    """Kill the processes that `find` returns, again and again until it returns none, for at most
-    `seconds`. Returns the names of the killed processes, by id."""
+    """Kill until `find` returns no process, for at most `seconds`. Returns the names of the killed
+    processes, by id."""
     killed: dict[int, str] = {}
     until = time.monotonic() + seconds
     while (found := find()) and time.monotonic() < until:
@@ -90,8 +86,8 @@ def _name(pid: int) -> str:
 
 
 def own_python(*arguments: str) -> list[str]:
-    """Return a Python command that imports nothing from the working directory, whose files cannot
-    be trusted. (`python -m` and `-c` do import from it.)"""
+    """`python -m` and `-c` would import from the working directory, whose files cannot be
+    trusted."""
     return [sys.executable, "-P", *arguments]
 
 
@@ -105,7 +101,7 @@ _folder: str | None = None
 
 def die_with_parent(parent: int) -> None:
     """Let the kernel kill this process when its parent ends. `parent`: the id that the parent has
-    passed on; if the parent now has another id, this process ends at once. Linux only."""
+    passed on, in case it has ended already. Linux only."""
     global _parent
     _parent = parent
     if sys.platform == "linux":
@@ -117,10 +113,9 @@ def die_with_parent(parent: int) -> None:
 def outlive_parent(
     seconds: float, busy_seconds: float, is_busy: Callable[[], bool], may_go_on: Callable[[], bool]
 ) -> None:
-    """Let this process get SIGTERM instead of SIGKILL when its parent ends, so that it can save. It
-    and its process group are killed `seconds` later, or `busy_seconds` later if `is_busy()`; at
-    once unless `may_go_on()`. `end_with_parent_again` undoes this. Linux only, after
-    `die_with_parent`, in the main thread.
+    """Let this process get SIGTERM instead of SIGKILL when its parent ends, so that it can save.
+    Its process group is killed `seconds` later, or `busy_seconds` later if `is_busy()`; at once
+    unless `may_go_on()`. Linux only, after `die_with_parent`, in the main thread.
 
     A thread of this process sends the signal: the kernel would send one for each thread of the
     parent, and a second signal means to end at once.
@@ -144,14 +139,13 @@ def outlive_parent(
 
 
 def end_with_parent_again() -> None:
-    """Undo `outlive_parent`. If the parent has already ended, the time limit still applies."""
+    """If the parent has already ended, the time limit of `outlive_parent` still applies."""
     if _is_watched:
         _signal_after_parent(signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its descendants whose own parent ends (a "child subreaper").
-    Linux only."""
+    """Make this process the parent of its descendants whose own parent ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -184,9 +178,8 @@ def _end_after_parent(
 
 
 def use_parents_folder(folder: Path) -> None:
-    """Put this process's temporary files into `folder`, which its parent has made. The parent
-    removes it, however this process ends; if the parent is killed, the next launcher removes it
-    after the end of this process."""
+    """Put this process's temporary files into `folder`, which its parent removes, or the next
+    launcher if the parent is killed."""
     global _folder
     _folder = str(folder)
     hold_folder(folder.parent)

@@ -23,12 +23,10 @@ LEAST_OPEN_FILES = 64
 
 
 def signals(*names: str) -> tuple[signal.Signals, ...]:
-    """Return the named signals that this system has; Windows has only SIGINT and SIGTERM."""
     return tuple(signal.Signals[name] for name in names if hasattr(signal, name))
 
 
 PASSED_ON = signals("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT")
-"""The signals that a launcher passes on to its workers."""
 
 
 def refuse_on_windows(what: str) -> None:
@@ -49,8 +47,7 @@ def require_linux(what: str) -> None:
 
 
 def check_surroundings() -> None:
-    """Raise `LaunchError` if no command can work: the working directory does not exist, or so few
-    open files are allowed that torch aborts."""
+    """Without a working directory, or with few open files, torch aborts."""
     try:
         os.getcwd()
     except OSError as error:
@@ -87,7 +84,6 @@ def remedy_of(error: OSError) -> str | None:
 
 
 def peak_memory_bytes() -> float:
-    """Return this process's peak memory on the host; NaN on Windows."""
     if sys.platform == "win32":
         return math.nan
     import resource
@@ -97,7 +93,6 @@ def peak_memory_bytes() -> float:
 
 
 def shell_words(option: str, text: str) -> list[str]:
-    """Split a text into words like a shell. Raises `LaunchError`."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -110,8 +105,7 @@ def shell_words(option: str, text: str) -> list[str]:
 def signals_handled(
     numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
 ) -> Iterator[None]:
-    """Handle signals by `handler` while the context is entered, in the main thread. Signals that
-    this process ignores (nohup, a background job) stay ignored."""
+    """Signals that this process ignores (nohup, a background job) stay ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -128,9 +122,7 @@ def signals_handled(
 
 @contextmanager
 def signals_blocked(*numbers: signal.Signals) -> Iterator[None]:
-    """Block signals in this thread while the context is entered, by default `PASSED_ON`; a signal
-    that arrives meanwhile takes effect afterwards. A process that is started here begins with them
-    blocked. Does nothing on Windows."""
+    """A process that is started here begins with the signals blocked. Does nothing on Windows."""
     if sys.platform == "win32":
         yield
         return

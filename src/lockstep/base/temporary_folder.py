@@ -1,9 +1,6 @@
 """Temporary folders. The process that made one removes it; if that process was killed, the next
-process that makes a folder does.
-
-Other users may put anything next to them. So only this user's folders and files are read, without
-following links and without blocking.
-"""
+process that makes a folder does. Other users may put anything next to them, so only this user's
+folders and files are read, without following links and without blocking."""
 
 from __future__ import annotations
 
@@ -28,15 +25,12 @@ _ALIVE = "alive"
 _NEW = "new"
 """The name of the file `_ALIVE` until it is locked."""
 _EMPTY_SECONDS = 60.0
-"""A folder that has been empty, or has contained nothing but `_NEW`, for this many seconds was left
-by a process that was killed while making or removing it."""
+"""A folder without a locked file for so long was left by a process that was killed while making or
+removing it."""
 _REGULAR_ONLY: int = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-"""Flags that neither follow a link nor wait for a FIFO."""
 
 
 class _OwnFolder:
-    """A folder of this process. It stays locked until it is removed."""
-
     def __init__(self, prefix: str) -> None:
         self._process = os.getpid()
         self._temporary = tempfile.TemporaryDirectory(prefix=prefix)
@@ -60,7 +54,7 @@ _own: list[_OwnFolder] = []
 
 @contextmanager
 def locked_folder(prefix: str = "lockstep-") -> Iterator[Path]:
-    """Yield an empty temporary folder, and remove the folders that killed processes have left."""
+    """Also removes the folders that killed processes have left."""
     with ExitStack() as stack:
         with signals_blocked():
             folder = _make(prefix)
@@ -95,8 +89,7 @@ def _remove(folder: _OwnFolder) -> None:
 
 
 def remove_own_folders() -> None:
-    """Remove folders that `locked_folder` has left: if a signal's handler raises an exception just
-    after the body has ended, the folder is not removed. Runs at the end of the interpreter; a
+    """Remove folders that a signal's exception has left. Runs at the end of the interpreter; a
     process that ends by `os._exit` calls it first."""
     for folder in list(_own):
         _remove(folder)
@@ -104,7 +97,7 @@ def remove_own_folders() -> None:
 
 def hold_folder(folder: Path) -> int | None:
     """Keep the `locked_folder` of another process even if that process is killed. Returns the
-    descriptor of the lock, or None."""
+    descriptor of the lock."""
     with suppress(OSError):
         descriptor = _open_own(folder / _ALIVE)
         try_lock(descriptor, shared=True)
@@ -113,7 +106,6 @@ def hold_folder(folder: Path) -> int | None:
 
 
 def remove_left_folders(parent: Path) -> None:
-    """Remove the folders that this user's killed processes have left."""
     with suppress(OSError), os.scandir(parent) as entries:
         for name in [entry.name for entry in entries if _NAME.fullmatch(entry.name)]:
             _remove_if_left(parent / name)
@@ -150,7 +142,6 @@ def _empty(folder: Path) -> None:
 
 
 def _open_own(path: Path) -> int:
-    """Open this user's regular file. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDWR | _REGULAR_ONLY)
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode) and _is_own(status):

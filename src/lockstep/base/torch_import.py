@@ -11,7 +11,6 @@ from lockstep.base.system import signals_blocked
 
 @contextmanager
 def importing_torch() -> Iterator[None]:
-    """A context in which to import torch. Ctrl-C takes effect afterwards: an import that it
-    interrupts may swallow it, or fail with another error."""
+    """Delay Ctrl-C: an import that it interrupts may swallow it, or fail with another error."""
     with signals_blocked(), collector_paused():
         yield

@@ -1,8 +1,6 @@
-"""Every private name of torch that lockstep uses, except `torch._foreach_*`.
-
-Each name exists in torch 2.13 to 2.15, and has a test in tests/base/test_torch_private.py. If the
-test fails with another version of torch, fix the function here.
-"""
+"""Every private name of torch that lockstep uses, except `torch._foreach_*`. Each name exists in
+torch 2.13 to 2.15, and has a test in tests/base/test_torch_private.py. If the test fails with
+another version of torch, fix the function here."""
 
 from __future__ import annotations
 
@@ -76,15 +74,13 @@ _FSDP = {
     "ReduceScatter": "_fsdp_api",
     "DefaultAllGather": "_fsdp_collectives",
 }
-"""Class of FSDP2 -> the module that contains it. Imported when first used, because this takes
-long."""
+"""Imported when first used, because this takes long."""
 
 IMPORTED_IN_TRAINING = (
     *("torch._dynamo", "torch._subclasses.fake_tensor", "torch.distributed.device_mesh"),
     *("torch.distributed.fsdp", "torch.distributed.tensor"),
     "torch.distributed.checkpoint.default_planner",
 )
-"""Modules that a training run imports when it starts and in its first step."""
 
 SUBCLASSED: Mapping[str, frozenset[str]] = {
     "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": frozenset(
@@ -112,10 +108,8 @@ RECURRENT_CACHES = frozenset({"_flat_weights", "_flat_weight_refs"})
 """Attributes that recurrent modules recreate if their parameters are replaced."""
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Attributes of every `nn.Module`."""
 
 ITEM = "_local_scalar_dense"
-"""Name of the ATen operation that `Tensor.item()` calls."""
 
 FAKE_PARAMETER_MARK = "_is_param"
 """The attribute by which a `FakeTensor` counts as an `nn.Parameter`."""
@@ -136,8 +130,7 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a `DTensor` (this rank's shard), itself and not a view, outside of
-    autograd; any other tensor is returned as it is."""
+    """Return this rank's shard itself, not a view, outside of autograd."""
     part: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
     return part
 
@@ -152,19 +145,17 @@ def set_item_of_distributed(item: Callable[[Tensor], Any]) -> None:
 
 
 def version(tensor: Tensor) -> int:
-    """Return the number of in-place writes to a tensor that autograd has counted. It does not count
-    writes through `.data`, nor to tensors created under `torch.inference_mode()`."""
+    """Autograd counts no writes through `.data`, nor to tensors created under
+    `torch.inference_mode()`."""
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """Return the tensor of which this one is a view, or the tensor itself."""
     base: Tensor | None = tensor._base
     return tensor if base is None else base
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the number of in-place writes to each tensor, as by `version`."""
     try:
         return [tensor._version for tensor in tensors]
     except RuntimeError:  # one was created under `torch.inference_mode()`
@@ -172,20 +163,17 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """Return an address that identifies a storage: that of the C++ object, which exists even if the
-    storage has no memory."""
+    """The storage's C++ object has an address even if the storage has no memory."""
     return int(storage._cdata)
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Callable[[Tensor], Any]]:
-    """Return the hooks registered by `Tensor.register_hook`, by the id of their handle: the dict
-    that torch itself uses, or an empty one."""
+    """Return torch's own dict of the hooks of `Tensor.register_hook`."""
     return getattr(tensor, "_backward_hooks", None) or {}
 
 
 def set_gradient_hooks(tensor: Tensor, hooks: dict[int, Callable[[Tensor], Any]]) -> None:
-    """Make a tensor use `hooks`, the dict of another tensor's gradient hooks. Removing a hook by
-    its handle then removes it from both tensors."""
+    """Share another tensor's hooks: removing a hook by its handle removes it from both tensors."""
     tensor._backward_hooks = hooks
 
 
@@ -197,27 +185,22 @@ def gradient_hook_counts(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def post_accumulate_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], None]]:
-    """Return the hooks registered by `register_post_accumulate_grad_hook`, by the id of their
-    handle."""
     return getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
 
 
 def make_subclass(kind: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tensor:
-    """Return a tensor of the class `kind` with the memory of `tensor`, without calling the
-    constructor of `kind`."""
+    """The tensor shares the memory of `tensor`. The constructor of `kind` is not called."""
     made: Tensor = torch.Tensor._make_subclass(kind, tensor, requires_grad)
     return made
 
 
 def swap_implementations(one: Tensor, other: Tensor) -> None:
-    """Exchange the data and metadata of two tensors, but not their Python classes and attributes
-    (`torch.utils.swap_tensors` exchanges those too)."""
+    """`torch.utils.swap_tensors` would exchange the Python classes and attributes too."""
     torch._C._swap_tensor_impl(one, other)
 
 
 def assert_async(condition: Tensor, text: str) -> None:
-    """Raise an exception with `text` if the tensor's single element is false. On a GPU this does
-    not wait for the value: a false value makes a later CUDA call fail."""
+    """On a GPU this does not wait for the value: a false value makes a later CUDA call fail."""
     torch._assert_async(condition, text)
 
 
@@ -229,20 +212,17 @@ def schema(operation: Any) -> Any:
 
 
 def in_backward() -> bool:
-    """True while this thread runs a backward. A forward at this time is a recomputation by
-    activation checkpointing."""
+    """A forward in a backward is a recomputation by activation checkpointing."""
     return backward_number() != -1
 
 
 def backward_number() -> int:
-    """Return the id of autograd's graph task, one for each backward, that this thread runs; -1 if
-    it runs none."""
+    """The id of the graph task that this thread runs; -1 if it runs none."""
     return int(torch._C._current_graph_task_id())
 
 
 @contextmanager
 def without_torch_function_modes() -> Iterator[None]:
-    """Disable all TorchFunctionModes while the context is entered."""
     modes = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
     try:
         yield
@@ -263,7 +243,7 @@ def uncounted() -> Iterator[None]:
 
 
 def keeps_graph() -> bool:
-    """True in a backward of this thread that another one may follow (`retain_graph=True`)."""
+    """True in a backward with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
@@ -292,9 +272,8 @@ def current_modes() -> Callable[[], AbstractContextManager[None]]:
 
 
 def saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor]]:
-    """Yield the tensors that an autograd node has saved for the backward and that no `pack` hook
-    has replaced, each after its `SavedTensor`, which has `register_hooks`. Yields none once a
-    backward has freed them."""
+    """Yield the tensors that an autograd node has saved for the backward, each after its
+    `SavedTensor`. Tensors that a `pack` hook has replaced are left out."""
     kind: Any = type(node)
     for name in _saved_names(kind):
         try:
@@ -311,16 +290,14 @@ def saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor]]:
 
 
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None:
-    """Return the `pack` and `unpack` hooks of the innermost
-    `torch.autograd.graph.saved_tensors_hooks` that is entered; None if none is."""
+    """Return the innermost `pack` and `unpack` hooks."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     found: tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None = hooks
     return found
 
 
 def checkpoints_saved_tensors() -> bool:
-    """True inside a function that runs under `torch.utils.checkpoint` with `use_reentrant=False`,
-    or in its recomputation."""
+    """True under non-reentrant `torch.utils.checkpoint`, or in its recomputation."""
     hooks = saved_tensor_hooks()
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
@@ -331,8 +308,6 @@ def _saved_names(kind: Any) -> list[str]:
 
 
 def saved_value(node: Any, name: str) -> Any:
-    """Return the argument `name` that an autograd node has saved: a number, None, or a list of
-    numbers."""
     value = getattr(node, f"_saved_{name}")
     return list(map(_signed, value)) if isinstance(value, tuple) else _signed(value)
 
@@ -347,27 +322,23 @@ def output_shape(node: Any, place: int) -> torch.Size:
 
 
 def profiler_enabled() -> bool:
-    """True if a profiler records this thread."""
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
 def cpu_multiplies_bf16() -> bool:
-    """True if the CPU has AVX512-BF16 or AMX."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def update_loss_scale(
     scale: Tensor, in_a_row: Tensor, found_inf: Tensor, *, steps_to_double: int
 ) -> None:
-    """Update the loss scale of mixed-precision training on the device: halve it if `found_inf` is
-    set, double it after `steps_to_double` consecutive steps without. `in_a_row`: the counter of
-    these steps."""
+    """Halve the scale if `found_inf` is set, double it after `steps_to_double` consecutive steps
+    without. `in_a_row` counts these steps."""
     torch._amp_update_scale_(scale, in_a_row, found_inf, 2.0, 0.5, steps_to_double)
 
 
 def set_allocator_settings(settings: str) -> bool:
-    """Apply settings like those in PYTORCH_ALLOC_CONF. Returns False if this version of torch
-    cannot."""
+    """Settings are as in PYTORCH_ALLOC_CONF. Returns False if this version of torch cannot."""
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if configure is None:
         return False
@@ -384,18 +355,14 @@ def default_mps_generator() -> torch.Generator:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return torch's dict of the parameters that belong to the module directly; it may be
-    changed."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return torch's dict of the buffers that belong to the module directly; it may be changed."""
     return module._buffers
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Return the buffers that belong to the module directly and that its state dict leaves out."""
     return module._non_persistent_buffers_set
 
 
@@ -404,18 +371,14 @@ def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return torch's dict of the module's children; it may be changed."""
     return module._modules
 
 
 def apply_to_own_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter and buffer that belongs to the module directly by `function` of it, as
-    `Module.to` does."""
     module._apply(function, recurse=False)  # type: ignore[no-untyped-call]
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """True if `module.compile()` was called."""
     return module._compiled_call_impl is not None
 
 
@@ -427,7 +390,6 @@ def has_compiled_forward(module: nn.Module) -> bool:
 
 
 def is_optimizer_initialized(optimizer: Optimizer) -> bool:
-    """True if `Optimizer.__init__` was called, or its attributes were set by hand."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
@@ -441,13 +403,12 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def step_is_profiled() -> bool:
-    """True if a profiler is active in any thread; `Optimizer.step` then reports to it."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def divides_gradients(optimizer: Optimizer) -> bool:
-    """True if the optimizer's `step` itself divides gradients by `optimizer.grad_scale`, and does
-    nothing if `found_inf` is set, as fused optimizers do."""
+    """Fused optimizers divide gradients by `optimizer.grad_scale`, and do nothing if `found_inf` is
+    set."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -455,7 +416,6 @@ def divides_gradients(optimizer: Optimizer) -> bool:
 
 
 def shut_down_workers(loader: Any, batches: Any) -> None:
-    """End a `DataLoader`'s persistent workers. `batches`: its iterator, or None."""
     loader._iterator = None
     if batches is not None:
         batches._shutdown_workers()
@@ -479,8 +439,8 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
 
 
 def active_collectives_json() -> bytes:
-    """Return, as JSON, the entries of torch's flight recorder for Gloo's collectives that have not
-    finished. Entries marked "retired" have finished meanwhile."""
+    """Return the flight recorder's entries of Gloo's unfinished collectives. Entries marked
+    "retired" have finished meanwhile."""
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
     recorded: bytes = _dump_fr_trace_json(onlyActive=True)
@@ -488,9 +448,8 @@ def active_collectives_json() -> bytes:
 
 
 def accelerator_collectives_json() -> list[bytes]:
-    """Return, as JSON, the contents of the flight recorders of the accelerator's process-group
-    backends: NCCL's own recorder and, in torch 2.15, the one that torch itself keeps for each
-    backend."""
+    """Return the contents of NCCL's own flight recorder and, in torch 2.15, of the one that torch
+    keeps for each backend."""
     from torch._C import _distributed_c10d
 
     recorded = []
@@ -505,8 +464,7 @@ def accelerator_collectives_json() -> list[bytes]:
 
 
 def accelerator_groups_failed() -> bool:
-    """True if a process-group backend of the accelerator, such as NCCL, reports an error: the
-    kernels of its collectives may have ended early, with wrong results."""
+    """After an error, NCCL's kernels may have ended early, with wrong results."""
     for backend in _accelerator_backends():
         with suppress(AttributeError, RuntimeError):  # not every backend can tell
             if backend.get_error().name != "SUCCESS":
@@ -515,8 +473,7 @@ def accelerator_groups_failed() -> bool:
 
 
 def forget_process_groups(mesh: DeviceMesh) -> None:
-    """Drop the references of `mesh`'s root mesh to its process groups. Their sockets are closed
-    when no other reference is left."""
+    """Sockets of the groups are closed when no other reference is left."""
     mesh._get_root_mesh()._pg_registry.clear()
 
 
@@ -527,8 +484,7 @@ def clone_store(store: Store) -> Store:
 
 
 def process_group_count() -> int:
-    """Return the number from which the name of the next process group is made;
-    `destroy_process_group` resets it."""
+    """The next process group is named by this number."""
     import torch.distributed as dist
 
     return int(dist.distributed_c10d._world.group_count)
@@ -541,12 +497,10 @@ def number_process_groups_from(count: int) -> None:
 
 
 ABORT_SECONDS = 10.0
-"""Longest time in seconds to wait for the aborts of process groups; after it, the process ends."""
 
 
 def abort_accelerator_groups() -> bool:
-    """Abort all process groups on accelerators (not Gloo's). Returns True if there was one. This
-    has never been tested with several GPUs."""
+    """Returns True if there was a group. This has never been tested with several GPUs."""
     found = _accelerator_groups()
     if not found:
         return False
@@ -571,8 +525,7 @@ def abort_accelerator_groups() -> bool:
 
 
 def _accelerator_groups() -> list[tuple[Any, Any]]:
-    """Return the process groups on devices other than the CPU, newest first, each with its
-    backend."""
+    """Newest first."""
     import torch.distributed as dist
 
     names = dict(dist.distributed_c10d._world.pg_names)
@@ -590,8 +543,7 @@ def _accelerator_backends() -> list[Any]:
 
 @contextmanager
 def rendezvous_polls_every(seconds: float) -> Iterator[None]:
-    """Make torch's elastic rendezvous look for newly joined machines every `seconds` instead of
-    every second."""
+    """Torch's elastic rendezvous looks for newly joined machines every second."""
     module: Any = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     before = module._delay
     module._delay = lambda *_, **__: time.sleep(seconds)
@@ -602,7 +554,6 @@ def rendezvous_polls_every(seconds: float) -> Iterator[None]:
 
 
 def refresh_rendezvous_state_after(holder: Any, seconds: float) -> None:
-    """Make a rendezvous read its list of machines again after `seconds` instead of one second."""
     assert holder._cache_duration > 0
     holder._cache_duration = seconds
 
@@ -610,9 +561,8 @@ def refresh_rendezvous_state_after(holder: Any, seconds: float) -> None:
 def judge_heartbeats_by(
     holder: Any, lost: Callable[[Mapping[Any, datetime]], Collection[Any]]
 ) -> None:
-    """Make a rendezvous drop the machines that `lost` returns. Torch would compare the times of
-    heartbeats, by other machines' clocks, with this machine's clock. `lost`: called with each
-    machine's last heartbeat whenever the state was read."""
+    """Torch would compare heartbeats by other machines' clocks with this machine's clock. `lost`:
+    gets each machine's last heartbeat whenever the state was read."""
     drop_old = holder._sanitize
     old, new = (each.replace(tzinfo=UTC) for each in (datetime.min, datetime.max))
 
@@ -628,18 +578,16 @@ def judge_heartbeats_by(
 
 
 def skip_rendezvous_records(handler: Any) -> None:
-    """Turn off the event records of an elastic rendezvous. For each record, torch walks the whole
-    stack twice, between a read and a write of the shared state. If this takes longer than the time
-    between two heartbeats of another machine, no write ever succeeds. Nothing is lost: torch's
-    handler for these records is a `NullHandler`."""
+    """For each event record, torch walks the whole stack twice, between a read and a write of the
+    shared state. If this takes longer than the time between two heartbeats of another machine, no
+    write ever succeeds. Torch's own handler for the records is a `NullHandler`."""
     for part in (handler, handler._state_holder, handler._op_executor):
         assert callable(part._record)
         part._record = lambda *_, **__: None
 
 
 def forget_distributed_operations() -> None:
-    """Drop this thread's cached operations on `DTensor`s: the cache does not distinguish meshes
-    that are equal."""
+    """Torch's cache of operations on `DTensor`s does not distinguish meshes that are equal."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -647,9 +595,7 @@ def forget_distributed_operations() -> None:
 
 
 def changed_grad_tensors(structure: Any, change: Callable[..., Sequence[Tensor]]) -> Any:
-    """Return the nested structure with the tensors that require a gradient replaced by the results
-    of `change(*tensors)`; None if it has none. Uses the functions by which FSDP2 finds the inputs
-    of a module."""
+    """Replace the tensors that require a gradient by `change(*tensors)`; None if there are none."""
     from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
 
     tensors = collect_grad_tensors(structure)
@@ -661,27 +607,25 @@ def fsdp_parameter_group(module: Any) -> Any:
 
 
 def unmark_sharded(module: nn.Module) -> None:
-    """Remove the attribute by which other libraries recognise a module that is sharded by FSDP2."""
+    """Other libraries recognise a module of FSDP2 by this attribute."""
     vars(module).pop("_is_fsdp_managed_module", None)
 
 
 def remove_forward_hooks(module: Any) -> None:
-    """Remove the forward hooks by which FSDP2 all-gathers the parameters of `module` in its
-    forward, and reduce-scatters their gradients in its backward."""
+    """FSDP2 then neither all-gathers the module's parameters nor reduce-scatters their
+    gradients."""
     state = module._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
 
 
 def gathers_in_forward(module: Any) -> bool:
-    """True if FSDP2 all-gathers the parameters of `module` in its forward: unless
-    `remove_forward_hooks` was called for it."""
     return module._get_fsdp_state()._pre_forward_hook_handle.id in module._forward_pre_hooks
 
 
 def owners_of(parameter: Any) -> list[tuple[nn.Module, str]]:
-    """Return the modules that have this parameter (an `FSDPParam`) as an attribute, with its name
-    in each; several if it is shared."""
+    """`parameter`: an `FSDPParam`, which several modules may share. Returns the modules, with its
+    name in each."""
     info = parameter._module_info
     return [
         (info.module, info.param_name),
@@ -690,32 +634,30 @@ def owners_of(parameter: Any) -> list[tuple[nn.Module, str]]:
 
 
 def gathered(parameter: Any) -> Tensor | None:
-    """Return the unsharded tensor into which FSDP2 all-gathers this `FSDPParam`. Its memory is
-    freed between uses. None before the first forward."""
+    """Return an `FSDPParam`'s unsharded tensor, whose memory is freed between uses. None before the
+    first forward."""
     return getattr(parameter, "_unsharded_param", None)
 
 
 def parameter_name(parameter: Any) -> str:
-    """Return the fully qualified name of an `FSDPParam` in the model. Works only once the first
-    forward has begun."""
+    """`parameter`: an `FSDPParam`; it has no name before the first forward."""
     return str(parameter._param_fqn)
 
 
 def begins_forward_of(parameters: Any, node: Any) -> bool:
-    """True if `node` is the autograd node that FSDP2 puts on the inputs of the modules of this
-    parameter group (an `FSDPParamGroup`)."""
+    """True for the autograd node that FSDP2 puts on the inputs of an `FSDPParamGroup`'s modules."""
     return getattr(node, "param_group", None) is parameters
 
 
 def gather_in(parameter: Any, dtype: torch.dtype) -> None:
-    """Make FSDP2 all-gather an `FSDPParam` in `dtype`. Its gradient is reduced in the dtype of its
-    shards."""
+    """Make FSDP2 all-gather an `FSDPParam` in `dtype`. Gradients are still reduced in the dtype of
+    the shards."""
     parameter.__class__ = _gathered_in(dtype)
 
 
 def gathered_short(parameter: Any) -> tuple[str, Tensor] | None:
-    """Return the name and the unsharded tensor of an `FSDPParam` for which `gather_in` was called;
-    None for other parameters, and before the first forward."""
+    """Return the name and unsharded tensor of an `FSDPParam` for which `gather_in` was called. None
+    before the first forward."""
     gathered = getattr(parameter, "_unsharded_param", None)
     return (
         (parameter._param_fqn, gathered)
@@ -747,16 +689,14 @@ def _gathered_in(dtype: torch.dtype) -> type[Any]:
 
 
 def is_fsdp_root(module: Any) -> bool:
-    """True for the root module of FSDP2 once its first forward has begun. False if that forward
-    failed, as it does if a submodule was called before the root."""
+    """False before the first forward, and if that failed because a submodule was called before the
+    root."""
     state = module._get_fsdp_state()
     return bool(state._is_root) and hasattr(state._comm_ctx, "all_gather_state")
 
 
 def reduce_gradients(root: Any) -> None:
-    """Reduce-scatter the gradients that backwards without gradient sync
-    (`set_requires_gradient_sync(False)`) have accumulated on the unsharded parameters of an FSDP2
-    root, as at the end of a backward."""
+    """Reduce-scatter what backwards under `set_requires_gradient_sync(False)` have accumulated."""
     state = root._get_fsdp_state()
     for each in reversed(state._state_ctx.all_states):
         for group in reversed(each._fsdp_param_groups):
@@ -766,7 +706,6 @@ def reduce_gradients(root: Any) -> None:
 
 
 def set_unshard_async(root: Any, enabled: bool) -> None:
-    """Run FSDP2's all-gathers as async operations of the process group, not on its streams."""
     root._set_unshard_async_op(enabled)
 
 
@@ -774,16 +713,14 @@ def set_unshard_async(root: Any, enabled: bool) -> None:
 
 
 def stage_input_gradients(stage: Any) -> dict[int, tuple[Any, ...]]:
-    """Return the gradients of a pipeline stage's inputs that it has yet to send to the previous
-    stage, by microbatch."""
+    """Return the gradients that the stage has yet to send to the previous one, by microbatch."""
     cache: dict[int, tuple[Any, ...]] = stage.bwd_cache
     return cache
 
 
 def keep_gradients(stage: Any) -> None:
-    """Keep a pipeline stage's gradients and its unsharded FSDP2 parameters in the first call of its
-    schedule. There, torch clears both, because it assumes that it has run a forward and a backward
-    to infer shapes. A stage that is given the shapes has run neither."""
+    """Torch clears gradients in the first call of a schedule, because it assumes that it has run a
+    forward and a backward to infer shapes. A stage that is given the shapes has run neither."""
     stage._post_metadata_inference_cleanup = lambda: None
 
 
@@ -793,8 +730,8 @@ def schedule_losses(schedule: Any) -> list[Tensor]:
 
 
 def loader_classes() -> tuple[type[Any], tuple[type[Any], ...]]:
-    """Return the base class of a `DataLoader`'s iterators (with `_next_index` and `__next__`), and
-    its fetcher classes, whose `fetch` reads a batch from the dataset."""
+    """Return the base class of a `DataLoader`'s iterators, and its fetcher classes, whose `fetch`
+    reads a batch."""
     from torch.utils.data import _utils, dataloader
 
     return dataloader._BaseDataLoaderIter, (
@@ -804,9 +741,8 @@ def loader_classes() -> tuple[type[Any], tuple[type[Any], ...]]:
 
 
 def saved_factors(node: Any) -> list[Tensor]:
-    """Return the tensors that the autograd node of a product (`mul`, `dot`) has saved for the
-    backward. Tensors that a `pack` hook has replaced are left out: unpacking them may recompute a
-    forward."""
+    """Return what a product's node (`mul`, `dot`) has saved. Tensors that a `pack` hook has
+    replaced are left out: unpacking them may recompute a forward."""
     kept = [
         getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
         for name in ("self", "other", "tensor")
@@ -815,8 +751,6 @@ def saved_factors(node: Any) -> list[Tensor]:
 
 
 def run_first(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
-    """Register a gradient hook on a tensor (`Tensor.register_hook`) that runs before the existing
-    ones."""
     handle: Any = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     hooks: Any = tensor._backward_hooks
     for key in [key for key in hooks if key != handle.id]:
@@ -824,8 +758,7 @@ def run_first(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
 
 
 def divisor(node: Any) -> float | None:
-    """Return the number by which the autograd node of a division divides; None if it is not a
-    single number on the CPU."""
+    """Return the divisor of a division's node; None if it is not a single number on the CPU."""
     other = getattr(node, "_saved_other", None)
     return (
         float(other)
@@ -835,6 +768,5 @@ def divisor(node: Any) -> float | None:
 
 
 def function_of(node: Any) -> type[Any]:
-    """Return the user-defined `autograd.Function` whose backward this autograd node runs."""
     function: type[Any] = type(node)._forward_cls
     return function

@@ -16,8 +16,7 @@ _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\
 
 
 def seconds(text: str, name: str, raises: type[UserError]) -> float:
-    """Parse a duration such as "90s", "55m" or "1h30m" to seconds. Raises an error of type
-    `raises`, whose text calls the value `name`."""
+    """Parse a duration such as "90s", "55m" or "1h30m". `name` and `raises` are for the error."""
     if not (duration := parse_duration(text)):
         raise raises(
             f"{name}={text!r}; it must be a time with its unit, more than none: 90s, 55m, 1h30m"
@@ -26,7 +25,7 @@ def seconds(text: str, name: str, raises: type[UserError]) -> float:
 
 
 def parse_duration(text: str) -> float:
-    """Parse a duration such as "1h30m" to seconds; 0 if the text is not one."""
+    """Return seconds; 0 if the text is not a duration."""
     if not (match := _DURATION.fullmatch(text)):
         return 0.0
     parts = zip(match.groups(), _UNITS.values(), strict=True)

@@ -22,7 +22,6 @@ _SHOWN = frozenset(
         "timeout",
     ]
 )
-"""Names of URL query arguments whose values may be shown."""
 
 
 def has_password(url: str) -> bool:
@@ -32,7 +31,6 @@ def has_password(url: str) -> bool:
 
 
 def without_password(url: str) -> str:
-    """Return a URL for messages and files, without anything that may be a password."""
     before, query = _split(url)
     shown = "&".join(
         f"{name}={value if name in _SHOWN else HIDDEN}" if value else name for name, value in query

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with a noun as text: "1 step", "1,200 steps", "2 microbatches"."""
+    """For example "1 step", "1,200 steps", "2 microbatches"."""
     plural = "" if number == 1 else "es" if noun.endswith(("ss", "tch")) else "s"
     return f"{number:,} {noun}{plural}"
 
@@ -17,6 +17,5 @@ def listed(noun: str, names: Sequence[object]) -> str:
 
 
 def enumerated(items: Sequence[object]) -> str:
-    """Return the items as text for a sentence: "1, 2 and 3"."""
     words = [str(item) for item in items]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
