@@ -60,8 +60,8 @@ from lockstep.options import Restart, RunOptions, variable
 
 _REGROUPS = "lockstep/regroups"
 Count = Literal["done", "known"]
-"""Names of counters in the store, each of which counts machines. `done`: machines whose workers are
-done. `known`: machines that know that the workers of all machines are done."""
+"""Counters of machines in the store. `done`: machines whose workers are done. `known`: machines
+that know that the workers of all machines are done."""
 
 
 class StartStore:
@@ -70,14 +70,12 @@ class StartStore:
         self._counted = set[Count]()
 
     def exchange(self, number: int, machines: int, mine: list[Any]) -> list[list[Any]]:
-        """Exchange a JSON value (`mine`) between all machines. Returns the values in order of the
-        machines' numbers. `number`: this machine's number. `machines`: the number of machines."""
         self._store.set(f"lockstep/agent-{number}", json.dumps(mine))
         return [json.loads(self._store.get(f"lockstep/agent-{each}")) for each in range(machines)]
 
     def count(self, what: Count) -> int:
-        """Count this machine, if it has not called this with `what` before. Returns the number of
-        machines that have called it with `what`."""
+        """Count this machine once. Returns the number of machines that have called this with
+        `what`."""
         is_first = what not in self._counted
         self._counted.add(what)
         return int(self._store.add(f"lockstep/{what}", int(is_first)))
@@ -88,8 +86,6 @@ class StartStore:
         self._store.set(_REGROUPS, "")
 
     def regroups(self) -> bool:
-        """True if a machine has called `announce_regroup`: the workers save and end for a
-        restart."""
         try:
             return bool(self._store.check([_REGROUPS]))
         except DistError:
@@ -97,16 +93,13 @@ class StartStore:
 
 
 FAILED, LOST_A_PEER, JOINED = range(3)
-"""Kinds of reasons why a machine restarts its workers. If machines have reasons of different kinds,
-the first kind in this order is reported."""
+"""If machines have different reasons to restart their workers, the first one in this order counts."""
 
 
 def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | None:
-    """The reason for a restart of the workers on all machines; None at the first start. `everyone`:
-    for each machine, its number of restarts, the addresses of the machines that it knew before the
-    restart, and the kind and text of its reason. `machines`: addresses of the machines that are
-    left or have joined.
-    """
+    """`everyone`: for each machine, its number of restarts, the addresses of the machines that it
+    knew before the restart, and the kind and text of its reason. `machines`: addresses of the
+    machines that are left or have joined."""
     reasons = [why for _, _, why in everyone if why is not None]
     if not reasons:
         return None
@@ -121,10 +114,8 @@ def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | No
 def restart_variables(
     everyone: Sequence[Any], machines: Sequence[str], *, in_place: bool
 ) -> dict[str, str]:
-    """The environment variables that tell workers why they are started again; none at the first
-    start. `everyone`: for each machine, the values that it gives to the others. The first three are
-    the values for `restart_reason`, the fifth is the reason why workers do not continue in their
-    processes. `in_place`: True if they do."""
+    """`everyone`: the first three values of each machine are for `restart_reason`, the fifth is the
+    reason why workers do not continue in their processes."""
     why = restart_reason([each[:3] for each in everyone], machines)
     if why is None:
         return {}
@@ -135,9 +126,8 @@ def restart_variables(
 
 
 def failure_reason(first: WorkerFailure | None, lost: Sequence[str]) -> tuple[int, str]:
-    """The kind and text of a machine's reason to restart its workers. `first`: the worker's failure
-    that caused the others; None if no worker of this machine failed. `lost`: the addresses of lost
-    machines."""
+    """`first`: the worker's failure that caused the others; None if no worker of this machine
+    failed. `lost`: the addresses of lost machines."""
     if first is not None:
         return (LOST_A_PEER if first.lost_a_peer else FAILED), first.line
     silent = (
@@ -166,13 +156,12 @@ def rendezvous_error(error: Exception, machines: Machines) -> str:
 
 
 LOST, JOINS = "lost", "joins"
-"""Reasons for which the workers of all machines leave their collectives, for a recovery in place: a
-worker is lost, or a machine joins."""
+"""Reasons for which workers leave their collectives: one is lost, or a machine joins."""
 
 
 class Agent(SimpleElasticAgent):
-    """Torch's elastic agent, which starts and ends lockstep's worker processes instead of torch's.
-    See [Note: restarts]."""
+    """Torch's elastic agent, which starts and ends lockstep's worker processes instead of
+    torch's."""
 
     def __init__(
         self,
@@ -214,8 +203,6 @@ class Agent(SimpleElasticAgent):
         self._workers = WorkerProcesses(folder, self._signals)
 
     def close(self) -> None:
-        """Close the connections to the workers, and end the spare process and any processes that
-        workers have left running."""
         self._close_workers()
         self.in_place.close()
 
@@ -246,9 +233,8 @@ class Agent(SimpleElasticAgent):
         tell(INTERRUPTED if self._workers.ending().options_read else at_once)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Hold a rendezvous. Then agree with the other machines on the number of restarts, on the
-        reason of this restart, and on whether workers recover in place, which all machines must be
-        able to do."""
+        """After the rendezvous, all machines agree on the number of restarts, on the reason of this
+        restart, and on whether workers recover in place, which all machines must be able to do."""
         try:
             super()._rendezvous(worker_group)
             everyone = self._exchange(worker_group)
@@ -342,8 +328,6 @@ class Agent(SimpleElasticAgent):
         )
 
     def _prepare_to_recover(self) -> None:
-        """Once all workers of this machine train, start a spare process, and tell the other
-        machines that this one can recover in place."""
         workers = self._workers
         if self._never_in_place is not None:
             return
@@ -364,8 +348,6 @@ class Agent(SimpleElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _leave(self, why: str) -> str | None:
-        """Make the remaining workers leave their collectives and wait for new ranks. `why`: LOST or
-        JOINS. Returns None, or the reason why they cannot."""
         if not self._goes_on:
             self.in_place.lost_at = time.time()
         self._not_in_place = self._why_not_in_place(why)
@@ -377,8 +359,6 @@ class Agent(SimpleElasticAgent):
         return self._not_in_place
 
     def _why_not_in_place(self, why: str) -> str | None:
-        """The reason why the remaining workers of this machine cannot continue in their processes;
-        None if they can. `why`: LOST or JOINS."""
         if (
             (why == LOST and not self._remaining_restarts)
             or self._workers.restart_request()
@@ -392,8 +372,6 @@ class Agent(SimpleElasticAgent):
         return self._workers.connections.why_not(healthy, others)
 
     def _count_failure(self) -> None:
-        """After a failure, announce a restart, or set the number of remaining restarts to 0 if this
-        failure must not cause a restart."""
         ending = self._workers.ending()
         first, waiting = ending.first, self._goes_on
         by_mistake = first is not None and first.record is not None and first.record.user_error
@@ -422,14 +400,10 @@ class Agent(SimpleElasticAgent):
             self._elsewhere = line
 
     def _lost_a_machine(self) -> bool:
-        """True if another machine has left the run, unless the workers save and end for a restart
-        already. Workers that do not may wait for that machine for minutes."""
         self._lost = () if self._elastic is None else self._elastic.lost_machines()
         return bool(self._lost) and (self._is_able or not self._shared.regroups())
 
     def _recover(self, worker_group: WorkerGroup) -> None:
-        """Replace the lost workers by new processes, and give all workers new ranks in their
-        processes. See [Note: recovery in place]."""
         while True:
             with self._signals.deferred():
                 known = self._variables(worker_group)
@@ -487,8 +461,6 @@ class Agent(SimpleElasticAgent):
             super()._restart_workers(worker_group)
 
     def _takes_in(self) -> bool:
-        """Make the workers leave their collectives and wait, in their processes, for the new ranks
-        with a joining machine. Returns False if they cannot."""
         if self._never_in_place is not None or self._leave(JOINS) is not None:
             return False
         who = "another machine" if self._elastic is not None else "a new process"
@@ -497,8 +469,6 @@ class Agent(SimpleElasticAgent):
         return True
 
     def _regroup(self, worker_group: WorkerGroup) -> None:
-        """Make the workers of all machines save and end, so that they can be started again together
-        with the workers of a machine that waits to join."""
         say("lockstep: another machine waits to join: the workers save, and start again with it")
         self._why = (JOINED, "another machine joined")
         self._shared.announce_regroup()
@@ -518,8 +488,7 @@ class Agent(SimpleElasticAgent):
     def _exit_barrier(self) -> None:
         """On the machine that hosts the store, wait briefly until the other machines know that all
         workers are done. Torch's barrier waits five minutes for a machine whose workers have
-        failed, and ignores signals.
-        """
+        failed, and ignores signals."""
         rendezvous = self._elastic
         if rendezvous is None or self._workers.ending().was_preempted:
             return
@@ -537,15 +506,13 @@ class Agent(SimpleElasticAgent):
 
 
 def _new_run_dir(given: Mapping[str, str]) -> str:
-    """The run directory, if the launcher chose its name and the run has written to it; otherwise
-    empty. `given`: environment variables of the workers."""
+    """Return the run directory, if the launcher chose its name and the run has written to it;
+    otherwise ""."""
     path = given.get(variable("default_run_dir"), "")
     return path if path and variable("run_dir") not in given and os.path.isdir(path) else ""
 
 
 def _after(size: int, count: int) -> list[Worker]:
-    """`count` additional workers of torch's agent, for a run of `size` workers; they are numbered
-    from `size` on until they get ranks."""
     ranks = range(size, size + count)
     return [Worker(rank - size, rank, rank, ranks.stop, ranks.stop) for rank in ranks]
 

@@ -19,31 +19,21 @@ Launcher = Literal["python", "torchrun", "lockstep", "spawn", "srun"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment(RunOptions):
-    """The ranks of this process, and the options of the run, as its launcher passes them in
-    environment variables."""
-
     rank: int
-    """Rank among all processes, from 0."""
     local_rank: int
-    """Rank among the processes of this machine, from 0; also the index of its GPU, if it sees all
-    GPUs."""
+    """Rank among the processes of this machine; also the index of its GPU, if it sees all GPUs."""
     world_size: int
-    """Number of processes in the run."""
     local_world_size: int
-    """Number of processes on this machine."""
     launcher: Launcher
-    """The launcher that started this process. `python`: none. `torchrun`: any launcher but
-    lockstep's that sets RANK and WORLD_SIZE. `srun`: Slurm's, with a process per task."""
+    """`python`: no launcher. `torchrun`: any launcher but lockstep's that sets RANK and WORLD_SIZE.
+    `srun`: Slurm's, with a process per task."""
     threads: int
     """Number of intra-op threads: OMP_NUM_THREADS if the user set it (torchrun sets 1 by default),
     otherwise usable CPUs ÷ processes of this machine."""
     restarts: int = 0
-    """Number of restarts of the workers after failures."""
 
     @property
     def place(self) -> dict[str, Any]:
-        """The arguments for `lockstep.comm.world.join`: this process's ranks, the numbers of
-        processes, and the backend."""
         return {
             "rank": self.rank,
             "size": self.world_size,
@@ -55,13 +45,8 @@ class Environment(RunOptions):
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Environment:
-        """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, LOCKSTEP_LAUNCHER and the variables
-        of `RunOptions`.
-
-        Without the first four variables, this is rank 0 of 1. Without the two local ones, all
-        processes are assumed to be on this machine. Raises `LaunchError` if the values contradict
-        each other.
-        """
+        """Without RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, this is rank 0 of 1. Without
+        the two local ones, all processes are assumed to be on this machine."""
         _not_by_mpirun(environ)
         _both_or_neither(environ, "RANK", "WORLD_SIZE")
         _both_or_neither(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -112,14 +97,10 @@ def _threads(environ: Mapping[str, str], local_world_size: int) -> int:
 
 
 def threads_per_process(count: int) -> int:
-    """The number of intra-op threads for each of `count` processes on this machine: usable CPUs ÷
-    processes, at least 1."""
     return max(1, usable_cpus() // count)
 
 
 def _not_by_mpirun(environ: Mapping[str, str]) -> None:
-    """Raise `LaunchError` if mpirun has started this process as one of several: each of them would
-    train alone, as rank 0 of 1."""
     started = next((name for name in MPI_SIZES if environ.get(name, "1") != "1"), None)
     if "RANK" not in environ and started is not None:
         raise LaunchError(
@@ -156,13 +137,9 @@ def _below(environ: Mapping[str, str], name: str, value: int, limit_name: str, l
 def count_processes(
     asked: str | int, plan: Plan | None, count_gpus: Callable[[], int], *, name: str
 ) -> int:
-    """The number of processes for `asked`: a number, `auto` or `gpu`. `name`: the option's name in
-    errors.
-
-    `auto` is the product of the plan's axes if all of them have a size; otherwise one process per
-    GPU, or one if there is no GPU. `count_gpus` is called only if needed. Raises `LaunchError`, and
-    `PlanError` if the plan's axes do not multiply to the number.
-    """
+    """`asked`: a number, `auto` or `gpu`; `name`: its option in errors. `auto` is the product of
+    the plan's axes if all of them have a size; otherwise one process per GPU, or one if there is no
+    GPU. `count_gpus` is called only if needed."""
     sizes: list[Size] = list(plan.axis_sizes.values()) if plan is not None else ["auto"]
     if asked == "auto":
         fixed = [size for size in sizes if size != "auto"]

@@ -1,5 +1,5 @@
 """Failures of workers (the processes of ranks): the record that a failed worker writes, and the
-launcher's report on the records of all workers."""
+launcher's report."""
 
 from __future__ import annotations
 
@@ -75,21 +75,15 @@ _SIGNALS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureRecord:
-    """The failure of a worker, which the worker itself writes as JSON for the launcher."""
-
     time: float
-    """Time of the failure, in seconds since the epoch."""
+    """Seconds since the epoch."""
     status: int
-    """The exit status that the worker will have."""
     kind: str
-    """The class of the exception, as `module:qualified name`."""
     message: str
-    """Text of the exception: str(error)."""
     traceback: str
-    """The full traceback, without the frames of lockstep's launcher; for a
-    `lockstep.base.errors.LockstepError` only its message."""
+    """The traceback without the frames of lockstep's launcher; for a `LockstepError` only its
+    message."""
     user_error: bool
-    """True for a `lockstep.base.errors.UserError`: the launcher shows only its message."""
     peer_lost: bool
     """True if the exception, or one in its chain of causes, is an error of the connection to
     another process."""
@@ -99,7 +93,6 @@ class FailureRecord:
 
     @classmethod
     def read(cls, path: Path) -> FailureRecord | None:
-        """Read the record that a worker has written to `path`; None if there is no file."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -107,13 +100,11 @@ class FailureRecord:
 
     @property
     def title(self) -> str:
-        """The last line of the traceback, shortened."""
         name = self.kind.rpartition(":")[2]
         first = self.message.partition("\n")[0]
         return f"{name}: {first}"[:160] if first else name
 
     def is_like(self, other: FailureRecord | None) -> bool:
-        """True if the exception of the other record has the same type and text."""
         return other is not None and (self.kind, self.message) == (other.kind, other.message)
 
 
@@ -124,22 +115,18 @@ class WorkerFailure:
     """Seconds since the epoch: from the record, or the time at which the launcher noticed the end
     of the process."""
     returncode: int
-    """The exit status, or the negated signal number, as in `subprocess`."""
     record: FailureRecord | None = None
     crash: str = ""
     """The Python stack at a fatal signal such as SIGSEGV. Empty if there was none."""
 
     @property
     def status(self) -> int:
-        """The exit status as a shell shows it: 128 + the signal's number after a death by
-        signal."""
         if self.record is not None:
             return self.record.status
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
 
     @property
     def end(self) -> str:
-        """Text about how the process ended, such as "failed (exit status 1)"."""
         if self.record is not None or self.returncode >= 0:
             return f"failed (exit status {self.status})"
         name = _signal_name(-self.returncode)
@@ -150,12 +137,10 @@ class WorkerFailure:
 
     @property
     def lost_a_peer(self) -> bool:
-        """True if the failure was caused by the end of another process."""
         return self.record is not None and self.record.peer_lost
 
     @property
     def line(self) -> str:
-        """The rank and the reason of its failure, in one line."""
         if self.lost_a_peer:
             return f"rank {self.rank} lost a peer"
         title = f": {self.record.title}" if self.record and self.record.traceback else ""
@@ -164,42 +149,31 @@ class WorkerFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """The end of a run on this machine: which workers failed, were stopped, or finished."""
-
     failures: Sequence[WorkerFailure] = ()
     stopped: Sequence[int] = ()
-    """Ranks that the launcher stopped because of a failure or a signal."""
     finished: Sequence[int] = ()
     """Ranks that ended by themselves with exit status 0."""
     preempted: Sequence[int] = ()
-    """Ranks that saved and ended because a signal, for instance, asked them to."""
     unkillable: Sequence[int] = ()
-    """Ranks whose processes did not end in time even after SIGKILL, because they are blocked in the
-    kernel."""
+    """Ranks that are blocked in the kernel and did not end in time after SIGKILL."""
     signal: int | None = None
-    """The signal that the launcher passed on to the workers; later failures are consequences of it.
-    None if there was none."""
     elsewhere: str = ""
-    """The cause outside of this machine that ended the run; empty if there is none."""
+    """The cause outside of this machine that ended the run."""
     has_saved: bool = False
-    """True if a worker that was ended by an error or a signal has confirmed that the last step is
-    saved."""
     options_read: bool = False
-    """True if a worker has read the options of the run: the script uses lockstep."""
     new_run_dir: str = ""
-    """The run directory that the launcher chose; the same command would choose another one. Empty
-    if the user named one."""
+    """The run directory that the launcher chose; the same command would choose another one."""
 
     @property
     def first(self) -> WorkerFailure | None:
-        """The failure that caused the others: the earliest one that is not an error about a lost
-        peer; if all are such errors, the earliest. None if no worker failed."""
+        """The earliest failure that is not an error about a lost peer; if all are such errors, the
+        earliest."""
         return min(self.failures, key=lambda f: (f.lost_a_peer, f.time, f.rank), default=None)
 
     @property
     def was_preempted(self) -> bool:
-        """True if all workers that ran have saved and ended on request; or if a signal came during
-        a recovery, and one worker has saved the last step of the run."""
+        """True if all workers have saved and ended on request; or if a signal came during a
+        recovery, and one worker has saved the last step of the run."""
         if self.unkillable:
             return False
         if self.signal in PREEMPTING and self.has_saved:
@@ -217,7 +191,6 @@ class Ending:
         return self.first.status
 
     def report(self) -> str:
-        """The report for the user, with the first failure at the top. Empty if nothing failed."""
         if self.elsewhere and (self.first is None or self.first.lost_a_peer):
             return self.elsewhere
         return "\n".join(filter(None, (self.elsewhere, self._report())))
@@ -280,8 +253,6 @@ class Ending:
 
     @property
     def _run_dir(self) -> str:
-        """Text to append to "the same command" in a report: the option that names the run
-        directory, if the launcher chose it."""
         if not self.new_run_dir:
             return ""
         shown = os.path.relpath(self.new_run_dir)
@@ -292,8 +263,6 @@ class Ending:
 def failure_record(
     error: BaseException, frames: TracebackType | None, status: int
 ) -> FailureRecord:
-    """The record of an exception that ends a worker. `frames`: its traceback, from the first frame
-    of the user's code on. `status`: the exit status that the worker will have."""
     kind = type(error)
     return FailureRecord(
         time=time.time(),
@@ -325,19 +294,14 @@ def error_details(error: BaseException) -> dict[str, Any]:
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """True if the error, or one in its chain of causes, says that another process has ended."""
     return any(_is_one_of(link, _PEER_ERRORS, _PEER_TEXT) for link in chain(error))
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """True if the error, or one in its chain of causes, says that a device or this machine has run
-    out of memory."""
     return any(_is_one_of(link, _MEMORY_ERRORS, _MEMORY_TEXT) for link in chain(error))
 
 
 def read_crash(path: Path) -> str:
-    """The Python stack that faulthandler wrote at a fatal signal, without lockstep's frames; empty
-    if there is none."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -351,8 +315,8 @@ def read_crash(path: Path) -> str:
 
 
 def read_torch_record(path: Path, returncode: int) -> FailureRecord | None:
-    """The failure that torch's `@record` wrote, for a script that ended without lockstep's record;
-    None if there is none."""
+    """Return the failure that torch's `@record` wrote, for a script that ended without lockstep's
+    record."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         extra = message["extraInfo"]
@@ -370,7 +334,6 @@ def read_torch_record(path: Path, returncode: int) -> FailureRecord | None:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, and the chain of exceptions that caused it."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -380,8 +343,6 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_one_of(error: BaseException, names: Collection[str], text: re.Pattern[str]) -> bool:
-    """True if the class of `error`, or a base class, has one of `names`, or if it is a RuntimeError
-    whose message matches `text`."""
     if any(kind.__name__ in names for kind in type(error).__mro__):
         return True
     return isinstance(error, RuntimeError) and text.search(_text(error)) is not None
@@ -402,7 +363,6 @@ def _signal_name(number: int) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Format ranks as text: "rank 3", "ranks 0-2, 5"."""
     parts: list[str] = []
     for _, group in groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0]):
         run = [rank for _, rank in group]

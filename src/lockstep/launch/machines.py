@@ -32,7 +32,6 @@ class Machines:
     """The network interface that the user asked for. None: the one that routes to the rendezvous
     host."""
     source: str = "--rdzv"
-    """The option by which the user gave the host and the port."""
 
     @property
     def endpoint(self) -> str:
@@ -40,18 +39,15 @@ class Machines:
 
     @property
     def option(self) -> str:
-        """Text for errors with the address of the rendezvous and the option that gave it."""
         return f"{self.source} {self.endpoint}"
 
     @property
     def count(self) -> str:
-        """The number of machines as text: "2", or "2 to 4"."""
         return f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
 
     @classmethod
     def parse(cls, options: LaunchOptions) -> Machines | None:
-        """Read `--nnodes` (`N` or `A:B`) and the rendezvous options; None for one machine. Raises
-        `LaunchError`."""
+        """Return None for one machine."""
         nnodes = options.nnodes if options.nnodes is not None else "1"
         match = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
         least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
@@ -86,7 +82,6 @@ class Machines:
         return cls(least, most, host, port, options.node_rank, options.interface, source)
 
     def resolve(self) -> str:
-        """Look up the IP address of the host of the rendezvous. Raises `LaunchError`."""
         try:
             addresses = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -99,8 +94,6 @@ class Machines:
 
 
 def rendezvous_options(options: LaunchOptions) -> dict[str, str | int]:
-    """The rendezvous options that the user gave, with their values: `--rdzv`, or torchrun's older
-    options."""
     names = ("rdzv", "node_rank", "master_addr", "master_port")
     return {flag(name): value for name in names if (value := getattr(options, name)) is not None}
 
@@ -132,7 +125,6 @@ def _endpoint(options: LaunchOptions) -> tuple[str, int]:
 
 
 def address_towards(address: str, port: int) -> str:
-    """This machine's IP address on the route to `address`. Sends nothing. Raises `LaunchError`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -146,7 +138,6 @@ def address_towards(address: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with this IPv4 address; None if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(ImportError):
         import fcntl
 
@@ -159,7 +150,6 @@ def interface_of(address: str) -> str | None:
 
 
 def address_on(interface: str) -> str:
-    """The IPv4 address of this network interface. Raises `LaunchError`."""
     import fcntl  # not on every system
 
     names = ", ".join(name for _, name in socket.if_nameindex())

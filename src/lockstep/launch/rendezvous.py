@@ -1,9 +1,10 @@
-"""The rendezvous of a run: on one machine, or torch's rendezvous of several machines. [Note:
-listening] On one machine, everything listens on loopback only: the store on a socket that is bound
-here, Gloo and NCCL because of their interface variables. On several machines, the stores listen on
-the address by which the machines reach each other, and Gloo and NCCL on its interface. A store has
-no authentication: anyone who can connect may read and write it. Torch's rendezvous keeps pickles in
-its store, so anyone who can connect to it can run code on the machines.
+"""The rendezvous of a run: on one machine, or torch's rendezvous of several machines.
+
+[Note: listening] On one machine, everything listens on loopback only: the store on a socket that is
+bound here, Gloo and NCCL because of their interface variables. On several machines, the stores
+listen on the address by which the machines reach each other, and Gloo and NCCL on its interface. A
+store has no authentication: anyone who can connect may read and write it. Torch's rendezvous keeps
+pickles in its store, so anyone who can connect to it can run code on the machines.
 """
 
 from __future__ import annotations
@@ -55,21 +56,16 @@ from lockstep.base.torch_private import (
 from lockstep.launch.machines import Machines, address_on, address_towards, interface_of
 
 JOIN_SECONDS = 600
-"""Seconds that a machine waits for the other machines at the start of a run."""
 NOTICE_SECONDS = 5
-"""Seconds without an answer from another machine after which a machine prints that it is still
-trying to connect."""
+"""Silence of another machine after which a machine prints that it is still trying to connect."""
 STORE_SILENCE_SECONDS = 10
-"""Seconds without an answer from the machine that hosts the rendezvous after which it counts as
-lost."""
+"""Silence of the machine that hosts the rendezvous after which it counts as lost."""
 STORE_SECONDS = 10
-"""Timeout in seconds of one request to the store. It is short because the machine that should write
-the key may be lost."""
+"""Timeout of one request to the store: the machine that should write the key may be lost."""
 
 
 def store_on(listener: socket.socket) -> TCPStore:
-    """A TCPStore that listens on this socket. Without a socket it would listen on all
-    interfaces."""
+    """Without a socket, a TCPStore would listen on all interfaces."""
     address, port = listener.getsockname()[:2]
     timeout = timedelta(seconds=STORE_SECONDS)
     return TCPStore(
@@ -83,8 +79,8 @@ def store_on(listener: socket.socket) -> TCPStore:
 
 
 def host_store(machines: Machines, address: str) -> TCPStore | None:
-    """Host the store of the rendezvous in this process. Returns None if `address`, the IP address
-    of the rendezvous, belongs to another machine, or if another process hosts the store."""
+    """Returns None if `address`, the IP address of the rendezvous, belongs to another machine, or
+    if another process hosts the store."""
     try:
         return store_on(socket.create_server((address, machines.port), family=family(address)))
     except OSError as error:
@@ -103,8 +99,8 @@ def host_store(machines: Machines, address: str) -> TCPStore | None:
 
 
 def connect_store(machines: Machines, address: str, own: str) -> TCPStore:
-    """A connection to the store of the rendezvous, which another machine hosts or will host.
-    `address`: that machine's IP address. `own`: this machine's."""
+    """Another machine, with the IP address `address`, hosts the store or will host it. `own`: this
+    machine's address."""
     began = time.monotonic()
     has_said = False
     while True:
@@ -135,10 +131,8 @@ def connect_store(machines: Machines, address: str, own: str) -> TCPStore:
 
 
 def set_tcp_timeouts(address: str, port: int) -> None:
-    """Make the kernel close this process's connections to a silent host after
-    STORE_SILENCE_SECONDS. Otherwise torch waits as long as the kernel tries (a quarter of an hour),
-    and ignores signals.
-    """
+    """Make the kernel close this process's connections to a silent host. Otherwise torch waits as
+    long as the kernel tries (a quarter of an hour), and ignores signals."""
     if sys.platform != "linux":
         return
     options = {
@@ -167,32 +161,22 @@ def family(address: str) -> socket.AddressFamily:
 LOOPBACK = "127.0.0.1"
 
 LAST_CALL_SECONDS = 5.0
-"""Seconds that a rendezvous waits for more machines once the minimum number has joined."""
+"""How long a rendezvous waits for more machines once the minimum number has joined."""
 RECOVERY_CALL_SECONDS = 0.5
-"""LAST_CALL_SECONDS for a recovery in place: it is shorter because all machines join such a
-rendezvous at about the same time."""
+"""LAST_CALL_SECONDS for a recovery in place, which all machines join at about the same time."""
 HEARTBEAT_SECONDS = 0.5
-"""Seconds between a machine's heartbeats."""
 SILENCE_SECONDS = 5.0
-"""Seconds without a heartbeat after which a machine counts as lost. A busy machine may pause for
+"""Time without a heartbeat after which a machine counts as lost. A busy machine may pause for
 seconds."""
 STATE_SECONDS, RENDEZVOUS_POLL_SECONDS = 0.25, 0.1
-"""Seconds between two reads of the list of machines from the store, outside of a rendezvous and
-during one."""
+"""Outside of a rendezvous, and during one."""
 ABLE_SECONDS = 30.0
-"""Seconds that a joining machine waits until the workers of the run can continue in their processes
-when it joins."""
 TRIES = 10
-"""Largest number of consecutive rendezvous in each of which a machine is lost."""
 REACH_SECONDS = 5.0
-"""Seconds in which one machine must connect to the port of another."""
 _RUN_ID = "lockstep"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of one machine: a new store on a free loopback port for each start of the
-    workers."""
-
     def __init__(self) -> None:
         self._run_id = f"lockstep-{secrets.token_hex(8)}"
         self._store: TCPStore | None = None
@@ -239,10 +223,8 @@ class LoopbackRendezvous(RendezvousHandler):
 
 class Silence:
     """Measures for how long other machines have sent no heartbeat, by this machine's own clock.
-
     Time in which this machine did not look does not count: if this machine or the store was
-    stopped, no heartbeat could arrive.
-    """
+    stopped, no heartbeat could arrive."""
 
     def __init__(self, own: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._own, self._clock = own, clock
@@ -251,8 +233,6 @@ class Silence:
         self._seconds: dict[Any, float] = {}
 
     def lost(self, heartbeats: Mapping[Any, datetime]) -> set[Any]:
-        """Return the machines that count as lost. `heartbeats`: the last heartbeat of each machine,
-        as just read from the store."""
         now = self._clock()
         passed, self._looked = min(now - self._looked, HEARTBEAT_SECONDS), now
         self._seconds = {
@@ -269,8 +249,7 @@ class Silence:
         }
 
 
-class _MachineLostError(Exception):
-    """Raised if a machine was lost while other machines waited for it in a rendezvous."""
+class _MachineLostError(Exception): ...
 
 
 class _Timeout(RendezvousTimeout):
@@ -280,20 +259,17 @@ class _Timeout(RendezvousTimeout):
 
 
 class ElasticRendezvous(DynamicRendezvousHandler):
-    """Torch's rendezvous of several machines, in a store on the host given by `--rdzv`. Made by
-    `at`."""
+    """Torch's rendezvous of several machines, in a store on the host given by `--rdzv`."""
 
     machines: Machines
     interface: str | None
     addresses: list[str]
-    """Addresses of the machines in the latest rendezvous."""
     hosts_store: bool
-    """True if this process hosts the store of the rendezvous."""
     _timeout: _Timeout
 
     def __init__(self, node: Any, *rest: Any) -> None:
         """Called by torch's `from_backend`, which distinguishes machines by address and process id.
-        This adds a random name, because containers on one host may have the same address (the
+        A random name is added, because containers on one host may have the same address (the
         host's) and process id (1)."""
         super().__init__(replace(node, local_id=secrets.randbits(62)), *rest)
         refresh_rendezvous_state_after(self._state_holder, STATE_SECONDS)
@@ -305,8 +281,6 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
     @classmethod
     def at(cls, machines: Machines) -> ElasticRendezvous:
-        """Host the store of the rendezvous if its address is this machine's, otherwise connect to
-        it. Raises `LaunchError`."""
         address = machines.resolve()
         own = address_on(machines.interface) if machines.interface is not None else ""
         own = own or address_towards(address, machines.port)
@@ -336,13 +310,12 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return meeting
 
     def agree(self, name: str, value: str) -> str:
-        """Agree with the other machines on a value for `name`: returns the value of the first
-        machine that calls this."""
+        """Return the `value` of the first machine that calls this with `name`."""
         return bytes(self._store.compare_set(f"{_RUN_ID}.{name}", "", value)).decode()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Hold a rendezvous with the other machines. The workers get a new store each time instead
-        of the store of torch's rendezvous, in which a lost machine would remain."""
+        """The workers get a new store each time instead of the store of torch's rendezvous, in
+        which a lost machine would remain."""
         if self._timeout.last_call.total_seconds() == LAST_CALL_SECONDS:
             say(
                 f"lockstep: waits at {self.machines.endpoint} for the machines of the run"
@@ -355,7 +328,6 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         raise RendezvousTimeoutError
 
     def _meet(self) -> RendezvousInfo | None:
-        """Hold one rendezvous with the other machines. Returns None if a machine was lost in it."""
         self._bootstrap_store_info = self._shared_tcp_store_server = None
         with rendezvous_polls_every(RENDEZVOUS_POLL_SECONDS):
             try:
@@ -390,8 +362,6 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return RendezvousInfo(store, number, size, place)
 
     def _text_from(self, store: Store, what: str) -> Any:
-        """Return the text that a machine writes into the store under this name; waits for it.
-        Raises `_MachineLostError` if a machine is lost meanwhile."""
         while not store.check([f"{_RUN_ID}.{what}"]):
             self._raise_if_lost()
             time.sleep(RENDEZVOUS_POLL_SECONDS / 5)
@@ -402,11 +372,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             raise _MachineLostError
 
     def _obstacle(self, address: str, port: int, *, refusal_is_one: bool) -> str | None:
-        """Try to connect to another machine's port. Returns the error as text; None if the port is
-        reachable. Each machine tries the port of the workers' store, and a port of the next
-        machine. This detects addresses that are reachable on their own host only, as in containers.
-        The other machines wait meanwhile.
-        """
+        """Try to connect to another machine's port. Returns the error as text. This detects
+        addresses that are reachable on their own host only, as in containers."""
         began = time.monotonic()
         while True:
             try:
@@ -426,15 +393,12 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             time.sleep(0.5)
 
     def lost_machines(self) -> list[str]:
-        """Addresses of machines that have left since the latest rendezvous, or whose heartbeat has
-        stopped. Raises `RendezvousError`."""
         here = Counter(node.addr for node in self._participants())
         return list((Counter(self.addresses) - here).elements())
 
     def machines_able(self, seconds: float) -> int:
-        """The number of machines in the run that this machine wants to join, if that run's workers
-        can continue in their processes when it joins; otherwise 0. Waits up to `seconds` for
-        workers that are recovering."""
+        """Return the number of machines in the run that this machine wants to join; 0 if that run's
+        workers cannot continue in their processes when it joins."""
         until = time.monotonic() + seconds
         while True:
             count, state = len(self._participants()), self._state_holder.state
@@ -446,12 +410,9 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             time.sleep(RENDEZVOUS_POLL_SECONDS)
 
     def note_able(self) -> None:
-        """Tell the other machines that all workers of this machine can recover in place."""
         self._store.set(self._key(f"able-{self._met.index(self._this_node)}"), "")
 
     def all_are_able(self) -> bool:
-        """True if all machines of the latest rendezvous have called `note_able`, or are lost, so
-        that the run can recover in place."""
         here = self._participants()
         left = [number for number, node in enumerate(self._met) if node in here]
         return self._are_able(self._round, left)
@@ -460,20 +421,17 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return bool(self._store.check([f"{_RUN_ID}.able-{each}-{meeting}" for each in machines]))
 
     def announce(self, why: str) -> str:
-        """Make the workers of all machines in the latest rendezvous leave their collectives for a
-        recovery in place. Returns the reason that the first machine gave."""
+        """Make the workers of all machines leave their collectives for a recovery in place. Returns
+        the reason that the first machine gave."""
         return bytes(self._store.compare_set(self._key("leaves"), "", why)).decode()
 
     def announced(self) -> str | None:
-        """The reason that a machine gave to `announce` since the latest rendezvous; None if none
-        has called it."""
         key = self._key("leaves")
         return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
 
     def wait_for_all(self) -> None:
-        """Wait until all machines of the latest rendezvous have called this, or are lost. So they
-        join the next rendezvous at the same time, and it takes RECOVERY_CALL_SECONDS instead of
-        LAST_CALL_SECONDS. Raises `RendezvousError`."""
+        """All machines of the latest rendezvous that are not lost call this, so that they join the
+        next rendezvous at the same time."""
         if self._this_node in self._met:
             self._store.set(self._key(f"waits-{self._met.index(self._this_node)}"), "")
         while True:
@@ -502,10 +460,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
 
 def check_machines(everyone: Sequence[tuple[int, str, str | None]]) -> None:
-    """Raise `LaunchError` unless all machines have different numbers (`--node-rank`) and can
-    connect to each other. All machines call it. `everyone`: number, address and connection error
-    (`_obstacle`) of each machine.
-    """
+    """All machines call it: they must have different numbers and be able to connect to each other.
+    `everyone`: number, address and connection error of each machine."""
     by_number: dict[int, str] = {}
     for number, address, obstacle in everyone:
         if obstacle is not None:
@@ -530,8 +486,6 @@ def _loopback_interface() -> str:
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Keep the log of torch's agent and rendezvous out of the script's output, unless LOGLEVEL is
-    set."""
     logger = logging.getLogger("torch.distributed.elastic")
     handler, propagate = logging.NullHandler(), logger.propagate
     if "LOGLEVEL" not in os.environ:

@@ -37,13 +37,8 @@ def run_workers(
 ) -> Ending:
     """Start `count` workers, wait for all of them, and return how they ended. If one fails, the
     others are stopped. After a failure other than a `UserError` all are started again, up to
-    `max_restarts` times. Workers get the `options` in their environment. In the main thread,
-    SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are passed on to the workers, unless this process
-    ignores them; the previous handlers are restored at the end. `machines`: the machines of a run
-    on several machines. Its workers are then also started again when a machine is lost or joins.
-    Each machine calls this with the same `command`. `spare_imports`: the modules that a spare
-    process imports, for a `recovery` in place. Raises `LaunchError` if machines cannot connect.
-    """
+    `max_restarts` times. On several `machines`, each gives the same `command`. `spare_imports`: the
+    modules that a spare process imports, for a `recovery` in place."""
     with locked_folder() as folder, quiet_torch():
         rendezvous = LoopbackRendezvous() if machines is None else ElasticRendezvous.at(machines)
         if isinstance(rendezvous, ElasticRendezvous):

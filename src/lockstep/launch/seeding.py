@@ -1,6 +1,5 @@
 """Seeds a worker's default generators before the user's code, so that all ranks make the same data
-and models. Does not import torch or numpy: they are seeded when the user's code imports them.
-"""
+and models. Does not import torch or numpy: they are seeded when the user's code imports them."""
 
 from __future__ import annotations
 
@@ -16,31 +15,27 @@ from types import ModuleType
 from typing import Any
 
 SEED = 0
-"""The seed of the default random generators of Python, NumPy and torch in every worker."""
 HASH_SEED = {"PYTHONHASHSEED": "0"}
-"""The environment variable that makes the iteration order of a set of strings the same in every
-worker."""
+"""Makes the iteration order of a set of strings the same in every worker."""
 SAFE_PATH = {"PYTHONSAFEPATH": "lockstep"}
-"""The environment variable that keeps a spawned Python process from importing anything from the
-working directory before it has the parent's search path. That directory may not be trustworthy
-(/tmp). Multiprocessing starts processes with `-c`, which would import from it."""
+"""Keeps a spawned Python process from importing anything from the working directory (/tmp, say)
+before it has the parent's search path: multiprocessing starts processes with `-c`, which would
+import from it."""
 _RUN_NAME = "lockstep-seeding"
 # module -> the name of its function that seeds its default generator
 _SEEDED = {"random": "seed", "numpy.random": "seed", "torch": "manual_seed"}
 
 
 def seed_workers_generators() -> None:
-    """Seed the generators of this worker: now, or when their module is imported."""
     for name in _SEEDED.keys() & sys.modules.keys():
         _seed(sys.modules[name])
     sys.meta_path.insert(0, _SeedAfterImport(_SEEDED.keys() - sys.modules.keys()))
 
 
 class SeedingName(str):
-    """The name of a process that multiprocessing spawns. The process unpickles it before it imports
-    the script; this seeds the generators and removes `SAFE_PATH`. It runs this file by its path,
-    because lockstep may not be importable yet.
-    """
+    """The name of a process that multiprocessing spawns. Unpickling it, before the script is
+    imported, seeds the generators. It runs this file by its path, because lockstep may not be
+    importable yet."""
 
     __slots__ = ()
 

@@ -20,8 +20,7 @@ from lockstep.launch.termination import PREEMPTED_STATUS
 from lockstep.options import LaunchOptions, flag
 
 _FIRST_PORT, _PORTS = 10000, 20000
-"""The first port, and the number of ports, from which the port of a rendezvous is chosen: below the
-range that Linux assigns to programs."""
+"""Ports below the range that Linux assigns to programs."""
 _PORTS_BETWEEN_STEPS = 997
 _ENDED = [
     "COMPLETED",
@@ -39,30 +38,21 @@ _ENDED = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchScript:
-    """The contents of a Slurm batch script. Made by `lockstep slurm`, and by `lockstep search
-    --slurm`."""
-
     script: str = ""
     arguments: Sequence[str] = ()
-    """Arguments of the script."""
     run: Sequence[str] = ()
-    """Options of `lockstep run`, which starts the script."""
     name: str
     nodes: int
     gpus_per_node: int | None = None
-    """Number of GPUs of a node. None: the script does not mention GPUs."""
+    """None: the script does not mention GPUs."""
     cpus_per_task: int | None = None
     """Number of CPUs for all processes of a node. None: all, because the job uses its nodes
     exclusively."""
     time: str
-    """The time limit of the job in Slurm's format."""
     signal_seconds: int = 120
-    """Number of seconds before the time limit at which Slurm sends a signal, so that the run saves
-    and ends."""
+    """How long before the time limit Slurm sends a signal, so that the run saves and ends."""
     path: str | None = None
-    """The folder that contains `lockstep`, to be added to PATH. None: PATH is unchanged."""
     setup: Sequence[str] = ()
-    """Shell lines to execute before the run."""
     command: Sequence[str] = ()
     """The command that runs on each node. Empty: `lockstep run` with `run`, `script` and
     `arguments`."""
@@ -70,7 +60,6 @@ class BatchScript:
     """Further options of sbatch, one for each #SBATCH line."""
 
     def text(self) -> str:
-        """The batch script. Raises `LaunchError` if the options contradict each other."""
         limit = limit_seconds(self.time)
         if limit is not None and self.signal_seconds >= limit:
             raise LaunchError(
@@ -135,8 +124,6 @@ class BatchScript:
 
 
 def limit_seconds(time: str) -> int | None:
-    """Parse a time limit in Slurm's format into seconds; None if it is unlimited. Raises
-    `LaunchError`."""
     if time in ("infinite", "UNLIMITED"):
         return None
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
@@ -165,22 +152,15 @@ class SlurmStep:
     tasks: Sequence[int]
     """Number of tasks on each node, in the order of `nodes`."""
     node: int
-    """Index of this node among the step's nodes."""
     task: int
-    """Index of this task among all tasks of the step."""
     local_task: int
-    """Index of this task on its node."""
     port: int
-    """Port of the rendezvous of the run, on the first node."""
     cpus: int | None
     """Number of CPUs for each task. None: not requested."""
     gpus: int | None
-    """Number of GPUs of the job on this node. None: there are none."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> SlurmStep | None:
-        """The step of this task; None outside of srun, as in a batch script. Raises
-        `LaunchError`."""
         if "SLURM_STEP_ID" not in environ:
             return None
 
@@ -209,8 +189,6 @@ class SlurmStep:
             ) from None
 
     def check_launchers(self) -> None:
-        """Raise `LaunchError` unless the step has one task on each node, to run `lockstep run`
-        there."""
         if any(count != 1 for count in self.tasks):
             raise LaunchError(
                 f"srun started {sum(self.tasks)} times lockstep run on {len(self.nodes)} nodes;"
@@ -219,8 +197,8 @@ class SlurmStep:
             )
 
     def variables(self, address: str) -> dict[str, str]:
-        """The environment variables (RANK, WORLD_SIZE, ...) that a launcher would set for this
-        task, if each task is a rank. `address`: address of the first node."""
+        """Return the variables (RANK, WORLD_SIZE, ...) that a launcher would set for this task, if
+        each task is a rank. `address`: address of the first node."""
         values = {
             "RANK": self.task,
             "WORLD_SIZE": sum(self.tasks),
@@ -236,8 +214,7 @@ class SlurmStep:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """The node names in a list in Slurm's format: `a[1-2,05],b` is a1, a2, a05, b. Raises
-    `ValueError`."""
+    """Read Slurm's format: `a[1-2,05],b` is a1, a2, a05, b."""
     if re.fullmatch(r"(?:[^\[\],\s]|\[[\d,-]+\])+(?:,(?:[^\[\],\s]|\[[\d,-]+\])+)*", text) is None:
         raise ValueError(f"no list of nodes: {text!r}")
     return [name for each in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", text) for name in _names(each)]
@@ -256,8 +233,7 @@ def _names(pattern: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Numbers of tasks per node, in Slurm's format: `2(x3),1` is 2, 2, 2, 1. Raises
-    `ValueError`."""
+    """Read Slurm's format: `2(x3),1` is 2, 2, 2, 1."""
     counts: list[int] = []
     for each in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each)
@@ -274,11 +250,10 @@ class JobState:
     nodes: str
     restarts: int
     exit_status: int
-    """Exit status of the batch script, as in a shell."""
 
     @classmethod
     def read(cls, text: str) -> JobState:
-        """Read one line of `scontrol show job --oneliner`. Raises `ValueError`."""
+        """Read one line of `scontrol show job --oneliner`."""
         fields = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", text))
         try:
             status, _, number = fields["ExitCode"].partition(":")
@@ -298,12 +273,9 @@ class JobState:
 
     @property
     def status(self) -> int:
-        """Exit status of a lockstep command that followed the job to its end: 0 if the job has
-        completed."""
         return 0 if self.state == "COMPLETED" else self.exit_status or 1
 
     def __str__(self) -> str:
-        """The state as text: `runs on n[1-2] (restart 1)`."""
         again = f" (restart {self.restarts})" if self.restarts else ""
         if self.has_ended:
             return f"has ended: {self.state}, exit status {self.exit_status}"
@@ -316,18 +288,13 @@ POLL_SECONDS = 2.0
 
 
 def submit(script: str) -> int:
-    """Submit a batch script. Returns the job's number. Raises `LaunchError`."""
     output = _ask(["sbatch", "--parsable"], stdin=script)
     return int(output.partition(";")[0])
 
 
 def follow(job: int, name: str, say: Callable[[str], None], show: Callable[[str], None]) -> int:
-    """Follow a job to its end. Calls `say` with each change of its state, and `show` with each new
-    line of its output. Returns `JobState.status`.
-
-    Lines from a node's own file begin with its name. Raises `LaunchError` if Slurm no longer knows
-    the job.
-    """
+    """Follow a job to its end. `say` gets each change of its state, and `show` each new line of its
+    output. Lines from a node's own file begin with its name."""
     read: dict[str, int] = {}
     before = None
     files = f"{name}-{job}"
@@ -348,9 +315,6 @@ def follow(job: int, name: str, say: Callable[[str], None], show: Callable[[str]
 def _show_new(
     path: str, start: int, node: str, show: Callable[[str], None], *, to_the_end: bool
 ) -> int:
-    """Show the complete lines of a job's output file from the offset `start` on, or all that is
-    there with `to_the_end`. Returns the offset after them. `node`: name to put before each line;
-    empty for none."""
     with open(path, "rb") as file:
         file.seek(start)
         new = file.read()
@@ -361,8 +325,6 @@ def _show_new(
 
 
 def machines_of(step: SlurmStep, options: LaunchOptions) -> Machines | None:
-    """The `Machines` for a Slurm step with one `lockstep run` on each node; None for one node.
-    Raises `LaunchError`."""
     step.check_launchers()
     count = len(step.nodes)
     if count == 1:
@@ -372,8 +334,6 @@ def machines_of(step: SlurmStep, options: LaunchOptions) -> Machines | None:
 
 
 def set_task_variables(environ: MutableMapping[str, str]) -> None:
-    """Set the environment variables (RANK, WORLD_SIZE, ...) that a launcher would set, if srun
-    itself started this process as one of several."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return
     step = SlurmStep.read(environ)
@@ -383,9 +343,8 @@ def set_task_variables(environ: MutableMapping[str, str]) -> None:
 
 
 def address_of(node: str) -> str:
-    """The address by which other nodes reach a node: its name, or Slurm's address if the name
-    resolves to loopback here, as it often does on the node. Raises `LaunchError`.
-    """
+    """Return the name of a node, or Slurm's address if the name resolves to loopback here, as it
+    often does on the node."""
     address = _resolved(node)
     if address is not None and not ipaddress.ip_address(address).is_loopback:
         return node

@@ -129,8 +129,6 @@ def _raise_failure(ending: Ending) -> None:
 
 
 def _rebuild(record: FailureRecord) -> UserError:
-    """Make the exception that a worker has recorded: with the same text, and of the same class if
-    this process has imported that class."""
     module, _, name = record.kind.partition(":")
     home = sys.modules.get("__main__" if module == "__mp_main__" else module)
     found: Any = home
@@ -187,9 +185,6 @@ class _Starter:
 
 
 class _FunctionProcess:
-    """A worker process that multiprocessing has started; implements
-    `lockstep.launch.worker_processes.WorkerProcess`."""
-
     def __init__(self, process: BaseProcess, result: Connection | None) -> None:
         self._process = process
         self._result = result
@@ -212,7 +207,6 @@ class _FunctionProcess:
             self.received = None  # the process ended before or while sending its result
 
     def close(self) -> None:
-        """Close the descriptors of the process, after it has ended."""
         if self._result is not None:
             self._result.close()
         with suppress(ValueError):  # the process still runs: not even SIGKILL ended it
@@ -221,8 +215,7 @@ class _FunctionProcess:
 
 @contextmanager
 def _environment(added: Mapping[str, str]) -> Iterator[None]:
-    """Add variables to the environment while a worker starts, because libraries read them at the
-    start."""
+    """Libraries read the variables when the worker starts."""
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:

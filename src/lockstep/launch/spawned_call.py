@@ -23,9 +23,8 @@ from lockstep.launch.seeding import seed_workers_generators
 
 
 class SpawnedCall:
-    """The function and its arguments that `ls.spawn` passes to a worker. They are unpickled only
-    when the function is called, so that an error of unpickling is recorded as the worker's
-    failure."""
+    """The function and arguments of `ls.spawn`, unpickled only when the function is called, so that
+    an error of unpickling is recorded as the worker's failure."""
 
     def __init__(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._content: tuple[Callable[..., Any], tuple[Any, ...]] | bytes = (main, args)
@@ -52,8 +51,8 @@ class SpawnedCall:
 
 
 def work(call: SpawnedCall, result: Connection | None, forked: bool) -> None:
-    """Call the function in a new process, which starts with the signals `PASSED_ON` blocked. Its
-    return value is sent through `result`. `forked`: True if the process is a fork."""
+    """The process starts with the signals `PASSED_ON` blocked. The function's return value is sent
+    through `result`."""
     if forked:
         forget_parent()
         freeze_for_good()
@@ -85,8 +84,6 @@ def forget_parent() -> None:
 
 
 def lead_session() -> None:
-    """Make this process the leader of a new session, and restore Python's handlers of the signals
-    `PASSED_ON`, except for ignored signals."""
     os.setsid()
     for number in PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:

@@ -1,9 +1,10 @@
-"""Signals that ask a training process to save and end, or to end at once. Under every launcher,
-SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask it to finish its step, save and end. A second signal asks
-it to end at once. If the launcher has passed on a signal, the third one does, because the first two
-may be the same request. In a process that lockstep started, SIGHUP, and SIGTERM after another
-worker has failed, ask it to end at once. Signals that the user's code handles or ignores are left
-alone.
+"""Signals that ask a training process to save and end, or to end at once.
+
+Under every launcher, SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask it to finish its step, save and end.
+A second signal asks it to end at once. If the launcher has passed on a signal, the third one does,
+because the first two may be the same request. In a process that lockstep started, SIGHUP, and
+SIGTERM after another worker has failed, ask it to end at once. Signals that the user's code handles
+or ignores are left alone.
 """
 
 from __future__ import annotations
@@ -23,20 +24,14 @@ from lockstep.launch.worker_files import is_saving, is_shutting_down, was_signal
 PREEMPTED_STATUS = 75
 """Exit status of a process that saved and ended on request: EX_TEMPFAIL, "run it again"."""
 INTERRUPTED_STATUS = 128 + signal.SIGINT
-"""Exit status of a process that saved and ended after Ctrl-C."""
 HUNG_STATUS = 76
-"""Exit status of a process that ended because the run hung."""
 PREEMPTING = signals("SIGTERM", "SIGUSR1", "SIGINT")
-"""Signals that ask a process to save and end."""
 ENDING = signals("SIGHUP")
 """Signals that ask one of lockstep's workers to end at once."""
 END_SECONDS = 30.0
-"""Seconds from a request to end to SIGKILL, for a process that is not saving."""
 SAVE_SECONDS = 600.0
-"""Seconds from a request to end to SIGKILL, for a process that is saving."""
 
 INTERRUPTED = "interrupted: saves after this step, and ends; Ctrl-C again ends at once"
-"""The text that is printed at the first Ctrl-C."""
 
 _is_worker = False
 # name of a signal that asked to save and end after the last step of a training: the next training
@@ -45,8 +40,7 @@ _unanswered: str | None = None
 
 
 def in_a_worker() -> None:
-    """Record that this process is one of lockstep's workers, a rank that lockstep's launcher
-    started. Called once, before the user's code runs."""
+    """Called once, before the user's code runs."""
     global _is_worker
     _is_worker = True
 
@@ -69,8 +63,6 @@ class Interrupted(Preempted, KeyboardInterrupt):
 
 
 def preempted(reason: str) -> Preempted:
-    """Return the exception for a run that has saved and ends, for a reason such as the name of a
-    signal."""
     return Interrupted(reason) if reason == signal.SIGINT.name else Preempted(reason)
 
 
@@ -87,9 +79,8 @@ class Terminated(SystemExit):
 
 
 def _is_on_one_machine() -> bool:
-    """True if all ranks are on this machine, so that the end of the launcher affects all of them at
-    the same time. On several machines, the ranks of other machines continue, as after the loss of a
-    machine."""
+    """If all ranks are on this machine, the end of the launcher affects all of them. The ranks of
+    other machines continue, as after the loss of a machine."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()
@@ -99,14 +90,10 @@ def _is_on_one_machine() -> bool:
 
 
 class Termination:
-    """A context that handles the signals of `PREEMPTING` and `ENDING`, in the main thread.
-
-    The first signal of `PREEMPTING` is recorded in `asked`. A signal of `ENDING`, or a second one,
-    raises `Terminated` (`KeyboardInterrupt` for SIGINT); after `hold`, only at the exit. One more
-    signal kills the process. Signals that the user's code handles or ignores are left alone. In
-    lockstep's workers, the end of the launcher counts as SIGTERM, and a process that still runs
-    after `END_SECONDS` is killed.
-    """
+    """Handles the signals of `PREEMPTING` and `ENDING`, in the main thread. The first signal of
+    `PREEMPTING` is recorded in `asked`. A signal of `ENDING`, or a second one, raises `Terminated`
+    (`KeyboardInterrupt` for SIGINT); after `hold`, only at the exit. One more signal kills the
+    process."""
 
     def __init__(self, *, saves: bool = True) -> None:
         """`saves`: False if the run has nothing to save: the first signal then ends it."""
@@ -118,7 +105,6 @@ class Termination:
         self._raised = False
         self._repeated = False
         self.asked: str | None = None
-        """Name of the signal that asked this process to save and end, or None."""
 
     def __enter__(self) -> Termination:
         global _unanswered
@@ -151,11 +137,9 @@ class Termination:
         _unanswered = self.asked
 
     def answer(self) -> None:
-        """Record that the run has acted on the request to save and end."""
         self._is_answered = True
 
     def hold(self, *, failed: bool) -> None:
-        """Raise nothing from now until the exit. `failed`: True if the run ends with an error."""
         self._held, self._failed = True, failed
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -191,7 +175,7 @@ class Termination:
 
     def _on_signal_in_fork(self, number: int) -> None:
         """Ignore the first Ctrl-C, which the terminal sends to every process of a job: the training
-        process may need this process to finish its step. Other signals act as without a handler."""
+        process may need this process to finish its step."""
         if number != signal.SIGINT:
             _take_default(number)
         elif self.asked is not None:

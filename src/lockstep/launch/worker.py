@@ -1,5 +1,4 @@
 """A worker process: runs the user's code like Python itself, and writes a record if it fails.
-
 `python -P -m lockstep.launch.worker [-m] SCRIPT ARGS...` is what `lockstep run` starts. Nothing
 here imports torch or multiprocessing before the user's code does: torch takes seconds, and
 multiprocessing would remember the wrong `__main__`.
@@ -49,8 +48,6 @@ _INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script, or with `-m` a module, as `__main__`. Output is line-buffered, because the
-    ranks share a terminal."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -64,9 +61,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def begin() -> Path | None:
     """Tie this process to its launcher, so that it ends with it. A spare process waits here until
-    it replaces a lost worker. Returns the path for the record of a failure; None without a
-    launcher. Raises `LaunchError` if the environment variable that the launcher has set is
-    damaged."""
+    it replaces a lost worker. Returns the path for the record of a failure."""
     text, told, channel = os.environ.get(WORKER, ""), WorkerStart.take(os.environ), None
     if told is None:
         use_files(None)
@@ -94,9 +89,6 @@ def begin() -> Path | None:
 
 
 def _wait_to_become_worker(channel: Channel, imports: Sequence[str]) -> WorkerStart:
-    """Import `imports`, wait until the launcher needs this spare process to replace a lost worker,
-    and take over that worker's environment variables. Ends the process if the launcher does not
-    need it."""
     began = time.monotonic()
     for name in imports:
         import_module(name)
@@ -112,9 +104,8 @@ def _wait_to_become_worker(channel: Channel, imports: Sequence[str]) -> WorkerSt
 
 
 def prepare_process() -> None:
-    """Import the modules for training, and exempt all existing objects from garbage collection
-    (`gc.freeze`), so that collecting the old model after a recovery in place takes milliseconds
-    instead of 0.2 s."""
+    """Import the modules for training. After `gc.freeze`, collecting the old model in a recovery in
+    place takes milliseconds instead of 0.2 s."""
     for name in import_module("lockstep.base.torch_private").IMPORTED_IN_TRAINING:
         import_module(name)
     gc.collect()
@@ -122,8 +113,8 @@ def prepare_process() -> None:
 
 
 def run(body: Callable[[], object], record: Path | None) -> NoReturn:
-    """Call `body` and end the process. If `body` raises, or exits with a status other than 0, first
-    writes a `FailureRecord` to the path `record`, if there is one."""
+    """Call `body` and end the process. If `body` fails, a `FailureRecord` is written to the path
+    `record`."""
     process = os.getpid()
     hook = sys.excepthook
     in_a_worker()
@@ -151,8 +142,6 @@ def run(body: Callable[[], object], record: Path | None) -> NoReturn:
 
 
 def _write(failure: FailureRecord, path: Path) -> None:
-    """Write the record of a failure; if that fails (no disk space, say), print the report that the
-    launcher would print."""
     try:
         failure.write(path)
     except OSError:
@@ -177,8 +166,8 @@ def _leave_as_asked(error: SystemExit, record: Path) -> NoReturn:
 
 
 def _leave(status: int, *, by: int | None = None) -> NoReturn:
-    """End the process with this exit status, or by the signal `by` if given, without destroying
-    objects. See [Note: exit]."""
+    """End the process with this exit status, or by the signal `by`, without destroying objects. See
+    [Note: exit]."""
     try:
         if status == 0:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are not daemons
@@ -193,7 +182,6 @@ def _leave(status: int, *, by: int | None = None) -> NoReturn:
 
 
 def _close_files() -> None:
-    """Flush and close all open files, as Python does when it destroys its objects."""
     kept = set()
     stream: Any
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
@@ -269,8 +257,7 @@ def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def _execute(code: CodeType, **attributes: Any) -> None:
-    """Run code in a new `__main__` module with these attributes. The module stays in `sys.modules`
-    for atexit functions, threads and pickle."""
+    """The new `__main__` module stays in `sys.modules` for atexit functions, threads and pickle."""
     module = ModuleType("__main__")
     module.__dict__.update({"__builtins__": builtins, "__cached__": None, **attributes})
     sys.modules["__main__"] = module

@@ -19,35 +19,29 @@ if TYPE_CHECKING:
 
 WORKER = variable("worker")
 STARTED_BY = variable("started_by")
-"""The environment variable with `WorkerStart.files` that every process that a worker starts
-inherits. By it the launcher finds processes that a worker left running, in any session."""
+"""Every process that a worker starts inherits this variable. By it the launcher finds processes
+that a worker left running, in any session."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStart:
-    """The launcher's parameters for a worker process or spare process that it starts: JSON in one
-    environment variable. The process removes the variable, so that its own children do not write to
-    the same files."""
+    """The launcher's parameters for a worker process or spare process: JSON in one environment
+    variable. The process removes the variable, so that its own children do not write to the same
+    files."""
 
     launcher: int
-    """Process id of the launcher; the process ends with it."""
     files: str | None = None
     """The beginning of the paths of the process's files, `WorkerFiles.stem`. None for a spare
     process, which has no rank yet."""
     channel: int | None = None
-    """Descriptor of the connection for recovery in place, which the process inherits."""
     is_replacement: bool = False
-    """True if the process replaces a lost worker."""
     imports: Sequence[str] = ()
-    """Modules that a spare process imports before it waits."""
 
     def variables(self) -> dict[str, str]:
         return {WORKER: json.dumps(asdict(self))}
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> WorkerStart | None:
-        """Read the parameters from the environment variable; None without a launcher. Raises
-        `LaunchError` if the variable is damaged."""
         if WORKER not in environ:
             return None
         try:
@@ -57,15 +51,12 @@ class WorkerStart:
 
     @classmethod
     def take(cls, environ: MutableMapping[str, str]) -> WorkerStart | None:
-        """Read the parameters from the environment variable, and remove it."""
         start = cls.read(environ)
         environ.pop(WORKER, None)
         return start
 
 
 def damaged_start(text: str, error: Exception) -> LaunchError:
-    """Return the error for a value of the environment variable that no launcher has set, or that
-    was set for another process."""
     return LaunchError(
         f"{WORKER}={text} is not for this process ({error}); a launcher of lockstep sets it for"
         f" each process that it starts; unset {WORKER}"
@@ -74,12 +65,11 @@ def damaged_start(text: str, error: Exception) -> LaunchError:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFiles:
-    """The paths of the files by which one worker and its launcher inform each other, and of those
-    that all workers of a start share."""
+    """The paths of the files by which one worker and its launcher inform each other."""
 
     stem: Path
-    """Common beginning of the paths of this worker's own files. The shared files are in the same
-    folder."""
+    """Common beginning of the paths of this worker's own files. The files that all workers share
+    are in the same folder."""
 
     def _own(self, suffix: str) -> Path:
         return self.stem.with_name(f"{self.stem.name}.{suffix}")
@@ -92,37 +82,33 @@ class WorkerFiles:
 
     @property
     def failure(self) -> Path:
-        """The file with the `FailureRecord` that the worker writes if it fails."""
         return self._own("failure")
 
     @property
     def torch_error(self) -> Path:
-        """The file that torch's `@record` decorator writes if the script fails."""
         return self._own("torch")
 
     @property
     def crash(self) -> Path:
-        """The file to which faulthandler writes the Python stack at a fatal signal."""
         return self._own("crash")
 
     @property
     def saving(self) -> Path:
-        """A file that exists while the worker saves, so that the launcher does not kill it."""
+        """Exists while the worker saves, so that the launcher does not kill it."""
         return self._own("saving")
 
     @property
     def saved(self) -> Path:
-        """A file that exists once a worker that ends by an error or a signal knows that its last
-        step is saved."""
+        """Exists once a worker that ends by an error or a signal knows that its last step is
+        saved."""
         return self._own("saved")
 
     @property
     def restart_request(self) -> Path:
-        """A file with the reason why the worker asks the launcher for a restart."""
+        """Contains the reason why the worker asks the launcher for a restart."""
         return self._own("restart")
 
     def remove_own(self) -> None:
-        """Remove this worker's files, before a new process replaces it."""
         for path in (
             self.failure,
             self.torch_error,
@@ -135,18 +121,16 @@ class WorkerFiles:
 
     @property
     def shutdown(self) -> Path:
-        """A file that exists once the launcher has begun to end all workers, because one has failed
-        or a machine is lost."""
+        """Exists once the launcher has begun to end all workers, because one has failed or a
+        machine is lost."""
         return self.stem.with_name("shutdown")
 
     @property
     def options_read(self) -> Path:
-        """A file that exists once a worker has read the launcher's options."""
         return self.stem.with_name("options-read")
 
     @property
     def signal_forwarded(self) -> Path:
-        """A file that exists once the launcher has passed a signal on to the workers."""
         return self.stem.with_name("signal-forwarded")
 
 
@@ -154,8 +138,7 @@ _files: WorkerFiles | None = None
 
 
 def use_files(stem: str | None) -> WorkerFiles | None:
-    """Set the files of this worker, and return them; None if it has none. `stem`: see
-    `WorkerFiles.stem`. Called once, before the user's code runs."""
+    """Called once, before the user's code runs."""
     global _files
     _files = WorkerFiles(Path(stem)) if stem is not None else None
     return _files
@@ -163,7 +146,6 @@ def use_files(stem: str | None) -> WorkerFiles | None:
 
 @contextmanager
 def defer_kill() -> Iterator[None]:
-    """A context in which the launcher does not kill this process for being slow to end."""
     if _files is None:
         yield
         return
@@ -177,13 +159,10 @@ def defer_kill() -> Iterator[None]:
 
 
 def is_saving() -> bool:
-    """True while this process saves, inside `defer_kill`."""
     return _files is not None and _files.saving.exists()
 
 
 def note_saved() -> None:
-    """Tell the launcher that the last step is saved, before this process ends by an error or a
-    signal."""
     if _files is not None:
         with suppress(OSError):
             _files.saved.touch()
@@ -197,26 +176,21 @@ def request_restart(reason: str) -> None:
 
 
 def note_options_read() -> None:
-    """Tell the launcher that the script has read the options of the run, so that it uses
-    lockstep."""
     if _files is not None:
         _files.options_read.touch()
 
 
 def write_failure(record: FailureRecord) -> None:
-    """Write the record of a failure that ends this process. Called in a thread other than the main
-    one."""
+    """Called in a thread other than the main one, by a process that then ends."""
     if _files is not None:
         record.write(_files.failure)
 
 
 def is_shutting_down() -> bool:
-    """True once the launcher has begun to end all workers, because one has failed or a machine is
-    lost: this process must take no further step."""
+    """Once the launcher has begun to end all workers, this process must take no further step."""
     return _files is not None and _files.shutdown.exists()
 
 
 def was_signal_forwarded() -> bool:
-    """True once the launcher has passed a signal on to its workers. Slurm may have sent the signal
-    to this process too, so that it arrives twice."""
+    """Slurm may have sent the same signal to this process too, so that it arrives twice."""
     return _files is not None and _files.signal_forwarded.exists()

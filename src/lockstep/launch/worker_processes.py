@@ -1,9 +1,11 @@
 """The worker processes (one for each rank) of one start on this machine: their state, and how they
-end. [Note: the end] A worker has failed when its process ends with a status other than 0 or its
-failure record exists. The launcher then waits a moment for simultaneous failures. It waits longer
-while all failures are errors about lost peers, so that it does not miss the failure that caused
-them. Then it stops the other workers, and kills the remaining ones. All this takes at most
-PEER_FAILURES_SECONDS + STOP_SECONDS + KILL_SECONDS.
+end.
+
+[Note: the end] A worker has failed when its process ends with a status other than 0 or its failure
+record exists. The launcher then waits a moment for simultaneous failures. It waits longer while all
+failures are errors about lost peers, so that it does not miss the failure that caused them. Then it
+stops the other workers, and kills the remaining ones. All this takes at most PEER_FAILURES_SECONDS
++ STOP_SECONDS + KILL_SECONDS.
 """
 
 from __future__ import annotations
@@ -42,23 +44,16 @@ from lockstep.launch.worker_files import STARTED_BY, WorkerFiles, WorkerStart
 
 POLL_SECONDS = 0.05
 FAILURES_SECONDS = 0.3
-"""Seconds that the launcher waits after a worker's failure for simultaneous failures of other
-workers."""
 PEER_FAILURES_SECONDS = 3.0
-"""Seconds that the launcher waits for further failures while all failures are errors about lost
-peers, so that the cause is missing."""
 STOP_SECONDS = 3.0
-"""Seconds from SIGTERM to SIGKILL for workers that are stopped because another failed."""
 HOLD_SECONDS = 300.0
-"""Seconds that a worker gets to leave its step after another one is lost. It may be computing, or
+"""Time that a worker gets to leave its step after another one is lost. It may be computing, or
 compiling."""
 HOLD_POLL_SECONDS = 0.002
 LEAVE_SECONDS = 1.0
-"""Seconds in which the processes that workers have started may end, after all workers have ended
+"""Time in which the processes that workers have started may end, after all workers have ended
 successfully."""
 KILL_SECONDS = 2.0
-"""Seconds that the launcher waits for the end of a killed process. Then it leaves the process,
-which the kernel blocks."""
 
 
 class WorkerProcess(Protocol):
@@ -67,9 +62,7 @@ class WorkerProcess(Protocol):
     @property
     def pid(self) -> int: ...
 
-    def poll(self) -> int | None:
-        """None while the process runs; then its exit status, or the negated number of the signal
-        that killed it."""
+    def poll(self) -> int | None: ...
 
 
 GRACE_SECONDS = dict.fromkeys(signals("SIGQUIT"), 5.0) | dict.fromkeys(
@@ -82,35 +75,27 @@ ends the wait."""
 class SignalForwarding:
     """Passes signals that the launcher receives on to the workers. The first signal ends the run,
     by a `SignalException` in the launcher's main thread; if workers are just being ended, the
-    exception is raised afterwards. A later signal ends the wait for the workers."""
+    exception is raised afterwards."""
 
     def __init__(self, on_interrupt: Callable[[], None]) -> None:
         """`on_interrupt`: called in the signal handler if the first signal is SIGINT."""
         self._on_interrupt = on_interrupt
         self.received: signal.Signals | None = None
-        """The first signal that the launcher received; None if there was none."""
         self.is_impatient = False
-        """True once the launcher has received a second signal."""
         self.is_ending = False
         """True while the workers are being ended because one has failed: the run then ends with
         this failure."""
         self._is_deferred = False
 
     def go_on(self) -> None:
-        """Record that workers are no longer being ended. Raises `SignalException` for a signal that
-        arrived meanwhile."""
         self.is_ending = False
         self._raise_received()
 
     def handling(self) -> AbstractContextManager[None]:
-        """A context that handles the signals of `GRACE_SECONDS` in the main thread, unless they are
-        ignored."""
         return signals_handled(GRACE_SECONDS, self._on_signal)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """A context that raises `SignalException`, for a signal that arrives inside, only at its
-        end."""
         self._is_deferred = True
         try:
             yield
@@ -134,8 +119,8 @@ class SignalForwarding:
 
 
 Start = Callable[[Mapping[str, str]], WorkerProcess]
-"""A function that starts one worker process, with these variables added to the environment. Called
-in order of local ranks."""
+"""Starts one worker process, with these variables added to the environment. Called in order of
+local ranks."""
 
 
 class Spare:
@@ -145,8 +130,6 @@ class Spare:
     def __init__(
         self, start: Start, environment: Mapping[str, str], imports: Sequence[str]
     ) -> None:
-        """`environment`: the environment variables that all workers have, without those of a rank.
-        `imports`: modules that the process imports before it waits."""
         ends = open_channel()
         assert ends is not None, "recovery in place is for Linux"
         self.channel, theirs = ends
@@ -156,8 +139,6 @@ class Spare:
             self.process: WorkerProcess = start({**environment, **told.variables()})
 
     def import_seconds(self) -> float | None:
-        """Duration of the spare process's imports, by which it reaches its training earlier than a
-        new process. None before they are done."""
         if self._import_seconds is None and (message := self.channel.receive(0.0)) is not None:
             self._import_seconds = message["import_seconds"]
         return self._import_seconds
@@ -166,11 +147,9 @@ class Spare:
         return self.process.poll() is None
 
     def become(self, environment: Mapping[str, str]) -> None:
-        """Make the spare process run the script, as the worker with these environment variables."""
         self.channel.send("start", environment=dict(environment))
 
     def end(self) -> None:
-        """End the spare process, by closing the connection to it."""
         self.channel.close()
 
 
@@ -179,23 +158,18 @@ class LaunchedWorker:
     files: WorkerFiles
     process: WorkerProcess
     returncode: int | None = None
-    """Exit status; None if the process was running at the last check."""
     failure: WorkerFailure | None = None
     is_asked: bool = False
-    """True once the worker was asked to save and end."""
     is_stopped: bool = False
     """True if the launcher ended the worker, or if the worker ended itself because another one had
     failed."""
     is_preempted: bool = False
-    """True if the worker saved and ended because a signal, for instance, asked it to."""
 
     @property
     def is_running(self) -> bool:
         return self.returncode is None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the worker's process group, or only to the worker if it does not lead a
-        group yet."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
@@ -211,9 +185,9 @@ class WorkerProcesses:
         not_in_place: str | None = "",
         name: str = "rank",
     ) -> None:
-        """`folder`: the folder of the workers' files, whose names begin with `name`.
-        `not_in_place`: the reason why workers cannot recover in place; None if they can, empty if
-        recovery in place was not requested."""
+        """The names of the workers' files in `folder` begin with `name`. `not_in_place`: the reason
+        why workers cannot recover in place; None if they can, empty if recovery in place was not
+        requested."""
         self.connections = Connections(not_in_place)
         self.folder = folder
         self._name = name
@@ -222,7 +196,7 @@ class WorkerProcesses:
         self._is_shutting_down = False
 
     def add(self, rank: int, start: Start, environment: Mapping[str, str], **told: bool) -> int:
-        """Start the worker of this global rank. Returns its process id. `told`: further fields of
+        """Returns the process id. `rank`: the global rank. `told`: further fields of
         `WorkerStart`."""
         files = self._files_of(rank)
         with self.connections.opened(rank) as channel:
@@ -233,8 +207,6 @@ class WorkerProcesses:
     def replace(
         self, rank: int, start: Start, environment: Mapping[str, str], spare: Spare | None
     ) -> None:
-        """Replace the worker of this rank, which has ended, by a new process or by the spare
-        one."""
         self._is_shutting_down = False
         files = self._files_of(rank)
         files.shutdown.unlink(missing_ok=True)
@@ -253,8 +225,8 @@ class WorkerProcesses:
         self.connections.by_rank |= others.connections.by_rank
 
     def kill_hanging(self) -> list[tuple[Sequence[int], Mapping[str, Any]]]:
-        """Kill the workers that a watchdog has reported as hanging. Returns the reported ranks of
-        other machines, with the records of the hangs."""
+        """Kill the workers that a watchdog has reported. Returns the reported ranks of other
+        machines, with the records of the hangs."""
         self.connections.look()
         elsewhere: list[tuple[Sequence[int], Mapping[str, Any]]] = []
         while self.connections.hanging:
@@ -265,13 +237,11 @@ class WorkerProcesses:
         return elsewhere
 
     def kill(self, ranks: Collection[int], record: Mapping[str, Any]) -> None:
-        """Kill the running workers of these ranks, and write a record of the reason."""
         for rank in set(ranks) & set(self.healthy):
             FailureRecord(**record).write(self._workers[rank].files.failure)
             self._workers[rank].signal(signal.SIGKILL)
 
     def drop(self, ranks: Collection[int]) -> None:
-        """Kill the workers of these ranks if they run, and forget them."""
         dropped = [self._workers[rank] for rank in ranks]
         for worker in dropped:
             if worker.is_running:
@@ -295,12 +265,10 @@ class WorkerProcesses:
 
     @property
     def running(self) -> Sequence[int]:
-        """The ranks whose processes were running at the last check."""
         return [rank for rank, worker in self._workers.items() if worker.is_running]
 
     @property
     def healthy(self) -> Sequence[int]:
-        """The ranks that are running and have not failed."""
         return [rank for rank in self.running if self._workers[rank].failure is None]
 
     @property
@@ -309,7 +277,6 @@ class WorkerProcesses:
 
     @property
     def lost_in_training(self) -> Sequence[int]:
-        """The ranks that have ended or failed after their training had begun."""
         return [rank for rank in self.lost if not self.connections.by_rank[rank].is_starting]
 
     @property
@@ -335,7 +302,6 @@ class WorkerProcesses:
         )
 
     def restart_request(self) -> str | None:
-        """The reason why a failed worker asks for a restart; None if none does."""
         requests = (worker.files.restart_request for _, worker in sorted(self._workers.items()))
         return next((path.read_text(encoding="utf-8") for path in requests if path.exists()), None)
 
@@ -343,14 +309,12 @@ class WorkerProcesses:
         return any(each.record is not None and each.record.user_error for each in self._failures)
 
     def have_failed(self) -> bool:
-        """Check which workers have ended. True if one has failed."""
         self._look()
         return bool(self._failures)
 
     def hold(self) -> str | None:
-        """For a recovery in place, make the running workers leave their collectives and wait for
-        new ranks. Kills workers that do not do so in time. Returns None, or the reason why the
-        workers cannot."""
+        """Make the running workers leave their collectives and wait for new ranks. Kills workers
+        that do not do so in time. Returns None, or the reason why the workers cannot."""
         began = time.monotonic()
         self.connections.send(self.connections.must_leave(self.running), "lost")
         while missing := set(self.connections.must_leave(self.running)).union(
@@ -373,8 +337,6 @@ class WorkerProcesses:
         return "a process had finished" if has_finished else None
 
     def end_after_loss(self) -> None:
-        """End the remaining workers once one has failed, or another machine is lost. They may save
-        first."""
         self._is_shutting_down = True
         self.connections.release()
         self._files_of(0).shutdown.touch()
@@ -389,8 +351,6 @@ class WorkerProcesses:
         self.stop(signal.SIGTERM, STOP_SECONDS)
 
     def ask(self, number: signal.Signals, grace_seconds: float) -> None:
-        """Send the signal `number` to all workers, so that they save and end. Ends workers that do
-        not end within `grace_seconds`."""
         self._files_of(0).signal_forwarded.touch()
         for rank in self.running:
             self._workers[rank].is_asked = True
@@ -417,8 +377,6 @@ class WorkerProcesses:
         self._wait(KILL_SECONDS, until=lambda: False)
 
     def kill_what_is_left(self) -> Sequence[str]:
-        """Kill processes that ended workers left running. Called once all workers have ended.
-        Returns a description of each."""
         markers = [self._workers[rank].files.marker for rank in self.lost]
         until = time.monotonic() + LEAVE_SECONDS
         while with_marker(*markers) and time.monotonic() < until:
@@ -427,7 +385,6 @@ class WorkerProcesses:
         return [f"{name} (process {pid})" for pid, name in left.items()]
 
     def _look(self) -> None:
-        """Record which workers have ended and which have failed since the last check."""
         for rank, worker in self._workers.items():
             if worker.is_running and (returncode := worker.process.poll()) is not None:
                 worker.returncode = returncode
@@ -436,8 +393,8 @@ class WorkerProcesses:
                 worker.failure = _failure(rank, worker)
 
     def _note_end(self, worker: LaunchedWorker, returncode: int) -> None:
-        """Record whether a worker that has just ended was preempted or stopped. Kills its process
-        group at once, because the group's id may later belong to another process."""
+        """Kills the process group of a worker that has ended at once, because the group's id may
+        later belong to another process."""
         if returncode != 0 or worker.is_stopped:
             with suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, signal.SIGKILL)
@@ -458,16 +415,13 @@ class WorkerProcesses:
             self._look()
 
     def _files_of(self, rank: int) -> WorkerFiles:
-        """Return the files of the worker of this rank. A worker whose rank has changed keeps the
-        files that it began with."""
+        """A worker whose rank has changed keeps the files that it began with."""
         if rank in self._workers:
             return self._workers[rank].files
         return WorkerFiles(self.folder / f"{self._name}-{rank}")
 
 
 def _variables(files: WorkerFiles, **told: Any) -> dict[str, str]:
-    """Return the environment variables by which a worker finds its files. `told`: further fields of
-    `WorkerStart`."""
     start = WorkerStart(launcher=os.getpid(), files=str(files.stem), **told)
     torch_error = {"TORCHELASTIC_ERROR_FILE": str(files.torch_error)}
     return {**start.variables(), STARTED_BY: str(files.stem), **torch_error}

@@ -1,20 +1,20 @@
 """The connection between a worker and its launcher, for recovery in place: when a worker is lost,
 the other workers continue in their processes with a replacement.
 
-[Note: recovery in place] Messages are JSON objects with a `kind`.
+[Note: recovery in place]
 
 1. When a run opens, each worker says `able`, with the reason if it cannot recover in place. With
-   `images` it passes the launcher the memory with images of its state, and of ranks of other hosts,
-   so that the images outlive the worker. When it writes its second image, all ranks have offered
-   their images: it says `all-offered`, and launchers drop older images.
-2. The launcher sees that a worker has ended, and sends `lost` to the others. They leave their
-   collective, and say `ready`, with the step of their state, or `refuses`, with the reason. The
-   launcher starts a replacement for the lost worker. The replacement says `ready`, without a state,
-   when its script reaches `ls.train`. A watchdog that finds a hanging worker sends `hangs`, with
-   that worker's rank, and the launcher kills the worker.
-3. When all are ready, the launcher makes a new store and sends `rejoin` to each, with the variables
-   of its rank and the images of all. If that is not possible, it sends `restart`: the workers save
-   and end, and all start again.
+`images` it passes the launcher the memory with copies of its state, and of states of ranks on other
+hosts, so that these images outlive the worker.
+
+2. When a worker has ended, the launcher sends `lost` to the others. They leave their collective,
+and say `ready`, with the step of their state, or `refuses`, with the reason. The replacement says
+`ready`, without a state, when its script reaches `ls.train`. A watchdog that finds a hanging worker
+sends `hangs`, and the launcher kills that worker.
+
+3. When all are ready, the launcher sends `rejoin` to each, with the variables of its rank and the
+images of all. If that is not possible, it sends `restart`: the workers save and end, and all start
+again.
 """
 
 from __future__ import annotations
@@ -34,14 +34,10 @@ from typing import Any
 from lockstep.launch.worker_files import WorkerStart
 
 ENDED = "the training has ended on this process"
-"""The reason that is given for a worker that has finished its training: it cannot recover in
-place."""
+"""The reason why a worker that has finished its training cannot recover in place."""
 _PIECE_BYTES = 1 << 15
 _PIECE_DESCRIPTORS = 253
-"""The largest number of file descriptors that Linux passes in one packet; messages with more are
-sent in pieces."""
 _FIRST, _LAST = 1, 2
-"""Bits that mark a message's first and last piece, in the first byte of the piece."""
 
 
 class Channel:
@@ -51,14 +47,13 @@ class Channel:
         self._text = b""
         self._descriptors: list[int] = []
         self.has_ended = False
-        """True once `receive` has found that the process at the other end has ended."""
 
     def fileno(self) -> int:
         return self._end.fileno()
 
     def send(self, kind: str, descriptors: Sequence[int] = (), **values: Any) -> None:
-        """Send a message of this kind with `values`, of any length. Does nothing if the other
-        process has ended. `descriptors`: open files to share with it."""
+        """Does nothing if the other process has ended. `descriptors`: open files to share with
+        it."""
         text = json.dumps({"kind": kind, **values}).encode()
         count = max(
             1, math.ceil(len(text) / _PIECE_BYTES), math.ceil(len(descriptors) / _PIECE_DESCRIPTORS)
@@ -72,8 +67,7 @@ class Channel:
 
     def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
         """Return the next message; None if no message is complete within `seconds`, or if the other
-        process has ended. `seconds=None`: wait as long as that process runs. The receiver must
-        close the `descriptors` in the message."""
+        process has ended. The receiver must close the `descriptors` in the message."""
         until = None if seconds is None else time.monotonic() + seconds
         while self._is_readable(until):
             try:
@@ -98,8 +92,8 @@ class Channel:
         return None
 
     def _is_readable(self, until: float | None) -> bool:
-        """Wait until there is something to read, or until the time `until`. True if there is. The
-        socket itself stays blocking, so that `send` waits until the buffer has room."""
+        """Wait until the time `until`. The socket itself stays blocking, so that `send` waits until
+        the buffer has room."""
         poll = select.poll()
         try:
             poll.register(self._end, select.POLLIN)
@@ -113,8 +107,8 @@ class Channel:
 
 
 def open_channel() -> tuple[Channel, socket.socket] | None:
-    """Make a connection. Returns the launcher's channel, and the worker's socket, which the worker
-    must inherit. None on systems without such sockets."""
+    """Returns the launcher's channel, and the worker's socket, which the worker must inherit. None
+    on systems without such sockets."""
     if sys.platform != "linux":
         return None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -122,13 +116,11 @@ def open_channel() -> tuple[Channel, socket.socket] | None:
 
 
 def inherited(environment: Mapping[str, str]) -> list[int]:
-    """The file descriptors that a worker with these environment variables must inherit."""
     told = WorkerStart.read(environment)
     return [] if told is None or told.channel is None else [told.channel]
 
 
 def worker_channel(descriptor: int) -> Channel:
-    """The worker's end of the connection to its launcher. Child processes that the user's code
-    starts do not inherit it."""
+    """Child processes that the user's code starts do not inherit the connection."""
     os.set_inheritable(descriptor, False)
     return Channel(socket.socket(fileno=descriptor))

@@ -1,5 +1,4 @@
-"""The launcher's connections to the workers that it has started, for recovery in place. See [Note:
-recovery in place] in `channel`."""
+"""The launcher's connections to the workers that it has started, for recovery in place."""
 
 from __future__ import annotations
 
@@ -20,20 +19,14 @@ class Connection:
 
     channel: Channel
     why_not: str | None = UNKNOWN
-    """The reason why this worker cannot recover in place; None if it can."""
     was_able: bool = False
-    """True once this worker has said that it can recover in place: another process can then replace
-    it."""
     sizes: Sequence[int] = ()
-    """The world sizes that the run's plan fits."""
     script_seconds: float = 0.0
     """Seconds from the start of the worker's script to the beginning of its training."""
     at: int = -1
     """Number of steps that the worker had done when it left its collectives for a recovery; -1 if
     unknown."""
     refusal: str | None = None
-    """The reason why this worker ends although it was asked to recover in place; None if it
-    recovers."""
     is_starting: bool = False
     """True for a replacement whose script has not yet reached its training: it is in no
     collective."""
@@ -44,26 +37,20 @@ class Connection:
 
 @dataclass(slots=True)
 class Connections:
-    """The launcher's connections to its workers, by rank. There are none if workers cannot recover
-    in place."""
-
     unused: str | None
     """The reason why workers cannot recover in place; None if they can, empty if recovery in place
     was not requested."""
     by_rank: dict[int, Connection] = field(default_factory=dict)
     hanging: list[tuple[Sequence[int], Mapping[str, Any]]] = field(default_factory=list)
-    """Reports of watchdogs: the ranks that hang, with the record of that failure."""
     images: list[dict[int, list[int]]] = field(default_factory=lambda: [{}])
-    """Rank -> descriptors of the shared memory in which it keeps images (copies of training
-    states). One dict for each start of the run; the current start is last."""
+    """Rank -> descriptors of the shared memory in which it keeps copies of training states. One
+    dict for each start of the run; the current start is last."""
     all_offered: bool = False
-    """True once all workers of this start, on all machines, have passed their launchers the memory
-    with their images."""
 
     @contextmanager
     def opened(self, rank: int) -> Iterator[int | None]:
-        """Connect to the worker of this rank, which must be started inside the context. Yields the
-        descriptor that it must inherit."""
+        """The worker must be started inside the context, and must inherit the yielded
+        descriptor."""
         ends = open_channel() if self.unused is None else None
         if ends is None:
             yield None
@@ -78,24 +65,20 @@ class Connections:
         self.by_rank[rank] = Connection(channel)
 
     def note_replacement(self, rank: int) -> None:
-        """Record that the process of this rank is a replacement for a lost worker, whose script has
-        not yet reached its training."""
         replacement = self.by_rank[rank]
         replacement.is_starting, replacement.why_not, replacement.was_able = True, None, True
 
     def drop(self, ranks: Collection[int]) -> None:
-        """Close the connections to workers that have ended. Their latest images are kept."""
         for rank in ranks:
             if rank in self.by_rank:
                 self._read(rank)
                 self.by_rank.pop(rank).channel.close()
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
-        """Give the workers new ranks. `ranks`: old rank -> new rank."""
+        """`ranks`: old rank -> new rank."""
         self.by_rank = {ranks[rank]: connection for rank, connection in self.by_rank.items()}
 
     def look(self) -> None:
-        """Read the messages that workers have sent since the last call."""
         for rank in self.by_rank:
             self._read(rank)
 
@@ -127,8 +110,6 @@ class Connections:
             del self.images[:-1]
 
     def why_not(self, ranks: Collection[int], lost: Collection[int] = ()) -> str | None:
-        """The reason why the workers of these ranks cannot continue in their processes after the
-        loss of the `lost` ones; None if they can."""
         if self.unused is not None:
             return self.unused
         self.look()
@@ -143,34 +124,25 @@ class Connections:
         return None
 
     def refusal(self) -> str | None:
-        """The reason why a worker ends although it was asked to recover in place; None if all
-        workers recover."""
         self.look()
         refusals = {rank: each.refusal for rank, each in self.by_rank.items() if each.refusal}
         return next((f"rank {rank}: {why}" for rank, why in refusals.items()), None)
 
     def largest_size(self, ranks: Sequence[int]) -> int:
-        """The largest world size that the run's plan fits and that these workers suffice for; 0 if
-        there is none."""
         sizes = next((self.by_rank[rank].sizes for rank in ranks if self.by_rank[rank].sizes), ())
         return max((size for size in sizes if size <= len(ranks)), default=0)
 
     def steps_done(self) -> int:
-        """The largest number of steps that a waiting worker has done; -1 if unknown."""
         return max((each.at for each in self.by_rank.values() if each.step is not None), default=-1)
 
     def waiting(self) -> dict[int, int]:
-        """Rank -> number of steps in its state, for each worker that waits for a new rank."""
         self.look()
         return {rank: each.step for rank, each in self.by_rank.items() if each.step is not None}
 
     def starting(self) -> list[int]:
-        """The ranks of replacements whose scripts have not yet reached their training."""
         return [rank for rank, each in self.by_rank.items() if each.is_starting]
 
     def must_leave(self, ranks: Collection[int]) -> list[int]:
-        """Those of these ranks that are still in a step, which they must leave before they can wait
-        for a new rank."""
         self.look()
         connections = ((rank, self.by_rank[rank]) for rank in ranks)
         return [rank for rank, each in connections if each.step is None and not each.is_starting]
@@ -181,9 +153,8 @@ class Connections:
                 self.by_rank[rank].channel.send(kind)
 
     def rejoin(self, environments: Mapping[int, Mapping[str, str]], *, lost_at: float) -> None:
-        """Send each waiting worker the environment variables of its new rank, the descriptors of
-        all images, and the time at which the loss was detected (`lost_at`, in seconds since
-        1970)."""
+        """`environments`: rank -> variables of the worker's new rank. `lost_at`: when the loss was
+        detected, in seconds since 1970."""
         descriptors = _descriptors(self.images)
         for rank, environment in environments.items():
             connection = self.by_rank[rank]
@@ -195,7 +166,6 @@ class Connections:
         self.all_offered = False
 
     def release(self) -> None:
-        """Make the workers that wait for a new rank save and end instead of continuing with one."""
         for connection in self.by_rank.values():
             if connection.step is not None:
                 connection.step = None

@@ -18,19 +18,16 @@ QUICK_SECONDS = 1.0
 """If a spare process can reach its training within this many seconds, the other workers wait for it
 after a loss."""
 START_SECONDS = 60.0
-"""The least number of seconds that a new process gets to reach its training before it is killed."""
+"""The least time that a new process gets to reach its training before it is killed."""
 SAME_STEP = 3
 """Number of losses of the same rank at the same step after which the run ends, because another
 recovery would not help."""
 
 
 class InPlace:
-    """The recoveries in place of one run, in the launcher of this machine."""
-
     def __init__(self, start: Start, *, shrinks: bool, spare_imports: Sequence[str]) -> None:
-        """`start`: function that starts a worker process. `shrinks`: True if the run continues
-        without lost workers, as far as the plan allows, instead of replacing them. `spare_imports`:
-        modules that a spare process imports."""
+        """`shrinks`: the run continues without lost workers, as far as the plan allows, instead of
+        replacing them. `spare_imports`: modules that a spare process imports."""
         self._start = start
         self._spare_imports = spare_imports
         self._shrinks = shrinks
@@ -40,11 +37,8 @@ class InPlace:
         # the longest time of any worker from the start of its script to its training
         self._script_seconds = 0.0
         self.lost_at = 0.0
-        """Time at which the latest recovery began, in seconds since 1970."""
 
     def keep_spare(self, environment: Mapping[str, str]) -> None:
-        """Start a process that can replace a lost worker, unless one runs. `environment`: the
-        environment variables that all workers get."""
         if self._spare is not None and not self._spare.is_alive():
             self._spare.end()
             self._spare = None
@@ -52,8 +46,7 @@ class InPlace:
             self._spare = Spare(self._start, environment, self._spare_imports)
 
     def note_losses(self, ranks: Sequence[int], step: int) -> bool:
-        """Record that workers of these ranks were lost after this step of training (-1: unknown).
-        Returns True if one of them was lost at this step too often."""
+        """Returns True if a worker was lost at this step too often. `step`: -1 if unknown."""
         if step < 0:
             return False
         losses = [(rank, step) for rank in ranks]
@@ -68,9 +61,8 @@ class InPlace:
     ) -> None:
         """Replace each worker that has ended by a new process. If that would take long, and the
         plan fits fewer workers, continue without it, and start a process that joins the run later
-        (a newcomer). A run that shrinks starts no new process if the plan fits fewer workers.
-        `variables`: returns the environment variables of a rank. `newcomers`: returns the
-        `WorkerProcesses` for a number of newcomers, and their variables by rank."""
+        (a newcomer). `newcomers`: number of newcomers -> their `WorkerProcesses`, and their
+        variables by rank."""
         took = [each.script_seconds for each in workers.connections.by_rank.values()]
         self._script_seconds = max(self._script_seconds, *took, 0.0)
         if self._newcomers is not None and self.newcomers_are_ready():
@@ -92,7 +84,7 @@ class InPlace:
         self.put(workers, {rank: variables(rank) for rank in workers.lost})
 
     def newcomers_are_ready(self) -> bool:
-        """True if there are processes that are to join the run later (newcomers), and all of them
+        """True if there are newcomers (processes that are to join the run later), and all of them
         wait to join. If one has failed, all are dropped."""
         if self._newcomers is None:
             return False
@@ -120,9 +112,8 @@ class InPlace:
         return spare
 
     def _go_on_with_fewer(self, workers: WorkerProcesses) -> int:
-        """Drop the workers that have ended, and further ones until the number of the remaining ones
-        fits the plan. Returns the number of dropped workers; 0 if the plan fits no smaller number,
-        and none is dropped."""
+        """Drop the workers that have ended, and further ones until the plan fits the rest. Returns
+        the number of dropped workers; 0 if the plan fits no smaller number."""
         lost = set(workers.lost)
         survivors = [rank for rank in workers.ranks if rank not in lost]
         kept = workers.connections.largest_size(survivors) if lost else 0
@@ -133,16 +124,12 @@ class InPlace:
         return len(dropped)
 
     def put(self, workers: WorkerProcesses, variables: Mapping[int, Mapping[str, str]]) -> None:
-        """Start new worker processes, or use the spare one; they wait until the run includes them.
-        `variables`: rank -> environment variables of its process."""
         for rank, each in variables.items():
             workers.replace(rank, self._start, each, self._take_spare())
 
     def all_are_ready(self, workers: WorkerProcesses) -> bool:
-        """Wait until all workers have left their collectives and wait for their new ranks. Returns
-        False if a worker ends, or takes far longer than earlier workers to reach its training (it
-        is then killed). On a machine that joins a run there are no earlier workers, so that no
-        worker is killed for this."""
+        """Wait until all workers wait for their new ranks. Returns False if a worker ends, or takes
+        far longer than earlier workers to reach its training (it is then killed)."""
         limit = max(START_SECONDS, 10 * self._script_seconds) if self._script_seconds else math.inf
         until = time.monotonic() + limit
         while True:
@@ -159,7 +146,6 @@ class InPlace:
             time.sleep(HOLD_POLL_SECONDS)
 
     def close(self) -> None:
-        """End the spare process, and the new processes that were to join the run."""
         self.drop_newcomers()
         if self._spare is not None:
             self._spare.end()
@@ -167,9 +153,6 @@ class InPlace:
 
 
 def is_quick(lost: int, *, script_seconds: float, import_seconds: float | None) -> bool:
-    """True if a spare process can quickly replace the lost workers. `lost`: number of lost workers.
-    `script_seconds`: time from a script's start to its training. `import_seconds`: time of the
-    spare's imports; None if no spare is ready."""
     if lost != 1:
         return lost == 0
     return import_seconds is not None and script_seconds - import_seconds < QUICK_SECONDS

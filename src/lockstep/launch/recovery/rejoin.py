@@ -1,5 +1,5 @@
 """Recovery in place, in a worker: when another worker is lost, this one leaves its collectives,
-waits for its new rank, and continues training. See [Note: recovery in place] in `channel`."""
+waits for its new rank, and continues training."""
 
 from __future__ import annotations
 
@@ -23,29 +23,26 @@ STUCK_SECONDS = 2.0
 aborted, this process ends, and counts as lost too."""
 NOTICE_SECONDS = 15.0
 """The longest time between an error caused by a lost peer and the launcher's message about the
-loss. It is long because launchers notice the loss of a machine only by its silence."""
+loss: launchers notice the loss of a machine only by its silence."""
 
 
 class Rejoin:
-    """A worker's side of recovery in place: it leaves its collectives after the loss of another
-    worker, and gets its new rank from the launcher. Made once, in the training thread."""
+    """A worker's side of recovery in place. Made once, in the training thread."""
 
     def __init__(
         self, channel: Channel, abort: Callable[[], None], waits: Callable[[], object]
     ) -> None:
-        """`abort`: function that makes all collectives of this process raise until it leaves its
-        groups; may be called in any thread. `waits`: function that returns the current wait in a
-        collective, or None; equal values mean the same wait."""
+        """`abort`: makes all collectives of this process raise until it leaves its groups; may be
+        called in any thread. `waits`: returns the current wait in a collective, or None; equal
+        values mean the same wait."""
         self.is_rejoining = _is_replacement
-        """True from the loss of another worker until the state of the run is restored."""
         self.trainings = 0
-        """Number of trainings (calls of `ls.train`) that have begun in this process."""
         self.lost_at = self.rejoined_at = 0.0
         """The times at which the launcher detected the latest loss, and at which this process got
         its new rank, in seconds since 1970."""
         self.images: list[int] = []
-        """File descriptors of the shared memory with images (copies of the training state) that all
-        processes had made before the loss."""
+        """Descriptors of the shared memory with copies of the training state that all processes had
+        made before the loss."""
         self._script_seconds = time.monotonic() - _script_began
         self._channel = channel
         self._abort = abort
@@ -62,36 +59,29 @@ class Rejoin:
         self._listener.start()
 
     def announce(self, why_not: str | None, sizes: Sequence[int] = ()) -> None:
-        """Tell the launcher that this worker can recover in place, or the reason why it cannot.
-        `sizes`: the world sizes that the run's plan fits."""
         self._channel.send(
             "able", why_not=why_not, sizes=list(sizes), script_seconds=self._script_seconds
         )
 
     def report_hang(self, ranks: Sequence[int], record: FailureRecord) -> None:
-        """Tell the launcher that the workers of these ranks hang, so that it kills them. `record`:
-        the record of the hang."""
         self._channel.send("hangs", ranks=list(ranks), record=asdict(record))
 
     def offer_images(self, descriptors: Sequence[int]) -> None:
-        """Pass the launcher file descriptors of the shared memory in which this process keeps
-        images (copies) of its own training state and of other ranks' states."""
+        """Pass the launcher descriptors of the shared memory in which this process keeps copies of
+        its own training state and of other ranks' states."""
         self._channel.send("images", descriptors)
 
     def note_all_offered(self) -> None:
-        """Tell the launcher that all ranks have called `offer_images`, so that it can drop the
-        images of earlier starts of the run."""
         self._channel.send("all-offered")
 
     def drop_images(self) -> None:
-        """Close the file descriptors in `images`."""
         for descriptor in self.images:
             os.close(descriptor)
         self.images = []
 
     def join_at_first(self) -> None:
         """In a process that replaces a lost worker, wait until the run includes it. Ends the
-        process if the run does not need it. Does nothing in other processes."""
+        process if the run does not need it."""
         if self._is_new:
             self._is_new = False
             if not self._wait_for_verdict(-1):
@@ -105,10 +95,9 @@ class Rejoin:
     ) -> bool:
         """Return True if `error` came from the loss of another worker, and this process has a new
         rank in the environment. Called in the training thread; a second call for the same error
-        returns the same result. `hold`: function that keeps this process's state in memory and
-        returns the state's number of steps (-1 without a state), or returns the reason why this
-        process cannot recover. `at`: number of steps that the process has done, -1 if unknown.
-        """
+        returns the same result. `hold`: keeps this process's state in memory and returns the
+        state's number of steps (-1 without a state), or the reason why this process cannot
+        recover."""
         if any(link is self._handled for link in chain(error)):
             return True
         if any(link is self._refused for link in chain(error)):
@@ -131,31 +120,24 @@ class Rejoin:
         return True
 
     def refuse(self, why_not: str) -> None:
-        """Tell the launcher that this process ends instead of recovering in place, and that a
-        replacement would end too."""
         self._channel.send("refuses", why_not=why_not)
 
     def raise_if_lost(self) -> None:
-        """Raise `ConnectionAbortedError` if the launcher has told this process to leave its
-        collectives."""
         if self._is_lost.is_set():
             raise ConnectionAbortedError("another process was lost, or joins")
 
     def leave(self, leave_groups: Callable[[], object]) -> None:
-        """Leave the process groups from before the loss, by `leave_groups`. A message about another
-        loss that arrives meanwhile applies to the new groups."""
+        """Leave the process groups from before the loss. A message about another loss that arrives
+        meanwhile applies to the new groups."""
         leave_groups()
         if self._is_lost.is_set():
             self._abort()
 
     def close(self, *, failed: bool) -> None:
-        """End this object, at the end of the training: from then on the loss of another worker ends
-        this one too."""
         self._has_left.set()
         self.announce("its training has failed" if failed else ENDED)
 
     def end_recovery(self) -> None:
-        """End a recovery: called when the state of the run is restored on all ranks."""
         self.is_rejoining = False
         self._handled = None
         self.drop_images()
@@ -187,8 +169,7 @@ class Rejoin:
         self._verdicts.put(None)
 
     def _end_if_stuck(self) -> None:
-        """End this process if its wait in a collective does not end after the abort. Gloo
-        occasionally loses a wake-up."""
+        """Gloo occasionally loses a wake-up."""
         waited_for = self._waits_for()
         while not self._has_left.wait(STUCK_SECONDS):
             before, waited_for = waited_for, self._waits_for()
@@ -208,16 +189,13 @@ _rejoin: Rejoin | None = None
 
 
 def use_channel(channel: Channel | None, *, is_replacement: bool) -> None:
-    """Set this worker's connection to its launcher; None if the launcher does not recover in place.
-    Called once, before the user's code runs. `is_replacement`: True if this process replaces a lost
-    one."""
+    """Called once, before the user's code runs. `channel`: None if the launcher does not recover in
+    place."""
     global _channel, _script_began, _is_replacement
     _channel, _script_began, _is_replacement = channel, time.monotonic(), is_replacement
 
 
 def refuse_recovery(why_not: str) -> None:
-    """If the launcher supports recovery in place, tell it the reason why this process cannot
-    recover. Called when a session is opened."""
     global _session_was_opened
     _session_was_opened = True
     if _channel is not None and _rejoin is None:
@@ -225,13 +203,10 @@ def refuse_recovery(why_not: str) -> None:
 
 
 def session_was_opened() -> bool:
-    """True if a session was opened in this process, that is, if `refuse_recovery` was called."""
     return _session_was_opened
 
 
 def connect(abort: Callable[[], None], waits: Callable[[], object]) -> Rejoin | None:
-    """Return a new `Rejoin` for this process, with these arguments; None without a launcher that
-    recovers in place."""
     global _rejoin
     if _rejoin is None and _channel is not None:
         _rejoin = Rejoin(_channel, abort, waits)
