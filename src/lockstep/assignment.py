@@ -18,12 +18,9 @@ because measured times are noisy."""
 def batch_span(
     step: int, *, length: int, global_batch: int, epochs: bool, drop_last: bool = False
 ) -> tuple[int, int]:
-    """Return the positions [start, stop) of the global batch of `step` (from 0), for a dataset of
-    `length` samples.
-
-    `epochs`: True: the last batch of each epoch may be short, or is left out with `drop_last`.
-    False: all batches have `global_batch` samples, and may span two epochs.
-    """
+    """Return the positions [start, stop) of a global batch. With `epochs`, the last batch of each
+    epoch may be short, or is left out with `drop_last`; otherwise all batches have `global_batch`
+    samples, and may span two epochs."""
     if not epochs:
         return step * global_batch, (step + 1) * global_batch
     epoch, batch = divmod(step, _batches_per_epoch(length, global_batch, drop_last))
@@ -39,8 +36,6 @@ def total_steps(
     epochs: int | None,
     drop_last: bool = False,
 ) -> int:
-    """Return the number of optimizer steps of a recipe that gives exactly one of `steps` and
-    `epochs`."""
     if steps is not None:
         return steps
     if epochs is None:
@@ -50,18 +45,14 @@ def total_steps(
 
 def microbatch_spans(size: int, microbatch: int | None, world_size: int) -> list[tuple[int, int]]:
     """Split a batch of `size` samples into spans [start, stop) of `microbatch` samples; the last
-    one has the rest.
-
-    `microbatch=None`: one nearly equal span per rank; none is empty.
-    """
+    one has the rest. `microbatch=None`: one nearly equal span per rank; none is empty."""
     if microbatch is not None:
         return [(start, min(start + microbatch, size)) for start in range(0, size, microbatch)]
     return split_spans([(0, size)], world_size)
 
 
 def split_spans(spans: Sequence[tuple[int, int]], parts: int) -> list[tuple[int, int]]:
-    """Split each span into `parts` nearly equal spans, or into single samples if it has fewer than
-    `parts`."""
+    """Split each span into `parts` nearly equal spans, or into single samples if it has fewer."""
     return [
         (start + part.start, start + part.stop)
         for start, stop in spans
@@ -73,15 +64,14 @@ def split_spans(spans: Sequence[tuple[int, int]], parts: int) -> list[tuple[int,
 
 
 def stream_shard(step: int, microbatch: int, *, microbatches: int, shards: int) -> int:
-    """Return the shard of a stream from which a microbatch reads. `shards` is a multiple of a
-    step's `microbatches`."""
+    """`shards` is a multiple of a step's `microbatches`."""
     return microbatch + microbatches * (step % (shards // microbatches))
 
 
 @lru_cache(maxsize=64)
 def contiguous_range(count: int, rank: int, world_size: int) -> range:
-    """Return the part of range(count) that belongs to `rank`. Parts are in rank order; their sizes
-    differ by at most 1, larger ones first."""
+    """Return the part of range(count) that belongs to `rank`. Sizes of the parts differ by at most
+    1, larger ones first."""
     each, larger = divmod(count, world_size)
     start = rank * each + min(rank, larger)
     return range(start, start + each + (rank < larger))
@@ -89,12 +79,8 @@ def contiguous_range(count: int, rank: int, world_size: int) -> range:
 
 @lru_cache(maxsize=256)
 def shares(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the number of microbatches (of `count`) for each rank, such that the last rank ends as
-    early as possible.
-
-    `speeds`: microbatches per second of each rank, above 0. Each rank has at least one if there are
-    enough. Equal speeds give the sizes of `contiguous_range`.
-    """
+    """Return the number of microbatches for each rank, such that the last rank ends as early as
+    possible. `speeds`: microbatches per second of each rank, above 0."""
     sizes = [int(count >= len(speeds))] * len(speeds)
     next_end = [
         ((size + 1) / speed, rank)
@@ -110,7 +96,6 @@ def shares(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _shared_out(count: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
-    """Return each rank's contiguous part of range(count). `shares` gives the sizes of the parts."""
     return tuple(
         range(start, stop) for start, stop in pairwise(accumulate(shares(count, speeds), initial=0))
     )
@@ -118,29 +103,20 @@ def _shared_out(count: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchAssignment:
-    """The ranks that compute the microbatches of a step.
-
-    Contiguous: each rank has a contiguous range of microbatches, and then waits for the others.
-    Round-robin: microbatch i belongs to rank (i mod ranks). All ranks compute in every round,
-    because their forwards contain collectives; a rank that has no microbatch left computes a dummy.
-    """
+    """The ranks that compute the microbatches of a step. Contiguous: each rank has a contiguous
+    range of microbatches. Round-robin: microbatch i belongs to rank (i mod ranks), and all ranks
+    compute in every round, because their forwards contain collectives; a rank that has no
+    microbatch left computes a dummy."""
 
     ranks: int
     round_robin: bool = False
-    """True: round-robin. False: contiguous."""
     slices: int = 0
-    """Number of slices into which each microbatch is split (a short last microbatch may have
-    fewer). 0: microbatches are not split.
-
-    In round i, each of the first `slices` ranks computes one slice of microbatch i. The methods
-    then count slices instead of microbatches.
-    """
+    """In round i, each of the first `slices` ranks computes one slice of microbatch i, and all
+    methods count slices instead of microbatches. 0: microbatches are not split."""
     speeds: tuple[float, ...] = ()
-    """Microbatches per second of each rank: contiguous ranges are proportional to it. (): all ranks
-    are equally fast."""
+    """Microbatches per second of each rank. (): all ranks are equally fast."""
 
     def indices(self, count: int, rank: int) -> range:
-        """Return the indices of the rank's microbatches among `count`; the range may be empty."""
         if self.round_robin:
             return range(rank, count, self.per_round) if rank < self.per_round else range(0)
         return (
@@ -150,9 +126,8 @@ class MicrobatchAssignment:
         )
 
     def at_speeds(self, seconds: Sequence[float], count: int) -> MicrobatchAssignment | None:
-        """Return the contiguous assignment for ranks that take `seconds` per microbatch. None if it
-        would not make a step of `count` microbatches faster by the factor `WORTHWHILE`, or if a
-        rank's time is not known yet (NaN)."""
+        """Return the contiguous assignment for ranks that take `seconds` per microbatch. None if a
+        step would hardly be faster, or if a rank's time is not known yet (NaN)."""
         if not all(0 < each < math.inf for each in seconds):
             return None
         proposed = MicrobatchAssignment(self.ranks, speeds=tuple(1 / each for each in seconds))
@@ -167,17 +142,13 @@ class MicrobatchAssignment:
 
     @property
     def per_round(self) -> int:
-        """Number of microbatches that all ranks together compute in one round of a round-robin
-        assignment."""
         return self.slices or self.ranks
 
     def indices_by_rank(self, count: int) -> tuple[range, ...]:
-        """Return each rank's `indices`. Together they are range(count), each index once."""
         return tuple(self.indices(count, rank) for rank in range(self.ranks))
 
     def has_dummies(self, count: int) -> bool:
-        """True if some rank, having no microbatch left in a round, computes a dummy in a step of
-        `count` microbatches."""
+        """True if some rank, having no microbatch left in a round, computes a dummy."""
         return self.round_robin and (self.per_round < self.ranks or count % self.per_round != 0)
 
     def with_dummies(self, count: int, rank: int) -> list[tuple[int, bool]]:
@@ -192,8 +163,8 @@ class MicrobatchAssignment:
         return computed
 
     def gathered_positions(self, count: int) -> list[int]:
-        """Return the position of microbatch 0, 1, … in the concatenation of all ranks' `indices`,
-        as a gather returns them."""
+        """Return the position of each microbatch in the concatenation of all ranks' `indices`, as a
+        gather returns them."""
         concatenated = [index for indices in self.indices_by_rank(count) for index in indices]
         return sorted(range(count), key=concatenated.__getitem__)
 

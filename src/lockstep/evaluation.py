@@ -50,7 +50,6 @@ def evaluated(
     plan: str | Plan | None,
     run_dir: str | None,
 ) -> Result:
-    """`evaluate`, but returns the whole `Result`."""
     if not recipe.evaluations:
         raise RecipeError(
             "an evaluation of a recipe without Recipe.evaluation; it measures the recipe's"

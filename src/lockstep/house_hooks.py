@@ -46,7 +46,6 @@ class HouseHooks:
         evaluations: Mapping[str, Evaluation],
         recovery: Recovery | None = None,
     ) -> None:
-        """`hooks`: the hooks of the user, which are called between lockstep's own."""
         environment, request, bare = (
             opened.environment,
             opened.request,

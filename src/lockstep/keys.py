@@ -16,7 +16,6 @@ class RandomStream(IntEnum):
     share a stream."""
 
     MODEL = 1
-    """The initial weights."""
     ORDER = 2
     """The permutation of samples: (seed, ORDER), then the epoch."""
     SAMPLE = 3
@@ -25,7 +24,7 @@ class RandomStream(IntEnum):
     COLLATE = 4
     """Collating a microbatch: (seed, COLLATE, step, microbatch)."""
     FORWARD = 5
-    """One microbatch's forward (dropout and similar): (seed, FORWARD, step, microbatch)."""
+    """Dropout and similar in one microbatch's forward: (seed, FORWARD, step, microbatch)."""
     EVALUATION = 6
     """One microbatch's forward in an evaluation: (seed, EVALUATION, steps done, microbatch)."""
     WINDOW = 7
@@ -55,8 +54,8 @@ class RandomStream(IntEnum):
 
 
 def key(*parts: int) -> int:
-    """Return a key: an integer in 0..2**64-1 that depends on every one of `parts` and on their
-    order. Parts are taken modulo 2**64."""
+    """Return an integer in 0..2**64-1 that depends on every one of `parts` and on their order.
+    Parts are taken modulo 2**64."""
     state = 0
     for part in parts:
         state = longer(state, part)
@@ -64,8 +63,8 @@ def key(*parts: int) -> int:
 
 
 def longer(key: int, part: int) -> int:
-    """Return the key whose parts are those of `key` and `part`, mixed by splitmix64's finalizer
-    (Steele, Lea and Flood, 2014): a bijection of 0..2**64-1."""
+    """Return the key with one more part, mixed by splitmix64's finalizer (Steele, Lea and Flood,
+    2014)."""
     state = ((key + GOLDEN) ^ part) & MASK
     state = (state ^ (state >> 30)) * MIX_FIRST & MASK
     state = (state ^ (state >> 27)) * MIX_SECOND & MASK

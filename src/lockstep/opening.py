@@ -101,8 +101,7 @@ class RunRequest:
         evaluations: Mapping[str, Evaluation] | None,
         **given: Any,
     ) -> RunRequest:
-        """The request with these arguments of `Session`. `evaluations`: the recipe's evaluations;
-        None if the script has its own loop. Raises the children of `UserError` for wrong values."""
+        """`evaluations`: the recipe's evaluations; None if the script has its own loop."""
         check_count("log_every", given["log_every"], "steps")
         check_precision(given["precision"])
         check_compression(given["gradient_compression"])
@@ -126,7 +125,6 @@ class RunRequest:
         )
 
     def over(self, environment: Environment) -> RunRequest:
-        """This request, with the launcher's options in place of the script's arguments."""
         saving, resume = self.saving, self.resume
         if environment.save_every is not None:
             saving = replace(saving, every=interval(environment.save_every, "LOCKSTEP_SAVE_EVERY"))
@@ -141,8 +139,8 @@ class RunRequest:
         )
 
     def check_same_as(self, ended: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` if a run that has ended, in the run directory of this one, had
-        another recipe. `ended`: that run's run.json."""
+        """Raise `CheckpointError` if a run that has ended, in this run directory, had another
+        recipe. `ended`: that run's run.json."""
         recipe, code, versions = (
             ended.get("recipe"),
             ended.get("code"),
@@ -169,7 +167,6 @@ class RunRequest:
             )
 
     def checkpoints(self, context: Context) -> Storage:
-        """The storage of the run's checkpoints, or of the run from which it begins."""
         if (begin_at := context.overrides.begin_at) is not None:
             return open_storage(begin_at.folder)
         return open_storage(self.saving.folder or context.run_dir / "checkpoints")
@@ -185,8 +182,6 @@ class RunRequest:
         recompute_every: int = 0,
         recovered_from: str | None = None,
     ) -> Context:
-        """Return the context of an open run, with settings from `overrides` or, if not set there,
-        from this request."""
         return Context(
             world=world,
             mesh=mesh,
@@ -205,9 +200,8 @@ class RunRequest:
         )
 
     def compared(self, launched: str | None) -> dict[str, Any]:
-        """Return, as JSON, the values of this request that must be the same on all ranks.
-        `launched`: True if the launcher gives the plan, so that the script's plan does not
-        count."""
+        """Return the values that must be the same on all ranks. `launched`: the launcher's plan,
+        which replaces the script's."""
         learned = {
             "seed": self.seed,
             "precision": self.precision,
@@ -233,14 +227,11 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A run that is open on this rank."""
-
     context: Context
     environment: Environment
     hooks: Sequence[Hook]
     """Hooks that a command of lockstep has requested, such as `lockstep verify`."""
     request: RunRequest
-    """The request with the launcher's settings."""
     given_plan: Plan
     """The requested plan, before the changes that save memory after earlier out-of-memory
     failures."""
@@ -254,9 +245,7 @@ def open_run(
     stack: ExitStack,
     recovery: Recovery | None = None,
 ) -> Opened:
-    """Open a run. Every rank calls it. `stack` closes everything that it opens. `recovery`: the
-    recovery of the run, if it can recover in place. Raises `PlanError`, `LaunchError` and
-    `RunDirectoryError`."""
+    """Every rank calls it. `stack` closes everything that it opens."""
     check_torch(torch.__version__)
     set_task_variables(os.environ)
     environment = Environment.read(os.environ)
@@ -343,8 +332,6 @@ def _check_best(metric: str, evaluations: Mapping[str, Evaluation] | None) -> No
 
 
 def _check_allow_change(asked: RunRequest) -> None:
-    """Raise `CheckpointError` if `allow_change` names a field that is not compared when a run is
-    resumed."""
     fields = {*NUMBERS, *SETTINGS, *FIXED_IN_BITWISE, "optimizer", "data", *(asked.recipe or {})}
     if unknown := sorted(
         name for name in asked.allow_change if name.partition(".")[0] not in fields
@@ -363,8 +350,8 @@ def _check_allow_change(asked: RunRequest) -> None:
 def _join(
     request: RunRequest, environment: Environment, *, recovers: bool
 ) -> tuple[World, Sequence[Mapping[str, str]]]:
-    """Join the process group. Also returns, for each rank, the name and other properties of its
-    device. Raises an error if the ranks were launched, or called, with different settings."""
+    """Join the process group, and compare the settings of all ranks. Also returns, for each rank,
+    the properties of its device."""
     joins = (
         partial(join_over, launcher_store(os.environ))
         if recovers and environment.world_size > 1
@@ -389,8 +376,7 @@ def _join(
 
 
 def _record_start(opened: Opened, request: RunRequest, devices: Sequence[Remark | None]) -> None:
-    """Write run.json, and report how this run differs from `request` in events and messages.
-    `devices`: remarks on the ranks' devices."""
+    """Write run.json, and report how this run differs from `request` in events and messages."""
     context, environment, recorder = opened.context, opened.environment, opened.context.recorder
     recorder.start(
         plan=context.plan,
@@ -433,8 +419,7 @@ def _record_start(opened: Opened, request: RunRequest, devices: Sequence[Remark 
 
 def read_probe(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
     """Return the settings to override and the hooks to add that a command such as `lockstep verify`
-    has requested from the script's process, in its environment. Both are empty if there is no
-    request."""
+    has requested in the environment of the script's process."""
     name = answered_by(environ, "install")
     if name is None:
         return Overrides(), ()

@@ -48,11 +48,7 @@ class WatchdogTimeouts:
 
     @classmethod
     def parse(cls, hang_after: str | None, on_hang: str | None) -> WatchdogTimeouts | None:
-        """Read the values of `--hang-after` and `--on-hang`. Return None for "off". Raises
-        `LaunchError`.
-
-        `hang_after`: "auto" (also None), "off", or a time. `on_hang`: see `OnHang`; None is "end".
-        """
+        """Return None for "off". `hang_after`: "auto" (also None), "off", or a time."""
         if on_hang is not None and on_hang not in get_args(OnHang):
             raise LaunchError(
                 f"--on-hang={on_hang!r}; it must be one of {', '.join(get_args(OnHang))}"
@@ -67,8 +63,7 @@ class WatchdogTimeouts:
         return cls(fixed, cast(OnHang, on_hang or "end"))
 
     def limit_seconds(self, phase: str, usual_seconds: float | None) -> float:
-        """The timeout of a phase. `usual_seconds`: its recent duration; None if it has never ended
-        yet."""
+        """`usual_seconds`: the recent duration of the phase; None if it has never ended yet."""
         if self.fixed_seconds is not None:
             return self.fixed_seconds
         if usual_seconds is None:
@@ -85,19 +80,18 @@ LAUNCHER_VARIABLES = (
 )
 """Environment variables in which launchers give a process its rank."""
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Environment variables with the number of processes that mpirun has started: for Open MPI, for
-MPICH and Intel MPI, for MVAPICH2."""
+"""Variables with the number of processes of mpirun: for Open MPI, for MPICH and Intel MPI, for
+MVAPICH2."""
 COMPARE_EVERY = 100
-"""Steps between two comparisons of the replicas, unless `--compare-every` is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A restart: a start of the workers by the launcher after the first one."""
+    """A start of the workers by the launcher after the first one."""
 
     reason: str
     in_place: bool = False
-    """True if the workers recovered in place: those that were left kept running."""
+    """True if the workers that were left kept running."""
     not_in_place: str | None = None
     """The reason why the recovery was not in place, if one in place was requested."""
 
@@ -107,7 +101,6 @@ class Option:
     """The documentation of an option, and the conversion of its value from and to text."""
 
     help: str
-    """Meaning, unit and default, as `--help` shows them."""
     kind: type = str
     """`str`, `int`, `float` (seconds since 1970), `bool`, `frozenset` (names, separated by commas),
     `tuple` (texts: the option is given once for each; in the environment, a JSON list), or
@@ -115,11 +108,8 @@ class Option:
     metavar: str | None = None
     """Placeholder for the value in `--help`; None for flags and for `choices`."""
     choices: Sequence[str] = ()
-    """The values that are allowed. Empty: any."""
     least: int = 0
-    """Smallest value of an `int`."""
     most: int | None = None
-    """Largest value of an `int`. None: no limit."""
     worker_default: Any = None
     """The value that a worker uses if the option was not given, for fields whose own default is
     None."""
@@ -130,8 +120,6 @@ class Option:
     call."""
 
     def read(self, text: str, name: str) -> Any:
-        """The value of a variable called `name`. Raises `LaunchError` if the text is not a value of
-        the option's type."""
         if self.kind is int:
             return non_negative_int(text, name)
         if self.kind is frozenset:
@@ -161,7 +149,6 @@ class Option:
         return text
 
     def write(self, value: Any) -> str:
-        """Return the value as text that `read` parses."""
         if self.kind is frozenset:
             return ",".join(sorted(value))
         if self.kind is tuple:
@@ -176,18 +163,17 @@ def _option(default: Any, help: str, **details: Any) -> Any:
 
 
 def option_of(declared: Field[Any]) -> Option:
-    """The documentation that a field of `RunOptions` or `LaunchOptions` carries."""
     option: Option = declared.metadata["option"]
     return option
 
 
 def flag(name: str) -> str:
-    """The option `name` on the command line: `--save-every` for `save_every`."""
+    """`--save-every` for `save_every`."""
     return f"--{name.replace('_', '-')}"
 
 
 def variable(name: str) -> str:
-    """The option `name` in the environment: LOCKSTEP_SAVE_EVERY for `save_every`."""
+    """LOCKSTEP_SAVE_EVERY for `save_every`."""
     return f"LOCKSTEP_{name.upper()}"
 
 
@@ -325,7 +311,7 @@ class RunOptions:
     )
 
     def to_environment(self) -> dict[str, str]:
-        """The environment variables of the options that were given: name -> value as text."""
+        """Options with their default value are left out."""
         given = ((each, getattr(self, each.name)) for each in fields(RunOptions))
         return {
             variable(each.name): option_of(each).write(value)
@@ -334,8 +320,6 @@ class RunOptions:
         }
 
     def shared(self) -> dict[str, str]:
-        """The options that must be the same on all ranks: name of the environment variable -> value
-        as text."""
         values = {
             each.name: getattr(self, each.name)
             for each in fields(RunOptions)
@@ -348,8 +332,6 @@ class RunOptions:
 
 
 def read_options(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The values of the fields of `RunOptions`, from the environment or by default. Raises
-    `LaunchError`."""
     values = {}
     for each in fields(RunOptions):
         option = option_of(each)
@@ -361,11 +343,7 @@ def read_options(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_shared_options(everyone: Sequence[Mapping[str, str]]) -> None:
-    """Raise `LaunchError` if an option differs between a rank and rank 0. `everyone`:
-    `RunOptions.shared` of each rank.
-
-    Every rank calls it with the same values, so that either all ranks raise or none.
-    """
+    """Every rank calls it with the same values, so that either all ranks raise or none."""
     for rank, given in enumerate(everyone):
         for name, value in given.items():
             if value != everyone[0][name]:
@@ -466,8 +444,7 @@ class LaunchOptions(RunOptions):
             )
 
     def validate(self) -> Plan | None:
-        """Return the plan, if one was given. Raises a `UserError` for a value that cannot be
-        read."""
+        """Return the plan, if one was given."""
         plan = Plan.parse(self.plan) if self.plan is not None else None
         check_run_dir(self.run_dir, flag("run_dir"))
         if self.backend == "":
@@ -486,8 +463,8 @@ class LaunchOptions(RunOptions):
         return plan
 
     def for_workers(self, *, default_run_dir: str, now_seconds: float) -> RunOptions:
-        """The options for workers, with absolute paths, and `--stop-after` as a point in time.
-        `now_seconds`: seconds since 1970."""
+        """Paths become absolute, and `--stop-after` a point in time. `now_seconds`: seconds since
+        1970."""
         values = {each.name: getattr(self, each.name) for each in fields(RunOptions)} | {
             "default_run_dir": default_run_dir
         }
@@ -500,7 +477,7 @@ class LaunchOptions(RunOptions):
         return RunOptions(**values)
 
     def flags_for_script(self) -> list[str]:
-        """The given options that have no effect unless the script trains with lockstep."""
+        """Return the given options that have no effect unless the script trains with lockstep."""
         values = [
             (each, getattr(self, each.name))
             for each in fields(LaunchOptions)
@@ -509,7 +486,7 @@ class LaunchOptions(RunOptions):
         return [flag(each.name) for each, value in values if value != each.default]
 
     def same_on_all_machines(self) -> list[str]:
-        """The options that must be the same on every machine of a run, as texts such as
+        """Return the options that must be the same on every machine of a run, as texts such as
         "plan=shard=2"."""
         values = [
             (each, getattr(self, each.name))
@@ -523,7 +500,7 @@ class LaunchOptions(RunOptions):
         ]
 
     def arguments(self) -> list[str]:
-        """The arguments of `lockstep run` that give these options."""
+        """Return the arguments of `lockstep run` that give these options."""
         words = []
         for each in fields(LaunchOptions):
             option, value = option_of(each), getattr(self, each.name)
@@ -539,21 +516,16 @@ class LaunchOptions(RunOptions):
 
 
 def _is_for_script(each: Field[Any]) -> bool:
-    """True for options that workers read and that have no effect in a script that does not train
-    with lockstep."""
     return option_of(each).on_command_line and (
         each.name == "stop_after" or each.name in RunOptions.__slots__
     )
 
 
 def read_names(text: str) -> frozenset[str]:
-    """The names in a comma-separated list."""
     return frozenset(filter(None, map(str.strip, text.split(","))))
 
 
 def non_negative_int(text: str, name: str) -> int:
-    """Parse the value of a variable called `name`. Raises `LaunchError` unless it is a whole number
-    of at least 0."""
     try:
         value = int(text)
     except ValueError:
@@ -567,8 +539,8 @@ def non_negative_int(text: str, name: str) -> int:
 
 
 def check_run_dir(run_dir: str | None, name: str) -> None:
-    """Raise `RunDirectoryError` for an empty path, which would mean the working directory. `name`:
-    the option or keyword with the path."""
+    """An empty path would mean the working directory. `name`: the option or keyword with the
+    path."""
     if run_dir == "":
         raise RunDirectoryError(
             f"{name} is empty; it names the folder that the run writes to (is a shell variable"

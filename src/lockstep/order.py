@@ -1,14 +1,10 @@
 """The order of samples: a pure function from the seed and a position in the run to a sample, in
-constant memory.
+constant memory. Position p is index p % length of epoch p // length.
 
-Position p is index p % length of epoch p // length. Each epoch has its own permutation of
-0..length-1: a Feistel network (Luby and Rackoff, 1988) on the smallest power of two that is at
-least `length`, iterated until the result is below `length` (Black and Rogaway, 2002). The halves
-alternate, so they need not be equal. The round function is that of splitmix64, keyed by seed, epoch
-and round.
-
-The bits of an order must never change: a run that is resumed, or repeated years later, must see the
-same samples.
+Each epoch has its own permutation of 0..length-1: a Feistel network (Luby and Rackoff, 1988) on the
+smallest power of two that is at least `length`, iterated until the result is below `length` (Black
+and Rogaway, 2002). The halves alternate, so they need not be equal. The bits of an order must never
+change: a run that is resumed, or repeated years later, must see the same samples.
 """
 
 from __future__ import annotations
@@ -32,10 +28,7 @@ SMALLEST_DOMAIN_BITS: Final = 4
 
 
 class Order:
-    """The order of `length` samples under `seed`, epoch after epoch.
-
-    Every rank makes its own. Raises `DataError` if `length` < 1.
-    """
+    """The order of `length` samples under `seed`, epoch after epoch. Every rank makes its own."""
 
     def __init__(self, length: int, seed: int) -> None:
         if length < 1:
@@ -53,11 +46,8 @@ class Order:
 
     def samples(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the epoch and the sample of each position (0 to 2**63 - 1): two arrays with the
-        shape of `positions`.
-
-        It uses about ten times the memory of `positions`, for any length, so pass a few thousand
-        positions at a time.
-        """
+        shape of `positions`. It uses about ten times the memory of `positions`, so pass a few
+        thousand at a time."""
         epochs, places = np.divmod(positions.reshape(-1), np.int64(self.length))
         keys = _mix(self._key + epochs.view(np.uint64) * np.uint64(GOLDEN))
         tables = None
@@ -82,8 +72,8 @@ class Order:
         keys: NDArray[np.uint64],
         tables: list[NDArray[np.uint64]] | None,
     ) -> NDArray[np.uint64]:
-        """Return the permuted values. `tables`: result of `_rounds_of_all_halves` for the key that
-        all values share. None if there are few values, or several keys."""
+        """`tables`: the round function's values for all halves, if all values share one key and are
+        many."""
         low, high = values & self._low_mask, values >> self._low_bits
         for number in range(self._rounds):
             half = high if number % 2 else low
@@ -101,26 +91,22 @@ class Order:
     def _round(
         self, number: int, half: NDArray[np.uint64], keys: NDArray[np.uint64]
     ) -> NDArray[np.uint64]:
-        """Return the results of the Feistel network's round function for one half of each value;
-        they are combined with the other half."""
         mask = self._low_mask if number % 2 else self._high_mask
         return _mix(keys + np.uint64(number * GOLDEN % 2**64) + half) & mask
 
     def _rounds_of_all_halves(self, key: int) -> list[NDArray[np.uint64]]:
-        """Return, for every round, a table of `_round` for all possible halves, in ascending
-        order."""
         halves = np.arange(int(self._high_mask) + 1, dtype=np.uint64)
         keys = np.full_like(halves, key)
         return [self._round(number, halves, keys) for number in range(self._rounds)]
 
 
 def hashed(numbers: NDArray[np.int64], key: int) -> NDArray[np.uint64]:
-    """Return 64 pseudo-random bits for each number, which depend on it and on the key."""
+    """Return 64 pseudo-random bits for each number."""
     return _mix(np.uint64(key) + numbers.astype(np.uint64) * np.uint64(GOLDEN))
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer in `keys.longer` of every element, in place."""
+    """The finalizer of splitmix64, in place."""
     state ^= state >> np.uint64(30)
     state *= np.uint64(MIX_FIRST)
     state ^= state >> np.uint64(27)

@@ -33,7 +33,6 @@ WORDS: dict[str, tuple[str, ...]] = {
     "exchange": get_args(Exchange),
     "logits": get_args(Logits),
 }
-"""Setting of a plan -> the words that are allowed as its value."""
 SETTINGS = (
     *(
         "sharding",
@@ -72,9 +71,9 @@ NOT_IN_SLICES = {
 """Name of an axis -> the reason why a plan with that axis refuses `slices` (layers computed in a
 fixed number of parts)."""
 FIXED_IN_BITWISE = ("slices",)
-"""Settings that a run in bitwise numerics must keep when it is resumed; see `changed_bits`."""
+"""Settings that a run in bitwise numerics must keep when it is resumed."""
 MEASURED = ("threads", "workers", "prefetch")
-"""Settings whose `auto` is measured at the start of a run, see `lockstep.autotune.autotune`."""
+"""Settings whose `auto` is measured at the start of a run."""
 MOST = 1024
 """Maximum of `threads`, `workers` and `prefetch`. A larger value would exhaust memory, so it is
 taken for a typing error."""
@@ -107,7 +106,6 @@ class Axis:
 
 
 def axis(*divides: Divided, same_state: bool, in_forward: bool, sums: str) -> dict[str, Any]:
-    """The metadata of a field of `Plan` that holds the size of an axis. Arguments: see `Axis`."""
     row = {"divides": divides, "same_state": same_state, "in_forward": in_forward, "sums": sums}
     return {"axis": row}
 
@@ -394,8 +392,8 @@ class Plan:
             )
 
     def _refuse_with(self, axis: str, *refused: tuple[str, Any, Any, str]) -> None:
-        """Raise `PlanError` if a setting or another axis cannot be combined with `axis`. `refused`:
-        name, value and default of each such setting, and the reason."""
+        """`refused`: name, value and default of each setting that cannot be combined with `axis`,
+        and the reason."""
         for name, value, default, why in refused:
             if value != default:
                 said = f"{name}={_text_of(value)}"
@@ -583,8 +581,8 @@ class Plan:
 
 
 def changed_bits(saved: Plan, now: Plan) -> list[str]:
-    """Describe the differences between two plans that change the bits of a run in bitwise numerics;
-    empty if there are none."""
+    """Describe the differences between two plans that change the bits of a run in bitwise
+    numerics."""
     if saved.numerics == now.numerics == "bitwise" and saved.slices != now.slices:
         return [f"slices (of the plan): {saved.slices}, now {now.slices}"]
     return []

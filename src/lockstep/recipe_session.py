@@ -63,8 +63,8 @@ class Result:
 
 
 def _check_shorthand(plan: Plan, recipe: Recipe) -> None:
-    """Raise `RecipeError` if the plan requires that lockstep itself calls the model, with inputs
-    that the recipe does not name. `recipe`: one without inputs."""
+    """Some plans require that lockstep itself calls the model, with inputs that a recipe without
+    `inputs` does not name."""
     for applies, what, why in (
         (
             plan.pipeline != 1,
@@ -116,7 +116,6 @@ class RecipeSession(Session):
         self._termination = Termination(saves=trains)
 
     def _resolve(self, opened: Opened) -> Context:
-        """Measure every setting that is `auto`."""
         recipe, plan = self.recipe, opened.context.plan
         if recipe.microbatch != "auto" and recipe.global_batch is not None:
             check_microbatch_is_fixed(plan, recipe.global_batch, recipe.microbatch)
@@ -148,8 +147,7 @@ class RecipeSession(Session):
         return context
 
     def build(self) -> None:
-        """Build the model, including a loss that is a module, and register the state that is saved
-        with the run."""
+        """Also registers the state that is saved with the run."""
         recipe = with_loss_in_model(self.recipe)
         if recipe is not self.recipe and self.plan.pipeline != 1:
             raise RecipeError(

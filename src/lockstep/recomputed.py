@@ -34,12 +34,9 @@ def recomputed(
     shares: Sequence[Sequence[int]], choose: Callable[[int], int]
 ) -> tuple[Recomputed, ...]:
     """Choose, for each rank that has microbatches, one of its microbatches and the other ranks that
-    recompute it.
-
-    Each rank recomputes at most one microbatch as the second rank, and at most one as the third
-    rank, which decides between the first two. `shares`: the microbatches of each of at least two
-    ranks. `choose`: (number of the choice) -> random integer.
-    """
+    recompute it. Each rank recomputes at most one microbatch as the second rank, and at most one as
+    the third. `shares`: the microbatches of each of at least two ranks. `choose`: (number of the
+    choice) -> random integer."""
     ranks = len(shares)
     first = 1 + choose(0) % (ranks - 1)
     distances = [0, first, first % (ranks - 1) + 1][: min(ranks, 3)]
@@ -56,12 +53,9 @@ def recomputed(
 def ranks_at_fault(
     votes: Sequence[tuple[Recomputed, Sequence[object]]],
 ) -> tuple[list[int], list[int]]:
-    """Return the ranks that computed a wrong gradient, and ranks among which at least one did
-    (where the votes do not show which). `votes`: each microbatch, with the gradient that each of
-    its `ranks` computed, in any form that can be compared.
-
-    Two ranks that agree are right, and a third one that differs from them is wrong.
-    """
+    """Return the ranks that computed a wrong gradient, and ranks among which at least one did.
+    `votes`: each microbatch, with the gradient that each of its `ranks` computed, in any form that
+    can be compared. Two ranks that agree are right."""
     wrong, unclear = set[int](), list[tuple[int, ...]]()
     for each, gradients in votes:
         agreed = [one for one in gradients if gradients.count(one) > 1]
@@ -83,8 +77,6 @@ class Computed(NamedTuple):
     """The checksum of each parameter's gradient."""
 
     def first_difference(self, other: Computed) -> Position | None:
-        """Return the first position at which the results of another rank for the same microbatch
-        differ from these. None if all are equal."""
         for pair in zip_longest(self.exchanged, other.exchanged):
             if pair[0] != pair[1]:
                 return min(each[0] for each in pair if each is not None)
@@ -97,8 +89,8 @@ class Reported(NamedTuple):
 
     ranks: Sequence[int]
     computed: Sequence[Computed]
-    """The results of these ranks in each role. A role is an index into `Recomputed.ranks`: 0
-    computed its own microbatch, 1 recomputed another rank's, 2 decides."""
+    """Results by role, an index into `Recomputed.ranks`: 0 computed its own microbatch, 1
+    recomputed another rank's, 2 decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +98,13 @@ class WrongRanks:
     """The ranks that computed wrong results, and the microbatch in which this was detected."""
 
     ranks: Sequence[int]
-    """The wrong ranks. If not `is_certain`, at least one of these ranks is wrong."""
+    """If not `is_certain`, at least one of these ranks is wrong."""
     is_certain: bool
     microbatch: Recomputed
-    """A microbatch that one of `ranks` computed and whose gradients differ."""
     role: int
-    """The role of one of the wrong `ranks` for this microbatch: its index in `microbatch.ranks`."""
+    """Index in `microbatch.ranks` of one of the wrong `ranks`."""
     other: int
-    """The role (index in `microbatch.ranks`) of a rank with a different result."""
+    """Index in `microbatch.ranks` of a rank with a different result."""
     position: Position
     """The first position at which the results of `role` and `other` differ."""
     has_third: bool
@@ -121,13 +112,10 @@ class WrongRanks:
 
 
 def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]) -> WrongRanks:
-    """Return the ranks that computed wrong results. The results of at least one of the `chosen`
-    microbatches must differ. `replicas`: for each replica of the model, the reports of its ranks
-    (or groups of ranks), in the same order in every replica.
-
-    A wrong result spreads to the other ranks of a replica when they exchange tensors, so the ranks
-    whose results differ first are the wrong ones.
-    """
+    """Return the ranks that computed wrong results. A wrong result spreads to the other ranks of a
+    replica when they exchange tensors, so the ranks whose results differ first are the wrong ones.
+    `replicas`: for each replica of the model, the reports of its ranks, in the same order in every
+    replica."""
     votes = [
         (
             each,
@@ -157,8 +145,8 @@ def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]
 
 
 def _pairs(values: Sequence[object], right: object | None) -> list[tuple[int, int]]:
-    """Return the pairs of indices into `values` at which the values differ. `right`: the value that
-    the second index of a pair must have; None: any."""
+    """Return the pairs of indices at which the values differ. `right`: the value that the second
+    index of a pair must have; None: any."""
     roles = range(len(values))
     return [
         (one, other)

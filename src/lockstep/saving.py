@@ -139,8 +139,8 @@ class Best:
 
 
 def interval(text: str, name: str) -> int | str:
-    """Parse an interval: a number of steps ("500"), a time ("10m") or "epoch". `name`: the
-    setting's name, for the error. Raises `CheckpointError`."""
+    """Parse a number of steps ("500"), a time ("10m") or "epoch". `name`: the setting's name, for
+    the error."""
     if text.isdecimal() and int(text) >= 1:
         return int(text)
     if text != "epoch" and not parse_duration(text):
@@ -152,7 +152,6 @@ def interval(text: str, name: str) -> int | str:
 
 
 def check_resume(value: Any, name: str) -> Resume:
-    """Raise `CheckpointError` unless `value` is one of `Resume`."""
     if value not in get_args(Resume):
         raise CheckpointError(f"{name}={value!r}; it must be one of {', '.join(get_args(Resume))}")
     resume: Resume = value
@@ -160,8 +159,7 @@ def check_resume(value: Any, name: str) -> Resume:
 
 
 def check_allow_change(value: Collection[str]) -> frozenset[str]:
-    """Raise `CheckpointError` if `value` is a single str: each of its letters would be taken for a
-    field."""
+    """Each letter of a single str would be taken for a field."""
     if isinstance(value, str):
         raise CheckpointError(
             f"allow_change={value!r}; it must be a list of fields of the recipe:"
@@ -171,7 +169,6 @@ def check_allow_change(value: Collection[str]) -> frozenset[str]:
 
 
 def check_out_of_memory(value: str, name: str) -> OutOfMemory:
-    """Raise `PlanError` unless `value` is one of `OutOfMemory`."""
     if value not in get_args(OutOfMemory):
         raise PlanError(f"{name}={value!r}; it must be one of {', '.join(get_args(OutOfMemory))}")
     return cast(OutOfMemory, value)
@@ -180,8 +177,7 @@ def check_out_of_memory(value: str, name: str) -> OutOfMemory:
 def differences(
     saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: frozenset[str] = frozenset()
 ) -> list[str]:
-    """The differences between the recipe that a run has saved and the recipe now, both as
-    `Recipe.describe` returns them. Each is a text such as `steps: 100, now 200`. Nested fields have
+    """Return how two recipes differ, as texts such as `steps: 100, now 200`. Nested fields have
     paths: evaluation.every."""
     lines = []
     for name in sorted(saved.keys() | now.keys()):

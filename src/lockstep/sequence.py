@@ -1,10 +1,7 @@
-"""The tokens of a sequence that each rank of the axis `context` computes. Pure arithmetic.
-
-A sequence is cut into chunks whose widths differ by at most one token, so any length can be cut and
-nothing is padded. Ranks take contiguous shares of the chunks in *paired order*: 0, last, 1, last
-but one, … Causal attention costs more for later tokens, and every pair of chunks costs the same, so
-the ranks' work is equal if their shares are whole pairs.
-"""
+"""The tokens of a sequence that each rank of the axis `context` computes. A sequence is cut into
+chunks whose widths differ by at most one token. Ranks take contiguous shares of the chunks in
+*paired order*: 0, last, 1, last but one, … Causal attention costs more for later tokens, and every
+pair of chunks costs the same, so the ranks' work is equal if their shares are whole pairs."""
 
 from __future__ import annotations
 
@@ -17,22 +14,19 @@ from lockstep.assignment import contiguous_range
 
 
 def paired_order(chunks: int) -> list[int]:
-    """Return the indices of a sequence's chunks in paired order (0, last, 1, last but one, …), of
-    which the ranks take contiguous shares."""
+    """Return the indices of a sequence's chunks as 0, last, 1, last but one, …"""
     return [place // 2 if place % 2 == 0 else chunks - 1 - place // 2 for place in range(chunks)]
 
 
 def chunks_of(chunks: int, ranks: int, rank: int) -> list[int]:
-    """Return the indices of the chunks that a rank computes, in paired order. The concatenated
-    shares of all ranks are `paired_order`. If the numbers of chunks and of ranks are powers of two,
-    each rank gets a subtree of the tree over this order (`lockstep.tree`)."""
+    """If the numbers of chunks and of ranks are powers of two, each rank gets a subtree of the tree
+    over the paired order."""
     share = contiguous_range(chunks, rank, ranks)
     return paired_order(chunks)[share.start : share.stop]
 
 
 def spans(tokens: int, chunks: int, ranks: int, rank: int) -> tuple[range, ...]:
-    """Return, for each chunk of a rank, in the order of `chunks_of`, the range of the chunk's
-    tokens in the sequence."""
+    """Return, for each chunk of a rank, the range of the chunk's tokens in the sequence."""
     return tuple(
         contiguous_range(tokens, chunk, chunks) for chunk in chunks_of(chunks, ranks, rank)
     )

@@ -45,8 +45,8 @@ from lockstep.training.step import Step
 from lockstep.training.training import Training
 
 TELLING_SECONDS = 1.0
-"""Seconds for which this rank waits, after another rank has ended, for the report of the error that
-ended it."""
+"""How long this rank waits, after another rank has ended, for the report of the error that ended
+it."""
 
 
 class Session:
@@ -115,8 +115,7 @@ class Session:
         self._failure: FirstFailure | None = None
 
     def _resolve(self, opened: Opened) -> Context:
-        """Return the context with values for the settings that are `auto`. Overridden in the
-        session of `train`, which measures them."""
+        """The session of `train` overrides this to measure the settings that are `auto`."""
         return opened.context
 
     def __enter__(self) -> Self:

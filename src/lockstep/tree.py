@@ -1,13 +1,11 @@
-"""The binary tree in which values are added, the same for any number of processes.
+"""The binary tree in which values are added, the same for any number of processes: floating-point
+addition is not associative, so a sum has the same bits at any world size only if it is always
+computed by one tree. The node [a, b) splits at a plus the largest power of two below b - a.
 
-The tree over leaves [0, count) is fixed: the node [a, b) splits at a plus the largest power of two
-below b - a. Floating-point addition is not associative, so a sum has the same bits at any world
-size only if it is always computed by this tree. A rank with a contiguous run of leaves adds all
-nodes that are completely inside its run (`Counter`); the remaining nodes (`cover`) are added after
-the exchange (`fold`).
-
-`combine(left, right)` returns their sum and may write into `left` and return it, because no value
-is combined twice.
+A rank with a contiguous run of leaves adds all nodes that are completely inside its run
+(`Counter`); the remaining nodes (`cover`) are added after the exchange (`fold`). `combine(left,
+right)` returns their sum and may write into `left` and return it, because no value is combined
+twice.
 """
 
 from __future__ import annotations
@@ -36,23 +34,18 @@ def cover(start: int, stop: int, count: int) -> list[Node]:
 
 
 class Counter(Generic[T]):
-    """A binary counter: adds leaves start, start + 1, … of the tree over [0, count) as they arrive.
-
-    It holds at most about 2 log2(count) values; after leaf stop - 1, these are the values of
-    `cover(start, stop, count)`. A pushed value belongs to the counter, and `combine` may write into
-    it.
-    """
+    """A binary counter: adds leaves start, start + 1, … as they arrive. It holds at most about 2
+    log2(count) values; after leaf stop - 1, these are the values of `cover(start, stop, count)`. A
+    pushed value belongs to the counter, and `combine` may write into it."""
 
     def __init__(self, combine: Callable[[T, T], T], *, start: int, count: int) -> None:
         self.nodes: list[Node] = []
-        """The nodes whose sums are in `values`, in order."""
         self.values: list[T] = []
         self._combine = combine
         self._next = start
         self._count = count
 
     def push(self, value: T) -> None:
-        """Add the next leaf."""
         self.push_node((self._next, self._next + 1), value)
 
     def push_node(self, node: Node, value: T) -> None:
@@ -71,8 +64,7 @@ class Counter(Generic[T]):
         self.values.append(value)
 
     def _siblings(self, left: Node, right: Node) -> bool:
-        """Return True if two adjacent nodes have the same parent, which must start at a multiple of
-        its width."""
+        """The parent of two nodes must start at a multiple of its width."""
         start, stop = left[0], right[1]
         width = 1 << (stop - start - 1).bit_length()
         return (
@@ -83,9 +75,8 @@ class Counter(Generic[T]):
 
 
 class LeavesInAnyOrder(Generic[T]):
-    """Adds leaves of the tree over [0, count) as they arrive, in any order. Once all leaves of a
-    range have arrived, `values` are the values of its `cover`. `combine` must not write into its
-    arguments."""
+    """Adds leaves of the tree over [0, count) as they arrive, in any order. `combine` must not
+    write into its arguments."""
 
     def __init__(self, combine: Callable[[T, T], T], *, count: int) -> None:
         self.values: dict[Node, T] = {}
@@ -108,13 +99,12 @@ class LeavesInAnyOrder(Generic[T]):
         self.values[node] = value
 
     def missing(self, leaves: range) -> list[int]:
-        """Return those of `leaves` whose values have not arrived yet."""
         return [leaf for leaf in leaves if leaf not in self._arrived]
 
 
 def fold(nodes: Sequence[Node], values: Sequence[T], count: int, combine: Callable[[T, T], T]) -> T:
-    """Return the sum of all leaves [0, count) by the tree. `nodes`: nodes that together cover [0,
-    count), in order, such as those of all ranks' `cover`; `values`: the sum of each node."""
+    """Return the sum of all leaves [0, count). `nodes`: nodes that together cover [0, count), in
+    order; `values`: the sum of each node."""
     counter = Counter(combine, start=0, count=count)
     for node, value in zip(nodes, values, strict=True):
         counter.push_node(node, value)
@@ -124,7 +114,6 @@ def fold(nodes: Sequence[Node], values: Sequence[T], count: int, combine: Callab
 
 
 def _family(node: Node, count: int) -> tuple[Node, Node] | None:
-    """Return the node and its sibling, the left one first. None for the root."""
     start, stop = 0, count
     while (start, stop) != node:
         middle = _middle(start, stop)

@@ -93,7 +93,7 @@ class StartStore:
 
 
 FAILED, LOST_A_PEER, JOINED = range(3)
-"""If machines have different reasons to restart their workers, the first one in this order counts."""
+"""If machines restart for different reasons, the first one in this order counts."""
 
 
 def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | None:

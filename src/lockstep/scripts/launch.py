@@ -33,9 +33,9 @@ def launch_script(
     stdout: TextIO | None = None,
     spare_imports: Sequence[str] = (),
 ) -> int:
-    """Run `count` workers to their end; return the exit status. `began`: the start time, in seconds
-    since 1970. `request`: the environment variable with a request to the workers. `stdout`: stdout
-    of the workers; None: this process's. `spare_imports`: modules that a spare process imports."""
+    """Run `count` workers to their end; return the exit status. `began`: seconds since 1970.
+    `request`: the environment variable with a request to the workers. `spare_imports`: modules that
+    a spare process imports."""
     refuse_on_windows("lockstep run")
     with (
         importing_torch(),
@@ -83,8 +83,8 @@ def launch_script(
 
 @contextmanager
 def _without_warnings_of_stores() -> Iterator[None]:
-    """Silence the 20 lines that torch's store prints when its host is gone. Torch must be imported
-    inside the context. Not used in workers."""
+    """Torch's store prints 20 lines when its host is gone. Torch must be imported inside the
+    context."""
     name = "TORCH_CPP_LOG_LEVEL"
     if name in os.environ:
         yield

@@ -1,5 +1,5 @@
 """A script on a command line: checks that it exists, and finds a command's options among its
-arguments. No torch."""
+arguments. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from lockstep.base.system import shell_words
 
 @dataclass(frozen=True, slots=True)
 class ScriptLine:
-    """A script and its arguments, as `[-m] SCRIPT ARGS...`. Raises `LaunchError` if the script
-    cannot be found."""
+    """A script and its arguments, as `[-m] SCRIPT ARGS...`."""
 
     script: str
     """The path of a Python file, or the name of a module."""
@@ -29,13 +28,11 @@ class ScriptLine:
     is_module: bool = False
 
     def check(self) -> None:
-        """Raise `LaunchError` if the script cannot be found."""
         (_check_module if self.is_module else check_script)(self.script)
 
     @classmethod
     def parse(cls, text: str, option: str) -> ScriptLine:
-        """Read the value of an option: a path, or a script with arguments in shell syntax. Raises
-        `LaunchError`, also if the script cannot be found."""
+        """`text`: a path, or a script with arguments in shell syntax."""
         words = [text] if Path(text).is_file() else shell_words(option, text)
         is_module = words[:1] == ["-m"]
         if len(words) <= is_module:
@@ -56,12 +53,10 @@ class ScriptLine:
 
     @property
     def name(self) -> str:
-        """The name of the module, or of the file without its suffix."""
         return self.script if self.is_module else Path(self.script).stem
 
 
 def check_script(script: str) -> None:
-    """Raise `LaunchError` unless `script` is the path of a readable file."""
     if not os.path.exists(script):
         what, remedy = "is not there", "correct it, or give -m before a module's name"
     elif not os.path.isfile(script):
@@ -91,8 +86,8 @@ def misplaced(
     options: Iterable[str], arguments: Sequence[str], script: str, *, imports: str | None = None
 ) -> list[str]:
     """Return the command's `options` that stand among the script's arguments (before any `--`) and
-    that the file `script` does not mention. `imports`: a package. If the script does not import it,
-    nothing is returned: the script may pass its arguments on."""
+    that the file `script` does not mention. A script that does not import the package `imports` may
+    pass its arguments on: nothing is returned."""
     own = takewhile(lambda argument: argument != "--", arguments)
     names = {argument.partition("=")[0] for argument in own if argument[:2] == "--"} & set(options)
     if not names:

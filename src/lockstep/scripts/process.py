@@ -26,11 +26,9 @@ from lockstep.scripts.request import REQUEST, ScriptRequest
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 5.0
-"""Seconds between SIGTERM to a script and killing it with all processes that it has started."""
+"""Time from SIGTERM to SIGKILL."""
 KILL_SECONDS = 10.0
-"""Longest time in seconds to wait for the end of killed processes."""
 TAIL_LINES = 30
-"""Number of lines of a failed script's output that are kept."""
 OUTPUT = "output.txt"
 
 
@@ -44,8 +42,7 @@ class ScriptEnd:
     timed_out: bool = False
 
     def nothing_done(self, line: ScriptLine, *, before: str, needs: str, works: str) -> LaunchError:
-        """Return the error for a script that ended before it did what the command needs. Parts of
-        the text: `before`: the call that the script did not reach; `needs`: what the command needs;
+        """`before`: the call that the script did not reach; `needs`: what the command needs;
         `works`: the command line that must work first."""
         if self.timed_out:
             return LaunchError(
@@ -77,10 +74,8 @@ def run_script(
     look: Callable[[], bool] = lambda: False,
     echo: BinaryIO | None = None,
 ) -> ScriptEnd:
-    """Run a command line to its end, then end everything that it has started. `folder`: the folder
-    of the request and the output. `environ`: its environment, except the variable of the request.
-    `look`: called regularly; returns True to end the script. `echo`: called with the output as it
-    is written."""
+    """Run a command line to its end, then end everything that it has started. `folder`: gets the
+    request and the output. `look`: called regularly; returns True to end the script."""
     began, timed_out = time.monotonic(), False
     environ = {**environ, **request.write(folder)}
     with (folder / OUTPUT).open("wb") as output, (folder / OUTPUT).open("rb") as read:
@@ -119,9 +114,7 @@ def run_script(
 
 
 def _end_all(root: subprocess.Popen[bytes], marker: str) -> None:
-    """End a script and everything that it has started, in any session: its descendants, and
-    processes that have its request in their environment. Removes what they leave in the temporary
-    folder."""
+    """Also ends processes in other sessions that have the script's request in their environment."""
 
     def started() -> set[int]:
         roots = with_marker(marker) | ({root.pid} if root.poll() is None else set())

@@ -1,9 +1,7 @@
 """A command's request to the processes that run the script: a JSON file, whose path is in an
-environment variable. No torch.
-
-A request names a module, and the function in it that answers the request: `install`, which returns
-the overrides and hooks of a run, or `train(recipe)`, which replaces the training.
-"""
+environment variable. A request names a module, and the function in it that answers the request:
+`install`, which returns the overrides and hooks of a run, or `train(recipe)`, which replaces the
+training. Does not import torch."""
 
 from __future__ import annotations
 
@@ -27,12 +25,11 @@ class ScriptRequest:
     has a subclass."""
 
     answered_by: ClassVar[str]
-    """The module that answers the request."""
     calls: str = ""
-    """The function of that module: `install`, `train`, or empty if none is called."""
+    """The function of the module `answered_by`: `install`, `train`, or empty if none is called."""
 
     def write(self, folder: Path) -> dict[str, str]:
-        """Write the request. Returns the environment variable with its path."""
+        """Returns the environment variable with the request's path."""
         return write_request(folder, self.as_json())
 
     def as_json(self) -> dict[str, Any]:
@@ -40,8 +37,7 @@ class ScriptRequest:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self | None:
-        """Read the request to this process, from the file that the environment names. None if there
-        is none, or if it is another command's. Raises `LaunchError` for a damaged file."""
+        """Return None if the request to this process is another command's."""
         found = _read(environ)
         if found is None or found.pop("answered_by") != cls.answered_by:
             return None
@@ -52,14 +48,11 @@ class ScriptRequest:
 
 
 def write_request(folder: Path, request: Mapping[str, Any]) -> dict[str, str]:
-    """Write a request that is already JSON. Returns the environment variable with its path."""
     write_atomically(folder / FILE, json.dumps(request, default=str))
     return {REQUEST: str(folder / FILE)}
 
 
 def answered_by(environ: Mapping[str, str], *calls: str) -> str | None:
-    """Return the module that answers the request to this process, if the request calls one of these
-    functions. Raises `LaunchError`."""
     found = _read(environ)
     return None if found is None or found["calls"] not in calls else found["answered_by"]
 

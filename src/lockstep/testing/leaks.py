@@ -157,13 +157,11 @@ class _Process:
     parent: int
     state: str
     started: int
-    """Start time of the process in clock ticks since boot. It distinguishes the process from a
-    later one with the same id."""
+    """Clock ticks since boot, which distinguish the process from a later one with the same id."""
 
 
 def _has_children() -> bool:
-    """Return True if this process has a child process, including zombies. This is far cheaper than
-    reading the parent of every process in /proc."""
+    """Far cheaper than reading the parent of every process in /proc."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -172,9 +170,8 @@ def _has_children() -> bool:
 
 
 def _family(exempt: Exempt) -> dict[int, _Process]:
-    """Return the running descendants of this process, by process id. Leaves out the exempt
-    processes, the helper processes that Python starts (`INTERPRETER_PROCESSES`, such as
-    multiprocessing's resource tracker), and the descendants of both."""
+    """Return the running descendants of this process, by process id, without the exempt processes
+    and those that Python starts, such as multiprocessing's resource tracker."""
     children = _children()
     family: dict[int, _Process] = {}
     waiting = children(os.getpid())
@@ -191,8 +188,8 @@ def _family(exempt: Exempt) -> dict[int, _Process]:
 
 
 def _children() -> Callable[[int], list[int]]:
-    """Return a function that lists the children of a process by its id. If the kernel has no list
-    of children, this reads the parent of every process, which takes 15 microseconds a process."""
+    """If the kernel has no list of children, this reads the parent of every process, which takes 15
+    microseconds a process."""
     if os.path.exists(f"/proc/self/task/{threading.get_native_id()}/children"):
         return _listed_children
     children: dict[int, list[int]] = {}
@@ -279,7 +276,7 @@ def _listening_port(descriptor: int) -> int | None:
 
 
 def _listening_inodes() -> dict[str, int]:
-    """Return this machine's listening TCP sockets, by their names in /proc, with their ports."""
+    """Return the sockets' names in /proc, with their ports."""
     try:
         return _asked_listening()
     except OSError:  # a kernel without sock_diag, or a sandbox that forbids netlink
@@ -287,9 +284,8 @@ def _listening_inodes() -> dict[str, int]:
 
 
 def _asked_listening() -> dict[str, int]:
-    """Return the listening TCP sockets, with their ports, by asking the kernel for these alone
-    (sock_diag). Takes 0.1 ms. Reading /proc/net/tcp takes 5 ms, because the kernel walks its whole
-    table of connections."""
+    """Asking the kernel for listening sockets (sock_diag) takes 0.1 ms. Reading /proc/net/tcp takes
+    5 ms, because the kernel walks its whole table of connections."""
     listening: dict[str, int] = {}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as kernel:
         for family in (socket.AF_INET, socket.AF_INET6):
@@ -331,7 +327,6 @@ def _read_listening() -> dict[str, int]:
 
 
 def _targets(number: int) -> dict[int, str]:
-    """Return the files that the open descriptors of a process refer to."""
     targets = {}
     try:
         for name in os.listdir(f"/proc/{number}/fd"):
@@ -393,11 +388,8 @@ def _shared_memory() -> Found:
 
 
 def _mapped_by_others(paths: Collection[str]) -> set[str]:
-    """Return the `paths` that are mapped by a process other than this one and its descendants.
-
-    Files are identified by inode, because a process that creates a semaphore maps it under a
-    temporary name, which no longer exists.
-    """
+    """Files are identified by inode, because a process that creates a semaphore maps it under a
+    temporary name, which no longer exists."""
     files = {}
     for path in paths:
         with contextlib.suppress(OSError):  # the file was removed after it was listed
@@ -419,7 +411,6 @@ def _mapped_by_others(paths: Collection[str]) -> set[str]:
 
 
 def _inode(file: os.stat_result) -> tuple[str, str]:
-    """Return the device number and the inode of a file as text, in the form of /proc/<pid>/maps."""
     return f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}", str(file.st_ino)
 
 

@@ -88,7 +88,7 @@ class _Worker:
     pipe: Connection
     dump: IO[bytes]
     end: int
-    """A pidfd (a descriptor of the process), which becomes readable when the process ends."""
+    """A pidfd, which becomes readable when the process ends."""
     status: int | None = field(default=None)
 
 
@@ -227,7 +227,6 @@ class WorkerPool:
         self._ready = False
 
     def _end_nursery(self, timeout_seconds: float = DUMP_SECONDS) -> int:
-        """End the nursery and the processes that it forked. Returns its exit status."""
         self._control.close()
         try:
             return self._nursery.wait(timeout_seconds)
@@ -288,8 +287,8 @@ class WorkerPool:
         return workers
 
     def _answers(self, workers: list[_Worker], timeout_seconds: float) -> list[bytes]:
-        """Wait for one message from each worker, and return them in rank order. Raises the error of
-        the first worker that fails, or `WorkerFailed` after the timeout."""
+        """Return one message from each worker, in rank order. Raises the error of the first worker
+        that fails."""
         deadline = time.monotonic() + timeout_seconds
         answers: dict[int, bytes] = {}
         while len(answers) < len(workers):
@@ -315,9 +314,9 @@ class WorkerPool:
     def _failed(
         self, pending: list[_Worker], arrived: dict[int, bytes | None], world_size: int
     ) -> Exception:
-        """Return the error of the rank that failed first. `pending`: workers that have not
-        answered. `arrived`: answers by rank; None if the rank died. A rank that died counts as
-        first, unless the earliest exception is a `UserError`."""
+        """Return the error of the rank that failed first. A rank that died counts as first, unless
+        the earliest exception is a `UserError`. `arrived`: answers by rank; None if the rank
+        died."""
         reports = {
             rank: json.loads(answer[1:])
             for rank, answer in arrived.items()
@@ -407,9 +406,8 @@ def _send(worker: _Worker, *messages: bytes) -> None:
 def _with_cause(
     pending: list[_Worker], arrived: dict[int, bytes | None]
 ) -> dict[int, bytes | None]:
-    """Return the answers by rank, None for a rank that died. If none is a `UserError`, wait
-    `CAUSE_SECONDS` for more: a rank may have failed because it lost the connection to another,
-    which is about to report its own error."""
+    """Return the answers by rank. If none is a `UserError`, wait for more: a rank may have lost the
+    connection to another, which is about to report its own error."""
     deadline = time.monotonic() + CAUSE_SECONDS
     while all(answer is not None and not _is_user_error(answer) for answer in arrived.values()):
         others = [worker for worker in pending if worker.rank not in arrived]
@@ -429,7 +427,7 @@ def _is_user_error(answer: bytes) -> bool:
 
 
 def _receive(worker: _Worker) -> bytes | None:
-    """Return the next message from the worker; None if its process ended without one."""
+    """Return None if the worker ended without a message."""
     try:
         return worker.pipe.recv_bytes() if worker.pipe.poll(0) else None
     except (EOFError, ConnectionResetError):

@@ -1,9 +1,6 @@
 """The processes of `lockstep.testing.pool`: a nursery that imports torch once, and the workers that
-it forks.
-
-The nursery runs no tensor operation and starts no thread, so that it can be forked safely. A worker
-serves one run and ends, so that no state reaches the next run.
-"""
+it forks. The nursery runs no tensor operation and starts no thread, so that it can be forked
+safely. A worker serves one run and ends, so that no state reaches the next run."""
 
 from __future__ import annotations
 
@@ -60,18 +57,18 @@ DUMP_SIGNAL = signal.SIGRTMIN + 7
 JOINED, RESULT, LEFT, FAILED = b"J", b"R", b"L", b"F"
 MASTER_ADDRESS = "127.0.0.1"
 RUNS_BEFORE_MOVE = 10
-"""The nursery process moves its memory into huge pages after so many runs, so that forks become
-cheaper: the move takes as long as it would have saved in these runs."""
+"""Huge pages make forks cheaper. After so many runs of the test pool, moving the memory into huge
+pages would have paid for itself."""
 # Seconds by which the process group's timeout exceeds the pool's, so that a hanging run always ends
 # with its stacks.
 LONGER_SECONDS = 5.0
 FREED_SECONDS = 10.0
-"""Seconds for a worker's threads to end and for Gloo to close its sockets, on a busy host."""
+"""Time for a worker's threads to end and for Gloo to close its sockets, on a busy host."""
 
 
 def nursery(control_descriptor: int, preload: Iterable[str]) -> None:
-    """Run as the process that forks the pool's workers: import the modules that they need, then
-    fork and reap workers on request, until the control socket is closed."""
+    """Import the modules that workers need, then fork and reap workers on request, until the
+    control socket is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process of the pool handles Ctrl-C
     control = socket.socket(fileno=control_descriptor)
     for name in (*PRELOADED, *preload):
@@ -115,7 +112,6 @@ def _answer(
 
 
 def kill_group(process: int) -> None:
-    """Send SIGKILL to a worker that was not reaped yet, and to its process group."""
     for kill in (os.killpg, os.kill):
         try:
             kill(process, signal.SIGKILL)
@@ -124,8 +120,8 @@ def kill_group(process: int) -> None:
 
 
 def import_for(name: str, file: str | None) -> ModuleType:
-    """Import the module `name` from `file`, even if it cannot be found by its name (pytest's
-    importlib mode)."""
+    """Import a module from `file`, even if it cannot be found by its name (pytest's importlib
+    mode)."""
     module = sys.modules.get(name)
     if module is None:
         try:
@@ -149,11 +145,9 @@ def import_for(name: str, file: str | None) -> ModuleType:
 
 
 def loopback_store() -> TCPStore:
-    """Return the server of a TCPStore on a free port of the loopback interface only.
-
-    By default TCPStore listens on every interface, over IPv6, and looks up ::ffff:127.0.0.1 by DNS.
-    Each client waits five seconds if that lookup is not answered.
-    """
+    """Return the server of a TCPStore on the loopback interface only. By default TCPStore listens
+    on every interface, over IPv6, and looks up ::ffff:127.0.0.1 by DNS. Each client waits five
+    seconds if that lookup is not answered."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in its __all__
 
     listener = socket.create_server((MASTER_ADDRESS, 0))
@@ -211,8 +205,8 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
 
 
 def _serve(pipe: Connection, dump_descriptor: int) -> None:
-    """Run as a worker: join the process group, call the test's function, destroy the group. After
-    each of the three, send a message to the pool, and wait for all other ranks."""
+    """Join the process group, call the test's function, destroy the group. After each of the three,
+    send a message to the pool, and wait for all other ranks."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The signal writes all stacks; its default action then ends the process, so the sender knows
@@ -243,8 +237,6 @@ def _serve(pipe: Connection, dump_descriptor: int) -> None:
 
 
 def _wait_for_all_ranks(pipe: Connection, answer: bytes) -> None:
-    """Send `answer` to the pool, and wait until every rank has reached this point, so that no rank
-    ends while another still needs it."""
     pipe.send_bytes(answer)
     pipe.recv_bytes()
 
@@ -288,8 +280,8 @@ def _load(task: dict[str, Any], payload: bytes) -> tuple[Callable[..., Any], tup
 
 
 def _join(task: dict[str, Any]) -> Callable[[], list[str]]:
-    """Create the default process group. Returns a function that destroys it and returns the
-    resources that the worker has leaked since, one sentence each."""
+    """Create the default process group. Returns a function that destroys it and describes the
+    resources that the worker has leaked since."""
     from torch import distributed
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in its __all__
 
