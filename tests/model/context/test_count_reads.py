@@ -142,7 +142,7 @@ def read(counts: CountReads, step: list[list[dict[str, int]]]) -> None:
 
 def of_two_ranks() -> CountReads:
     counts = CountReads(ALONE, is_summed=True)
-    counts._digests.ranks = [0, 1]
+    counts.ranks = [0, 1]
     return counts
 
 

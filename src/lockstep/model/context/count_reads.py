@@ -142,14 +142,13 @@ class DifferentCounts(NamedTuple):
     lines: dict[str, dict[Place, Counts]]
 
 
-class CountReads:
+class CountReads(PartDigests):
     """Collects the counts of tokens that a step's forwards read into Python, and compares them over
     the ranks that divide the tokens."""
 
     def __init__(self, world: World, *, is_summed: bool) -> None:
+        super().__init__(world, is_summed=is_summed)
         self.known = KnownCounts()
-        self._digests = PartDigests(world, is_summed=is_summed)
-        self.count = self._digests.count
         self._step = StepCounts()
         self.latest = self._step
 
@@ -168,22 +167,17 @@ class CountReads:
         if layout.world.size == 1 or not counts or step.microbatches > len(step.arguments):
             return
         text = repr(sorted((line, each.digest) for line, each in counts.items()))
-        self._digests.add(forward, layout, hashlib.blake2b(text.encode()))
+        self.add(forward, layout, hashlib.blake2b(text.encode()))
         step.noted.setdefault(step.microbatches - 1, {})[self.place(forward, layout)] = counts
 
     def place(self, forward: int, layout: TokenLayout) -> Place:
         world = layout.world
-        part = world.rank if isinstance(world, ChunkAxis) else self._digests.ranks[world.rank]
-        return Place(self._digests.axis, forward, part, world.size)
-
-    def numbers(self) -> list[float]:
-        """Return numbers whose sums over all ranks are 0 if and only if all of them have read equal
-        counts. Every rank calls it."""
-        return self._digests.numbers()
+        part = world.rank if isinstance(world, ChunkAxis) else self.ranks[world.rank]
+        return Place(self.ranks[0], forward, part, world.size)
 
     def end_step(self) -> None:
         self.latest, self._step = self._step, StepCounts()
-        self._digests.clear()
+        self.clear()
 
 
 def noted_to_json(noted: Noted) -> list[Any]:

@@ -133,14 +133,12 @@ def noting(function: Callable[[Any, Any], Any], part: PartReads) -> Callable[[An
     return noted
 
 
-class HostReads:
+class HostReads(PartDigests):
     """Collects the numbers that a step's forwards and losses read into Python, and compares them
     over the ranks that divide the sequences' tokens."""
 
     def __init__(self, world: World, *, is_summed: bool = True) -> None:
-        self._world = world
-        self._digests = PartDigests(world, is_summed=is_summed)
-        self.count = self._digests.count
+        super().__init__(world, is_summed=is_summed)
         self._layout: TokenLayout
         self._forwards = 0
         self._reads: dict[tuple[int, int], list[Read]] = {}
@@ -155,17 +153,12 @@ class HostReads:
     def end_part(self, forward: int, layout: TokenLayout, part: PartReads) -> None:
         if layout.world.size > 1 and part.reads:
             self._layout = layout
-            self._digests.add(forward, layout, part.digest)
+            self.add(forward, layout, part.digest)
             self._reads[forward, layout.world.rank] = part.reads
-
-    def numbers(self) -> list[float]:
-        """Return values whose sums over all ranks are 0 if and only if all of them have read the
-        same numbers. Every rank of `world` calls it."""
-        return self._digests.numbers()
 
     def end_step(self) -> None:
         self._before, self._reads = self._reads, {}
-        self._digests.clear()
+        self.clear()
         self._forwards = 0
 
     def difference(self) -> str | None:
@@ -189,7 +182,7 @@ class HostReads:
         is_chunked = isinstance(layout.world, ChunkAxis)
         found = [
             f"{read.place}, gives {read.value} on"
-            f" {f'chunk {part}' if is_chunked else f'rank {self._digests.ranks[part]}'}"
+            f" {f'chunk {part}' if is_chunked else f'rank {self.ranks[part]}'}"
             for part, read in reads.items()
             if read is not None
         ]

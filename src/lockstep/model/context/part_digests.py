@@ -25,13 +25,9 @@ class PartDigests:
         self._is_summed = is_summed
         self._sums = [0.0] * BITS
 
-    @property
-    def axis(self) -> int:
-        return self.ranks[0]
-
     def add(self, forward: int, layout: TokenLayout, digest: Any) -> None:
         digest = digest.copy()
-        digest.update(repr((forward, self.axis)).encode())
+        digest.update(repr((forward, self.ranks[0])).encode())
         number = int.from_bytes(digest.digest()[: BITS // 8], "little")
         bits = compared_bits(number, rank=layout.world.rank, size=layout.world.size)
         self._sums = [total + bit for total, bit in zip(self._sums, bits, strict=True)]

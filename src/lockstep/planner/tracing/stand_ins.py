@@ -33,9 +33,8 @@ from lockstep.comm.world import World
 from lockstep.data.fetch import Fetcher
 from lockstep.data.streams import StreamFetcher
 from lockstep.model.context import attention, cut
-from lockstep.model.context.count_reads import CountReads
 from lockstep.model.context.documents import Documents
-from lockstep.model.context.host_reads import HostReads
+from lockstep.model.context.part_digests import PartDigests
 from lockstep.model.expert.dispatch import Dispatch
 from lockstep.model.expert.routing import Routing
 from lockstep.model.pipeline.boundary import Boundary
@@ -169,8 +168,7 @@ def without_others(boundaries: Sequence[Sequence[Boundary]], skew: float) -> Ite
     yield Dispatch, {"_prove": lambda *_: None, "_exchange_counts": _routed(skew)}
     # The originals' numbers add up to 0 over all ranks, but not on one rank.
     yield exchange_order, {"numbers_of": lambda _, **given: [0.0] * BITS * given["groups"]}
-    for reads in (HostReads, CountReads):
-        yield reads, {"numbers": lambda reads: [0.0] * reads.count}
+    yield PartDigests, {"numbers": lambda digests: [0.0] * digests.count}
     # The originals use torch's store.
     yield FirstFailure, {"__init__": lambda *_: None, "tell": lambda *_: None}
     # The original raises the error of another rank.
