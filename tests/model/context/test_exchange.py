@@ -21,7 +21,7 @@ from lockstep.model.context.exchange import (
     chosen_exchange,
     gather_tokens,
 )
-from lockstep.model.context.remade import Remade
+from lockstep.model.context.recomputed_tensors import RecomputedTensors
 from lockstep.testing.pool import WorkerPool
 
 SAMPLES, HEADS, KEY_HEADS, TOKENS, FEATURES = 2, 6, 6, 36, 4
@@ -48,8 +48,8 @@ def gradients(layout: TokenLayout, how: str, key_heads: int) -> list[Tensor]:
 
     def forward(*mine: Tensor) -> Tensor:
         if how == "heads":
-            return attend_by_heads(layout, *mine, attend, Remade())
-        return attend_by_keys(layout, *mine, attend, Remade())
+            return attend_by_heads(layout, *mine, attend, RecomputedTensors())
+        return attend_by_keys(layout, *mine, attend, RecomputedTensors())
 
     output = (
         checkpoint(forward, *mine, use_reentrant=False) if "checkpoint" in how else forward(*mine)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.model.context.documents import Documents
 from lockstep.model.context.exchange import TokenLayout
-from lockstep.model.context.kernels import Chosen
+from lockstep.model.context.kernels import ChosenKernels
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class ActiveSequence:
     counts: dict[Any, int] = field(default_factory=dict)
     """(kind, file and line of a call of torch) -> number of such calls since the start of the
     forward."""
-    chosen: Chosen = field(default_factory=Chosen)
+    chosen: ChosenKernels = field(default_factory=ChosenKernels)
     block_masks: dict[Any, Any] = field(default_factory=dict)
 
     def places(self) -> Tensor:

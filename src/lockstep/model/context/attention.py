@@ -29,7 +29,7 @@ from lockstep.model.context.flex import (
     places_of,
 )
 from lockstep.model.context.kernels import Kernel, computed_dtype, facts
-from lockstep.model.context.remade import Remade
+from lockstep.model.context.recomputed_tensors import RecomputedTensors
 from lockstep.model.context.varlen import varlen_attention
 
 
@@ -67,8 +67,8 @@ def attention(
     chunked = ChunkedAttention(attend, sequence, attn_mask, dropout_p, is_causal)
     exchange = _exchange(sequence, query.shape[1], key.shape[1], dropout_p)
     if exchange == "heads":
-        return attend_by_heads(layout, query, key, value, chunked.of_all_tokens, chunked.remade)
-    return attend_by_keys(layout, query, key, value, chunked.of_own_tokens, chunked.remade)
+        return attend_by_heads(layout, query, key, value, chunked.of_all_tokens, chunked.recomputed)
+    return attend_by_keys(layout, query, key, value, chunked.of_own_tokens, chunked.recomputed)
 
 
 def _exchange(
@@ -113,7 +113,7 @@ class ChunkedAttention:
         self._given_mask = mask
         self._dropout = dropout
         self._is_causal = is_causal
-        self.remade = Remade()
+        self.recomputed = RecomputedTensors()
 
     def of_all_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self._documents is None:
@@ -158,7 +158,7 @@ class ChunkedAttention:
         whole = torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
         copies = torch.split(whole.detach(), [part.shape[2] for part in parts], 2)
         for part, copy in zip(parts, copies, strict=True):
-            self.remade.add_copy(part, copy)
+            self.recomputed.add_copy(part, copy)
         return whole
 
     def _kernel(self, query: Tensor, value: Tensor, *, whole_rows: bool) -> Kernel:
@@ -231,9 +231,9 @@ class ChunkedAttention:
                 given = zero.where(given, -torch.inf)
             own_keys = range(first, first + key.shape[2])
             return attend(attn_mask=mask + _of(given, span, own_keys))
-        self.remade.add(mask, make)
+        self.recomputed.add(mask, make)
         output = attend(attn_mask=mask)
-        self.remade.drop(mask)
+        self.recomputed.drop(mask)
         return output
 
 

@@ -99,12 +99,12 @@ def _with_backward(
     returns the parameters' gradients, because torch's zero-bubble schedules add up the gradients of
     all outputs of a node."""
     given = (*inputs.received, *inputs.parameters)
-    held = _Held(backward, given, in_two=inputs.in_two)
-    start = _Inputs.apply(held, inputs.axis.device, *given)  # type: ignore[no-untyped-call]
-    return _Outputs.apply(held, learns, start, *values)  # type: ignore[no-untyped-call, no-any-return]
+    shared = _SharedBackward(backward, given, in_two=inputs.in_two)
+    start = _Inputs.apply(shared, inputs.axis.device, *given)  # type: ignore[no-untyped-call]
+    return _Outputs.apply(shared, learns, start, *values)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Held:
+class _SharedBackward:
     """The state of the chunks' backward that its two nodes in autograd's graph share."""
 
     def __init__(self, backward: Backward, inputs: Sequence[Tensor], *, in_two: bool) -> None:
@@ -127,21 +127,21 @@ class _Held:
 
 class _Inputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, held: _Held, device: torch.device, *inputs: Tensor) -> Tensor:
-        ctx.held = held
+    def forward(ctx: Any, shared: _SharedBackward, device: torch.device, *inputs: Tensor) -> Tensor:
+        ctx.shared = shared
         return torch.zeros((), device=device)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        return None, None, *ctx.held.compute()
+        return None, None, *ctx.shared.compute()
 
 
 class _Outputs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, held: _Held, learns: Sequence[bool], start: Tensor, *values: Tensor
+        ctx: Any, shared: _SharedBackward, learns: Sequence[bool], start: Tensor, *values: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.held, ctx.device = held, start.device
+        ctx.shared, ctx.device = shared, start.device
         outputs = tuple(value.view_as(value) for value in values)
         fixed = [each for each, learn in zip(outputs, learns, strict=True) if not learn]
         ctx.mark_non_differentiable(*fixed)
@@ -149,7 +149,7 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.held.gradients = gradients
+        ctx.shared.gradients = gradients
         return None, None, torch.zeros((), device=ctx.device), *[None] * len(gradients)
 
 

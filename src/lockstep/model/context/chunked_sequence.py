@@ -19,7 +19,7 @@ from lockstep.model.context.count_reads import KnownCounts, PartCounts
 from lockstep.model.context.cut import MOST_LAYOUTS, MicrobatchCut, SequenceCut
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.host_reads import PartReads
-from lockstep.model.context.kernels import Chosen
+from lockstep.model.context.kernels import ChosenKernels
 from lockstep.model.context.label_shift import LossFunction, has_tokens
 from lockstep.model.context.proof import Trial
 from lockstep.model.expert.leaves import Leaves, leaves_of
@@ -112,7 +112,7 @@ class ChunkedSequenceCut(SequenceCut):
         def compute(place: int, of_chunk: MicrobatchCut) -> tuple[Any, Any]:
             with (
                 self._noted_forward(of_chunk.layout, number) as part,
-                self._mode(of_chunk, stage, chosen=Chosen(), part=part),
+                self._mode(of_chunk, stage, chosen=ChosenKernels(), part=part),
             ):
                 output = forward(given[place][0])
             return output, loss_of(output, of_chunk) if is_last else None
@@ -188,7 +188,7 @@ class ChunkedSequenceCut(SequenceCut):
             def run(stage: int, forward: Callable[[Arguments], Any], arguments: Chunks) -> Chunks:
                 def in_chunk(place: int, of_chunk: MicrobatchCut) -> Any:
                     part = PartReads(counts[place])
-                    mode = self._mode(of_chunk, stage, chosen=Chosen(), part=part)
+                    mode = self._mode(of_chunk, stage, chosen=ChosenKernels(), part=part)
                     with mode, observers[place](stage):
                         return forward(arguments.each[place])
 

@@ -13,9 +13,9 @@ from lockstep.base.errors import RecipeError
 from lockstep.comm.world import World
 from lockstep.model.context.chunk_axis import ChunkAxis
 from lockstep.model.context.count_reads import (
+    CountsByPlace,
     DifferentCounts,
     KnownCounts,
-    Noted,
     StepCounts,
     differing_lines,
     first_different_counts,
@@ -33,7 +33,7 @@ class TriedGroup(NamedTuple):
     differences: Sequence[tuple[float, float]]
     """For each of this rank's chunks: the relative difference between the two outputs, and the
     relative difference that rounding explains."""
-    noted: Noted
+    noted: CountsByPlace
 
 
 @dataclass(frozen=True, slots=True)

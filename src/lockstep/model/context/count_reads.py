@@ -121,7 +121,7 @@ class Place(NamedTuple):
     parts: int
 
 
-Noted = dict[Place, dict[str, Counts]]
+CountsByPlace = dict[Place, dict[str, Counts]]
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class StepCounts:
 
     arguments: list[Any] = field(default_factory=list)
     microbatches: int = 0
-    noted: dict[int, Noted] = field(default_factory=dict)
+    noted: dict[int, CountsByPlace] = field(default_factory=dict)
     kept_bytes: int = 0
 
 
@@ -180,18 +180,18 @@ class CountReads(PartDigests):
         self.clear()
 
 
-def noted_to_json(noted: Noted) -> list[Any]:
+def noted_to_json(noted: CountsByPlace) -> list[Any]:
     return [[*place, counts] for place, counts in noted.items()]
 
 
-def noted_from_json(rows: Iterable[Any]) -> Noted:
+def noted_from_json(rows: Iterable[Any]) -> CountsByPlace:
     return {
         Place(*place): {line: Counts(*each) for line, each in counts.items()}
         for *place, counts in rows
     }
 
 
-def differing_lines(noted: Noted) -> dict[str, dict[Place, Counts]]:
+def differing_lines(noted: CountsByPlace) -> dict[str, dict[Place, Counts]]:
     forwards: dict[tuple[int, int], list[Place]] = {}
     for place in sorted(noted):
         forwards.setdefault((place.axis, place.forward), []).append(place)
@@ -204,9 +204,11 @@ def differing_lines(noted: Noted) -> dict[str, dict[Place, Counts]]:
     return by_line
 
 
-def first_different_counts(everyone: Sequence[Mapping[int, Noted]]) -> DifferentCounts | None:
+def first_different_counts(
+    everyone: Sequence[Mapping[int, CountsByPlace]],
+) -> DifferentCounts | None:
     for microbatch in sorted({each for theirs in everyone for each in theirs}):
-        noted: Noted = {}
+        noted: CountsByPlace = {}
         for theirs in everyone:
             noted.update(theirs.get(microbatch, {}))
         if lines := differing_lines(noted):

@@ -26,7 +26,7 @@ from lockstep.model.context.document_check import check_labels, check_model, tri
 from lockstep.model.context.documents import Documents
 from lockstep.model.context.exchange import TokenLayout, gather_tokens
 from lockstep.model.context.host_reads import HostReads, PartReads, noting
-from lockstep.model.context.kernels import Chosen
+from lockstep.model.context.kernels import ChosenKernels
 from lockstep.model.context.label_shift import (
     BatchCut,
     LossFunction,
@@ -136,7 +136,7 @@ class SequenceCut:
         self.counts = CountReads(world, is_summed=self._is_summed)
         """The counts of tokens that forwards read from tensors into Python. They may differ between
         ranks."""
-        self.kernels = Chosen()
+        self.kernels = ChosenKernels()
 
     def output_and_loss(self, arguments: Any, loss: LossFunction, batch: Any) -> tuple[Any, Any]:
         output = self.run(arguments, batch)
@@ -149,7 +149,7 @@ class SequenceCut:
         self.counts.begin_microbatch(arguments)
         return self._output(arguments, self.current, self.kernels)
 
-    def _output(self, arguments: Any, cut: MicrobatchCut, chosen: Chosen) -> Any:
+    def _output(self, arguments: Any, cut: MicrobatchCut, chosen: ChosenKernels) -> Any:
         with self._noting_mode(cut, 0, chosen=chosen):
             return self.arguments_of(arguments, cut).call(self._model)
 
@@ -164,7 +164,7 @@ class SequenceCut:
         dim, layout = self.dim, cut.layout
         known = self._know_sequences(arguments, layout.tokens)
         own = map_known(arguments, known, lambda tensor: layout.take(tensor, dim))
-        return self.call_of(own, self._active(cut, Chosen()).places())
+        return self.call_of(own, self._active(cut, ChosenKernels()).places())
 
     def inputs_of(self, arguments: Any, cut: MicrobatchCut) -> Arguments | Chunks:
         return self.arguments_of(arguments, cut)
@@ -184,7 +184,9 @@ class SequenceCut:
         return score(result, partial(self.loss, loss))
 
     @contextmanager
-    def _noting_mode(self, cut: MicrobatchCut, stage: int, *, chosen: Chosen) -> Iterator[None]:
+    def _noting_mode(
+        self, cut: MicrobatchCut, stage: int, *, chosen: ChosenKernels
+    ) -> Iterator[None]:
         with (
             self._noted_forward(cut.layout, self.reads.begin()) as part,
             self._mode(cut, stage, chosen=chosen, part=part),
@@ -209,7 +211,12 @@ class SequenceCut:
         self.reads.end_part(forward, layout, part)
 
     def _mode(
-        self, cut: MicrobatchCut, stage: int, *, chosen: Chosen, part: PartReads | None = None
+        self,
+        cut: MicrobatchCut,
+        stage: int,
+        *,
+        chosen: ChosenKernels,
+        part: PartReads | None = None,
     ) -> SequenceMode:
         return SequenceMode(
             self._active(cut, chosen),
@@ -219,7 +226,7 @@ class SequenceCut:
             part=part,
         )
 
-    def _active(self, cut: MicrobatchCut, chosen: Chosen) -> ActiveSequence:
+    def _active(self, cut: MicrobatchCut, chosen: ChosenKernels) -> ActiveSequence:
         return ActiveSequence(cut.layout, self._exchange, cut.documents, chosen=chosen)
 
     @property
@@ -346,7 +353,7 @@ class SequenceCut:
 
         @contextmanager
         def around(stage: int) -> Iterator[None]:
-            with self._mode(cut, stage, chosen=Chosen(), part=part), observer(stage):
+            with self._mode(cut, stage, chosen=ChosenKernels(), part=part), observer(stage):
                 yield
 
         return self._forwards.try_forward(self.arguments_of(arguments, cut), within(around))

@@ -23,7 +23,7 @@ from lockstep.assignment import contiguous_range
 from lockstep.base.torch_private import checkpoints_saved_tensors
 from lockstep.comm.world import World
 from lockstep.model.context.chunk_axis import ChunkAxis
-from lockstep.model.context.remade import Remade
+from lockstep.model.context.recomputed_tensors import RecomputedTensors
 from lockstep.model.context.stand_in import StandIn, sums_of
 from lockstep.sequence import chunks_of, spans
 
@@ -126,7 +126,12 @@ def chosen_exchange(
 
 
 def attend_by_keys(
-    layout: TokenLayout, query: Tensor, key: Tensor, value: Tensor, attend: Attend, remade: Remade
+    layout: TokenLayout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attend: Attend,
+    recomputed: RecomputedTensors,
 ) -> Tensor:
     """Every rank calls it. Autograd does not save the gathered tensors; the backward gathers them
     again."""
@@ -135,10 +140,10 @@ def attend_by_keys(
         whole = gather_keys(layout, key, value)
         keys, values = torch.split(whole, [key.shape[-1], value.shape[-1]], -1)
         if _is_sent(layout):
-            remade.add(whole, partial(gather_keys, layout, key.detach(), value.detach()))
+            recomputed.add(whole, partial(gather_keys, layout, key.detach(), value.detach()))
     if not torch.is_grad_enabled() or checkpoints_saved_tensors():
         return attend(query, keys, values)
-    with remade:
+    with recomputed:
         return attend(query, keys, values)
 
 
@@ -149,7 +154,12 @@ def _is_sent(layout: TokenLayout) -> bool:
 
 
 def attend_by_heads(
-    layout: TokenLayout, query: Tensor, key: Tensor, value: Tensor, attend: Attend, remade: Remade
+    layout: TokenLayout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attend: Attend,
+    recomputed: RecomputedTensors,
 ) -> Tensor:
     """Every rank calls it. The number of ranks must divide the number of key heads. Autograd does
     not save the output for all tokens; the backward uses a `StandIn`."""
@@ -170,10 +180,10 @@ def attend_by_heads(
     ]
     if not torch.is_grad_enabled() or checkpoints_saved_tensors():
         return _to_tokens(layout, attend(*whole), None)
-    with remade:
+    with recomputed:
         output = attend(*whole)
         stand_in = StandIn(output)
-        source = remade.add(output, stand_in.make)
+        source = recomputed.add(output, stand_in.make)
     return _to_tokens(layout, output, stand_in if source.saved else None)
 
 

@@ -137,7 +137,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @dataclass(slots=True)
-class Chosen:
+class ChosenKernels:
     """The attention kernels that were chosen so far, with the reasons, for the event that reports
     them."""
 

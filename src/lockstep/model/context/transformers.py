@@ -32,7 +32,7 @@ from lockstep.model.context.exchange import (
 )
 from lockstep.model.context.flex import Allowed, block_mask, flex_attention, places_of
 from lockstep.model.context.kernels import Kernel, computed_dtype, facts
-from lockstep.model.context.remade import Remade
+from lockstep.model.context.recomputed_tensors import RecomputedTensors
 from lockstep.model.context.varlen import varlen_attention
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
@@ -397,7 +397,7 @@ def _attention(
             enable_gqa=heads != key_heads,
         )
         chunked = ChunkedAttention(sdpa, sequence, None, dropout, is_causal=True)
-        remade = chunked.remade
+        recomputed = chunked.recomputed
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             with handled():
@@ -407,11 +407,11 @@ def _attention(
                 if is_plain:
                     return chunked.of_own_chunks(query, key, value)
                 mask = attention_mask.of_rank(query.dtype)
-                remade.add(mask, partial(attention_mask.without_masks().of_rank, query.dtype))
+                recomputed.add(mask, partial(attention_mask.without_masks().of_rank, query.dtype))
                 output: Tensor = compute(module, query, key, value, mask, **given)[0]
             return output.transpose(1, 2)
 
-        output = attend_by_keys(layout, query, key, value, attend, remade)
+        output = attend_by_keys(layout, query, key, value, attend, recomputed)
     else:
         whole_rows = sequence.documents is not None
         kernel = sequence.chosen.add(facts(query, value, whole_rows=whole_rows, **options))
@@ -430,7 +430,7 @@ def _attention(
                 output: Tensor = compute_part(query, key, value, mask, **given)[0]
                 return output.transpose(1, 2)
 
-        output = attend_by_heads(layout, query, key, value, attend_whole, Remade())
+        output = attend_by_heads(layout, query, key, value, attend_whole, RecomputedTensors())
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -105,7 +105,7 @@ class _Expand(torch.autograd.Function):
 
 
 @dataclass(slots=True)
-class Seen:
+class OperatorRecord:
     """The ATen operators of one call of a torch function, which was made to record them."""
 
     operators: list[tuple[Kind, str, bool]] = field(default_factory=list)
@@ -188,8 +188,8 @@ def _form_of(func: Any, args: Any, kwargs: Any) -> tuple[Form, list[Shard]]:
     of_each = first.kinds(backward=False) <= {"keeps", "exact", "by place"}
     if of_each and [each.shape for each in first.outs] == [_broadcast(shapes)]:
         padded = partial(elementwise, in_place=first.writes)
-        seen = _operators_of(padded, func, args, kwargs)
-        if seen is not None and seen.kinds() <= EXACT | {"by place", "by rows"}:
+        record = _operators_of(padded, func, args, kwargs)
+        if record is not None and record.kinds() <= EXACT | {"by place", "by rows"}:
             return known(padded)
     raise _why_refused(name, rows or first)
 
@@ -201,10 +201,10 @@ def _broadcast(shapes: list[torch.Size]) -> torch.Size | None:
         return None
 
 
-def _operators_of(form: Form, func: Any, args: Any, kwargs: Any) -> Seen | None:
+def _operators_of(form: Form, func: Any, args: Any, kwargs: Any) -> OperatorRecord | None:
     """Call the function in a form on copies of its tensors, forward and backward. Returns None if
     it fails."""
-    seen = Seen()
+    record = OperatorRecord()
     # `lockstep plan` computes with fake tensors, which need their mode for further ones
     fakes = (each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor))
     mode = next((each.fake_mode for each in fakes), None)
@@ -223,29 +223,29 @@ def _operators_of(form: Form, func: Any, args: Any, kwargs: Any) -> Seen | None:
 
         storages = {storage_address(each.untyped_storage()) for each in copies.values()}
         try:
-            with OperatorRecorder(seen, storages, backward=False):
+            with OperatorRecorder(record, storages, backward=False):
                 out = form(func, mapped(copied, args), mapped(copied, kwargs))
             outs = tree_tensors(out)
             slopes = [each for each in outs if each.requires_grad]
             if leaves and slopes:
                 ones = [torch.ones_like(each).contiguous() for each in slopes]
-                with OperatorRecorder(seen, storages, backward=True):
+                with OperatorRecorder(record, storages, backward=True):
                     torch.autograd.grad(slopes, leaves, ones, allow_unused=True)
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, NotImplementedError):
             return None
-    seen.outs = outs
+    record.outs = outs
     others = (each for each in tree_leaves(out) if not isinstance(each, (Tensor, *PLAIN)))
-    seen.returns = next((type(each).__name__ for each in others), None)
-    return seen
+    record.returns = next((type(each).__name__ for each in others), None)
+    return record
 
 
 class OperatorRecorder(TorchDispatchMode):
     """Records the ATen operators that are called, and whether one writes a tensor with a storage in
     `storages`."""
 
-    def __init__(self, seen: Seen, storages: set[int], *, backward: bool) -> None:
+    def __init__(self, record: OperatorRecord, storages: set[int], *, backward: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seen = seen
+        self._record = record
         self._storages = storages
         self._backward = backward
 
@@ -254,7 +254,7 @@ class OperatorRecorder(TorchDispatchMode):
         for argument, given in zip(schema(func).arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = storage_address(given.untyped_storage()) in self._storages
-                self._seen.writes = self._seen.writes or (written and not self._backward)
+                self._record.writes = self._record.writes or (written and not self._backward)
         out = func(*args, **kwargs)
         # fake tensors call this for their device
         if func.namespace != "prim":
@@ -262,8 +262,8 @@ class OperatorRecorder(TorchDispatchMode):
                 kind = kind_of_operator(func, args, kwargs, out)
             except (TypeError, IndexError, ValueError):
                 kind = "unknown"
-            self._seen.draws |= torch.Tag.nondeterministic_seeded in func.tags
-            self._seen.operators.append((kind, str(func), self._backward))
+            self._record.draws |= torch.Tag.nondeterministic_seeded in func.tags
+            self._record.operators.append((kind, str(func), self._backward))
         return out
 
 
@@ -291,8 +291,8 @@ def _pattern(item: Any, sizes: dict[int, int]) -> Any:
     return type(item), None if isinstance(item, float) and item % 0.5 else repr(item)
 
 
-def _why_refused(name: str, seen: Seen) -> RecipeError:
-    inexact = [each for each in seen.operators if each[0] not in EXACT]
+def _why_refused(name: str, record: OperatorRecord) -> RecipeError:
+    inexact = [each for each in record.operators if each[0] not in EXACT]
     kind, operator, is_backward = next(
         (each for each in inexact if each[0] != "by rows"), inexact[0]
     )

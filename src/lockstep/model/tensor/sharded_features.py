@@ -59,7 +59,6 @@ from lockstep.base.torch_private import (
 from lockstep.model.host_values import ARRAYS, READS
 from lockstep.model.random_functions import DROPOUT, draws, writes
 from lockstep.model.tensor.elementwise import mapped
-from lockstep.model.tensor.following import Following
 from lockstep.model.tensor.forms import Forms, by_rows, other_product, repeated
 from lockstep.model.tensor.marks import (
     DRAWN,
@@ -74,6 +73,7 @@ from lockstep.model.tensor.marks import (
     sharded_dim,
 )
 from lockstep.model.tensor.operators import tensors_of, tree_tensors
+from lockstep.model.tensor.shard_tracking import ShardTracking
 from lockstep.model.tensor.sharded_dims import check_drawn
 from lockstep.model.tensor.sharded_logits import ShardedLogits, gather_full
 from lockstep.model.tensor.sliced import Slices, of_heads
@@ -126,7 +126,7 @@ class ShardedFeatures(TorchFunctionMode):
         self._sliced = sliced
         self._rank, self._ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         self._forms = Forms()
-        self._following = Following()
+        self._tracking = ShardTracking()
         self._layers: dict[str, nn.Module] = {}
         if sliced is not None:
             self._layers = {name: sliced.model.get_submodule(name) for name in sliced.layers}
@@ -210,7 +210,7 @@ class ShardedFeatures(TorchFunctionMode):
                 return self._drawn_in_full(func, args, kwargs)
             return set_mark(drop(), mark_of(tensors_of(args, kwargs)[0]))
         if self._sliced is None:
-            return self._following.call(func, args, kwargs)
+            return self._tracking.call(func, args, kwargs)
         if func in MATMUL:
             return self._product(func, *args, **kwargs)
         if func is F.scaled_dot_product_attention:

@@ -267,7 +267,7 @@ def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_one_document(
-    documents: Documents, compute: Callable[..., Tensor], *given: Tensor, dim: int
+    documents: Documents, compute: Callable[..., Tensor], *given: Tensor
 ) -> Tensor:
     return compute(0, 0, *given)
 

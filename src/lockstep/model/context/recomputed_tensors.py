@@ -13,7 +13,7 @@ from lockstep.base.torch_private import saved_tensor_hooks, storage_address
 Make = Callable[[], Tensor]
 
 
-class Remade:
+class RecomputedTensors:
     """A context in which autograd does not save tensors that were added, or views of them. The
     backward makes such a tensor again, and keeps it until all of its saved views have been used.
     Enter it once, for the forward of one attention."""
@@ -106,8 +106,8 @@ class _Saved:
 
 
 class _Other:
-    """Saved by autograd in place of a tensor that was not added to a `Remade` (yet): a copy may be
-    added later in the forward."""
+    """Saved by autograd in place of a tensor that need not be recomputed. A copy of the tensor may
+    still be added later in the forward."""
 
     def __init__(self, tensor: Tensor, hooks: tuple[Any, Any] | None) -> None:
         self._packed: Any = tensor

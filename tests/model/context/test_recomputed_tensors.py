@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.model.context.remade import Remade
+from lockstep.model.context.recomputed_tensors import RecomputedTensors
 
 
 class Held:
@@ -19,9 +19,9 @@ def attended(x: Tensor) -> Tensor:
     query = x * 2
     whole = torch.cat([query, query.sin()], -1).clone()
     key, value = torch.split(whole, x.shape[-1], -1)
-    remade, again = Remade(), query.detach()
-    remade.add(whole, lambda: torch.cat([again, again.sin()], -1))
-    with remade:
+    recomputed, again = RecomputedTensors(), query.detach()
+    recomputed.add(whole, lambda: torch.cat([again, again.sin()], -1))
+    with recomputed:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import base_of
 from lockstep.model.tensor.elementwise import mapped
-from lockstep.model.tensor.forms import PLAIN, OperatorRecorder, Seen, apart
+from lockstep.model.tensor.forms import PLAIN, OperatorRecord, OperatorRecorder, apart
 from lockstep.model.tensor.marks import (
     UNKNOWN,
     Shard,
@@ -35,9 +35,9 @@ CREATES = frozenset(
 """Methods that make a new tensor, and use only the dtype and device of the old one."""
 
 
-class Following:
+class ShardTracking:
     def __init__(self) -> None:
-        self._known: dict[Any, _Followed] = {}
+        self._known: dict[Any, _TrackedCall] = {}
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         key = func, _pattern(args), _pattern(kwargs)
@@ -45,7 +45,7 @@ class Following:
         if known is not None:
             out = func(*args, **kwargs)
         else:
-            out, known = _followed(func, args, kwargs)
+            out, known = _tracked_call(func, args, kwargs)
             if len(self._known) > MOST:
                 self._known.clear()
             self._known[key] = known
@@ -56,7 +56,7 @@ class Following:
         return out
 
 
-class _Followed(NamedTuple):
+class _TrackedCall(NamedTuple):
     """The facts about one distinct call of a torch function with sharded tensors."""
 
     shards: list[Shard]
@@ -64,7 +64,7 @@ class _Followed(NamedTuple):
     """True if the call writes a shard into its first argument, which was not sharded."""
 
 
-def _followed(func: Any, args: Any, kwargs: Any) -> tuple[Any, _Followed]:
+def _tracked_call(func: Any, args: Any, kwargs: Any) -> tuple[Any, _TrackedCall]:
     def before(item: Any) -> Any:
         # the function may change the shape of its argument
         return set_mark(item.detach(), mark_of(item)) if isinstance(item, Tensor) else item
@@ -75,11 +75,11 @@ def _followed(func: Any, args: Any, kwargs: Any) -> tuple[Any, _Followed]:
     written = args[0] if args and name.endswith("_") else None
     writes = isinstance(written, Tensor) and not is_sharded(written)
     writes = writes and (func is Tensor.__setitem__ or not name.endswith("__"))
-    seen = Seen()
-    with OperatorRecorder(seen, set(), backward=False):
+    record = OperatorRecord()
+    with OperatorRecorder(record, set(), backward=False):
         out = func(*args, **kwargs)
     outs = tree_tensors(out)
-    if seen.draws and func is not F.scaled_dot_product_attention:
+    if record.draws and func is not F.scaled_dot_product_attention:
         raise RecipeError(
             f"{name} of a tensor that is sharded over the tensor axis, which draws random numbers"
             " that are not those of the full tensor; use torch.nn.functional.dropout, or give the"
@@ -88,11 +88,11 @@ def _followed(func: Any, args: Any, kwargs: Any) -> tuple[Any, _Followed]:
     if func is Tensor.__setitem__:
         func, outs = _written, [args[0]]
     with apart():
-        shards = shards_of(func, *given, seen.kinds_in_order(), outs)
+        shards = shards_of(func, *given, record.kinds_in_order(), outs)
         check_drawn(func, *given, shards)
     if func in CREATES and UNKNOWN in shards:
         shards = []
-    return out, _Followed(shards, writes)
+    return out, _TrackedCall(shards, writes)
 
 
 def _written(target: Tensor, *item: Any) -> Tensor:
