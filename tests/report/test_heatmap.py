@@ -14,7 +14,7 @@ from report.run_directories import run_json, write
 from lockstep.pages.heatmap import SHADES, color_limits, palette, png, shade
 from lockstep.report.history import RankTimes, rank_times
 from lockstep.report.page import report_page
-from lockstep.report.ranks import CELLS, MOST_ROWS, make_grid, mean_times, rank_bars
+from lockstep.report.ranks import CELLS, MOST_ROWS, mean_times, rank_bars, rank_heatmaps
 from lockstep.report.reader import read_runs
 
 
@@ -31,57 +31,47 @@ def times(steps: list[int], took: Any, world: int = 2, hosts: list[str] | None =
     return rank_times(rows)
 
 
+def heatmap_data(found: RankTimes, last_step: int) -> dict[str, Any]:
+    return rank_heatmaps(found, index=0, last_step=last_step, title="run").data
+
+
 def test_each_logging_step_is_a_column_where_there_is_room() -> None:
-    cells = make_grid(times([10, 20, 30, 40], lambda step, rank: step + rank / 10), 40)
-    assert cells.mean == {"step": [[10, 20, 30, 40], [10.1, 20.1, 30.1, 40.1]]}
-    assert [cells.steps(column) for column in range(4)] == [(1, 10), (11, 20), (21, 30), (31, 40)]
+    data = heatmap_data(times([10, 20, 30, 40], lambda step, rank: step + rank / 10), 40)
+    assert data["mean"] == {"step": [[10, 20, 30, 40], [10.1, 20.1, 30.1, 40.1]]}
 
 
 def test_a_column_is_the_mean_of_its_lines_and_knows_the_longest() -> None:
     found = times(list(range(1, 3001)), lambda step, rank: 9.0 if step == 1500 else 1.0, world=1)
-    cells = make_grid(found, 3000)
-    assert cells.columns == 300
-    column = next(
-        place for place in range(300) if cells.steps(place)[0] <= 1500 <= cells.steps(place)[1]
-    )
-    assert cells.mean["step"][0][column] == pytest.approx(1.8)
-    assert cells.most[0][column] == 9
-    assert [value for place, value in enumerate(cells.mean["step"][0]) if place != column] == [
-        1.0
-    ] * 299
+    data = heatmap_data(found, 3000)
+    assert data["columns"] == 300
+    (row,), column = data["mean"]["step"], 149  # steps 1491 to 1500
+    assert row[column] == pytest.approx(1.8)
+    assert data["most"][0][column] == 9
+    assert [value for place, value in enumerate(row) if place != column] == [1.0] * 299
 
 
 def test_steps_that_were_not_measured_are_empty_and_a_gap_belongs_to_the_line_behind_it() -> None:
-    cells = make_grid(times([10, 20, 60], lambda step, rank: float(step)), 100)
-    row = cells.mean["step"][0]
-    assert row[:6] == [10, 20, 60, 60, 60, 60]
-    assert all(map(math.isnan, row[6:]))
-    assert len(row) == 10
+    data = heatmap_data(times([10, 20, 60], lambda step, rank: float(step)), 100)
+    assert data["mean"]["step"][0] == [10, 20, 60, 60, 60, 60, None, None, None, None]
 
 
 def test_many_ranks_share_rows_in_which_the_slowest_counts() -> None:
-    cells = make_grid(
+    data = heatmap_data(
         times([10, 20], lambda step, rank: 5.0 if rank == 257 else 1.0, world=300), 20
     )
-    assert len(cells.ranks) <= MOST_ROWS
-    assert (cells.ranks[0], cells.ranks[-1]) == ((0, 2), (297, 299))
-    slow = [
-        ranks for ranks, row in zip(cells.ranks, cells.mean["step"], strict=True) if row[0] == 5
-    ]
-    assert slow == [(255, 257)]
-    assert len(cells.ranks) * cells.columns <= CELLS
+    names = data["ranks"]
+    assert len(names) <= MOST_ROWS
+    assert (names[0], names[-1]) == ("ranks 0–2, the slowest", "ranks 297–299, the slowest")
+    rows = zip(names, data["mean"]["step"], strict=True)
+    assert [name for name, row in rows if row[0] == 5] == ["ranks 255–257, the slowest"]
+    assert len(names) * data["columns"] <= CELLS
 
 
 def test_ranks_that_came_later_are_empty_before() -> None:
     found = rank_times(
         [{"step": step, "ranks": {"step": [1.0] * world}} for step, world in ((1, 1), (2, 3))]
     )
-    cells = make_grid(found, 2)
-    assert [[value == value for value in row] for row in cells.mean["step"]] == [
-        [True, True],
-        [False, True],
-        [False, True],
-    ]
+    assert heatmap_data(found, 2)["mean"]["step"] == [[1, 1], [None, 1], [None, 1]]
     assert [each["step"] for each in mean_times(found)] == [1.0] * 3
 
 

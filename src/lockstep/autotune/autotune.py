@@ -156,7 +156,7 @@ class _Autotuner:
             return Measurement(self.fixed), "rule"
         self._check()
         by_name = {
-            "precision": self._precisions,
+            "precision": lambda: precisions.candidates(self.context.device),
             "microbatch": self._microbatches,
             "threads": self._threads,
         }
@@ -208,9 +208,6 @@ class _Autotuner:
                 f" process holds the whole model (replicate); give {self.names[0]} a value, for"
                 " example the one that a run under replicate chose (see its run.json)"
             )
-
-    def _precisions(self) -> list[Any]:
-        return precisions.candidates(self.context.device)
 
     def _microbatches(self) -> list[Any]:
         """Sizes from 1 to a data rank's even share of the global batch."""

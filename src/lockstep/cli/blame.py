@@ -91,10 +91,10 @@ def command(
 
 
 def _spike_json(step: int, spike: Spike | None) -> dict[str, Any]:
-    if spike is None:
-        return {"step": step, "metric": None, "value": None, "usual": None}
-    values = {"metric": spike.metric, "value": spike.value, "usual": spike.usual}
-    return {"step": step, **values}
+    """All None but the step if the run ended in this step, which then has no row in
+    metrics.jsonl."""
+    names = ("metric", "value", "usual")
+    return {"step": step, **{name: getattr(spike, name, None) for name in names}}
 
 
 def _spike(rows: list[dict[str, Any]], step: int, run: Path) -> Spike:

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -124,7 +124,7 @@ def command(
         raise PlanError(
             f"{len(prices)} prices for {len(targets)} --on; give one price, or one for each --on"
         )
-    progress = None if as_json or not sys.stderr.isatty() else _progress
+    shows_progress = not as_json and sys.stderr.isatty()
     for target in targets:
         _check(target, plans, memory)
     forecasts: list[Forecast] = []
@@ -132,7 +132,7 @@ def command(
     for place, target in enumerate(targets):
         price = prices[min(place, len(prices) - 1)] if prices else None
         try:
-            found = _predicted(target, plans, memory, line, progress)
+            found = _predicted(target, plans, memory, line, shows_progress=shows_progress)
             forecasts.append(_forecast(line.script, found, tokens, price))
             is_interrupted = found.is_interrupted
         except KeyboardInterrupt:
@@ -193,7 +193,8 @@ def _predicted(
     plans: tuple[str, ...],
     memory: str | None,
     line: ScriptLine,
-    progress: Callable[[int, str], None] | None,
+    *,
+    shows_progress: bool,
 ) -> _Found:
     """Predict the given plans; without plans, all that a search tries."""
     from lockstep.planner.machines.costs import Machine
@@ -213,7 +214,7 @@ def _predicted(
             folder=str(folder),
             is_here=devices_here(target) is not None,
         )
-        is_interrupted = not _run(line, request, progress)
+        is_interrupted = not _run(line, request, shows_progress=shows_progress)
         return _Found(machine, _read(folder), Ended.read(folder) or Ended(), is_interrupted)
 
 
@@ -227,15 +228,14 @@ def memory_bytes(text: str) -> int:
     return int(float(match[1]) * unit ** (1 + "KMGT".index(match[2].upper())))
 
 
-def _run(
-    line: ScriptLine, request: PlanRequest, progress: Callable[[int, str], None] | None
-) -> bool:
+def _run(line: ScriptLine, request: PlanRequest, *, shows_progress: bool) -> bool:
     folder, shown = Path(request.folder), 0
 
     def look() -> bool:
         nonlocal shown
-        if progress is not None and len(found := _read(folder)) > shown:
-            progress(shown := len(found), found[-1].plan)
+        if shows_progress and len(found := _read(folder)) > shown:
+            shown = len(found)
+            say(f"lockstep plan: {shown} plans predicted, the latest {found[-1].plan}")
         return False
 
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
@@ -260,10 +260,6 @@ def _read(folder: Path) -> list[Outcome]:
     path = folder / OUTCOMES
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [Outcome.from_json(json.loads(line)) for line in lines]
-
-
-def _progress(count: int, plan: str) -> None:
-    say(f"lockstep plan: {count} plans predicted, the latest {plan}")
 
 
 def _forecast(script: str, found: _Found, tokens: float | None, price: float | None) -> Forecast:

@@ -271,7 +271,7 @@ def _run(request: SearchRequest, plan: Plan | None) -> tuple[SearchResults, str 
             _show(number, storage.results(), request, len(free))
 
         search = Search(request, storage, server, free, count, on_end)
-        ended = storage.results().count("complete", "pruned", "failed")
+        ended = storage.results().ended
         goes_on = f" goes on: {ended} trials have ended" if ended else ""
         say(f"lockstep: search {request.name} in {request.folder}{goes_on}")
         ended_by = search.run()

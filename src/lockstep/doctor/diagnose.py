@@ -86,14 +86,18 @@ def diagnose(
     take together."""
     world_size = nproc * (machines.least if machines is not None else 1)
     info = read_machine_info(machines, environ)
+    path = file_system.existing(run_dir or Path())
     own = [
         *machine_checks(info, environ, nproc=nproc, world_size=world_size),
         *environment_checks(environ, nproc=nproc),
-        *file_system.check_folder(file_system.existing(run_dir if run_dir is not None else Path())),
+        *file_system.check_folder(path),
     ]
     with locked_folder("lockstep-doctor-") as folder:
-        path = str(file_system.existing(run_dir)) if run_dir is not None else None
-        machine = {"info": asdict(info), "checks": [asdict(check) for check in own], "path": path}
+        machine = {
+            "info": asdict(info),
+            "checks": [asdict(check) for check in own],
+            "path": None if run_dir is None else str(path),
+        }
         (folder / "machine.json").write_text(json.dumps(machine), encoding="utf-8")
 
         def start(variables: Mapping[str, str]) -> subprocess.Popen[bytes]:

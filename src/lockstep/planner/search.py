@@ -229,10 +229,6 @@ def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -
 def _is_able(plan: Plan, change: dict[str, Any], space: Space) -> bool:
     if "logits" in change:
         return space.has_head and bool(_changed(plan, change))
-    return _splits(plan, change, space)
-
-
-def _splits(plan: Plan, change: dict[str, Any], space: Space) -> bool:
     splits = change.get("microbatch_splits")
     return splits is None or plan.microbatch_splits < splits <= space.most_splits(plan)
 

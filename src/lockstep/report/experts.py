@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from lockstep.pages.chart import RenderedFigure
 from lockstep.pages.heatmap import render_heatmap
 from lockstep.pages.scale import format_number
 from lockstep.report.history import LoadHistory
-from lockstep.report.ranks import Axes, mean_of, rounded
+from lockstep.report.ranks import Axes, extremes, mean_of, rounded
 
 CELLS = 60_000
 LEAST_CELLS = 1_000
@@ -54,14 +52,10 @@ def _heatmap(
 
 
 def _extremes(rows: list[list[float]], names: list[str]) -> str:
-    means = [
-        (mean_of([each for each in row if math.isfinite(each)]), name)
-        for row, name in zip(rows, names, strict=True)
-    ]
-    known = [pair for pair in means if math.isfinite(pair[0])]
-    if not known:
+    found = extremes(rows, names)
+    if found is None:
         return "Nothing was measured."
-    (high, most), (low, least) = max(known), min(known)
+    (high, most), (low, least) = found
     return (
         f"Highest is expert {most}, mean {format_number(high)}; lowest is expert {least}, mean"
         f" {format_number(low)}."

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import median
+from typing import TypeVar
 
 from lockstep.pages.chart import RenderedFigure, Series
 from lockstep.pages.heatmap import render_heatmap
@@ -18,36 +19,8 @@ from lockstep.report.history import PHASES, RankTimes
 CELLS = 12_000
 MOST_COLUMNS, MOST_ROWS = 300, 128
 BARS = 16
+Name = TypeVar("Name", int, str)
 _COLOURS = {"data": "line-1", "compute": "line-2", "communication": "line-3", "other": "line"}
-
-
-@dataclass(frozen=True, slots=True)
-class HeatmapGrid:
-    """A row is a rank, or the slowest of several neighbouring ranks; a column is a mean over
-    steps."""
-
-    ranks: list[tuple[int, int]]
-    last_step: int
-    columns: int
-    mean: dict[str, list[list[float]]]
-    """Phase -> rows of seconds, NaN if not measured."""
-    most: list[list[float]]
-
-    def steps(self, column: int) -> tuple[int, int]:
-        first = column * self.last_step // self.columns + 1
-        return first, max(first, (column + 1) * self.last_step // self.columns)
-
-
-def make_grid(times: RankTimes, last_step: int) -> HeatmapGrid:
-    axes = Axes.of(times.steps, times.phases.values(), last_step)
-    phases = [phase for phase in PHASES if any(times.phases[phase])]
-    return HeatmapGrid(
-        axes.rows,
-        last_step,
-        len(axes.columns),
-        {phase: axes.cells(times.phases[phase], mean_of) for phase in phases},
-        axes.cells(times.phases["step"], _longest),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,32 +100,34 @@ def _at(values: Sequence[float], index: int) -> float:
 
 
 def rank_heatmaps(times: RankTimes, *, index: int, last_step: int, title: str) -> RenderedFigure:
-    cells = make_grid(times, last_step)
+    axes = Axes.of(times.steps, times.phases.values(), last_step)
+    phases = {phase: rows for phase in PHASES if any(rows := times.phases[phase])}
+    means = {phase: axes.cells(rows, mean_of) for phase, rows in phases.items()}
     names = [
-        _name(first, times) if first == last else f"{first}–{last}" for first, last in cells.ranks
+        _name(first, times) if first == last else f"{first}–{last}" for first, last in axes.rows
     ]
     data = {
         "last": last_step,
-        "columns": cells.columns,
+        "columns": len(axes.columns),
         "ranks": [
             f"rank {name}" if first == last else f"ranks {name}, the slowest"
-            for (first, last), name in zip(cells.ranks, names, strict=True)
+            for (first, last), name in zip(axes.rows, names, strict=True)
         ],
-        "mean": {phase: list(map(rounded, rows)) for phase, rows in cells.mean.items()},
-        "most": list(map(rounded, cells.most)),
+        "mean": {phase: list(map(rounded, rows)) for phase, rows in means.items()},
+        "most": list(map(rounded, axes.cells(times.phases["step"], _longest))),
         "unit": "seconds",
     }
     pictures = []
-    for phase, rows in cells.mean.items():
+    for phase, cells in means.items():
         what = "step time by rank" + ("" if phase == "step" else f": {phase}")
         pictures.append(
             render_heatmap(
                 what,
-                rows,
+                cells,
                 [name.partition(" ")[0] for name in names],
                 index=index,
                 last_step=last_step,
-                spoken=f"{title}: {what} and step. {_extremes(cells, rows)}",
+                spoken=f"{title}: {what} and step. {_extremes(cells, axes)}",
             )
         )
     return RenderedFigure(joined(pictures), data)
@@ -215,15 +190,22 @@ def _name(rank: int, times: RankTimes) -> str:
     return f"{rank} · {times.hosts[rank]}" if several else str(rank)
 
 
-def _extremes(cells: HeatmapGrid, rows: Sequence[Sequence[float]]) -> str:
-    finite = [[value for value in row if math.isfinite(value)] for row in rows]
-    pairs = zip(finite, cells.ranks, strict=True)
-    ranked = [(mean_of(row), first) for row, (first, _) in pairs if row]
-    if not ranked:
+def _extremes(rows: Sequence[Sequence[float]], axes: Axes) -> str:
+    found = extremes(rows, [first for first, _ in axes.rows])
+    if found is None:
         return "Nothing was measured."
-    (highest, slowest), (lowest, fastest) = max(ranked), min(ranked)
+    (highest, slowest), (lowest, fastest) = found
     high, low = format_number(highest, "seconds"), format_number(lowest, "seconds")
     return f"Slowest is rank {slowest}, mean {high}; fastest is rank {fastest}, mean {low}."
+
+
+def extremes(
+    rows: Sequence[Sequence[float]], names: Sequence[Name]
+) -> tuple[tuple[float, Name], tuple[float, Name]] | None:
+    """Return the highest and the lowest mean of a row, each with the row's name."""
+    finite = ([value for value in row if math.isfinite(value)] for row in rows)
+    means = [(mean_of(row), name) for row, name in zip(finite, names, strict=True) if row]
+    return (max(means), min(means)) if means else None
 
 
 def rounded(row: Sequence[float]) -> list[float | None]:

@@ -28,7 +28,7 @@ from lockstep.pages.heatmap import RAMP
 from lockstep.pages.markup import Content, Html, element, joined, legend_key
 from lockstep.pages.scale import Scale, format_number, nice_step, scale_of, step_scale, time_scale
 from lockstep.recipe.parameters import Parameter, Value
-from lockstep.search.results import SearchResults, State, TrialResult
+from lockstep.search.results import ENDED, SearchResults, State, TrialResult
 
 _SHADES = len(RAMP) - 2
 _FAINT_FROM = 60
@@ -123,9 +123,7 @@ def trial_curves(results: SearchResults) -> Html | None:
 
 def parallel_coordinates(results: SearchResults) -> Html | None:
     axes = parameter_axes(results)
-    trials = [
-        trial for trial in in_front(results) if trial.state in ("complete", "pruned", "failed")
-    ]
+    trials = [trial for trial in in_front(results) if trial.state in ENDED]
     if not axes or not trials:
         return None
     scale, values = end_scale(results)
@@ -259,8 +257,9 @@ def _scale_notes(scale: Scale, values: Sequence[float]) -> list[Html]:
 
 
 def _end_height(trial: TrialResult, scale: Scale) -> float | None:
-    has_value = trial.state != "failed" and is_number(trial.value)
-    return place_on(scale, trial.value) if has_value and is_number(trial.value) else None
+    if trial.state == "failed" or not is_number(trial.value):
+        return None
+    return place_on(scale, trial.value)
 
 
 def _stairs(steps: Sequence[Point]) -> list[Point]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.base.errors import LaunchError
 from lockstep.recipe.parameters import Parameter, Value
-from lockstep.search.results import SearchResults
+from lockstep.search.results import ENDED, SearchResults
 
 PART = 4
 FACTORS = (0.8, 1.2)
@@ -70,9 +70,7 @@ class Population:
         return None if generation == self.generations - 1 else self.segment * (generation + 1)
 
     def ready(self, results: SearchResults) -> int:
-        ended = {
-            trial.number for trial in results.trials if trial.state not in ("waiting", "running")
-        }
+        ended = {trial.number for trial in results.trials if trial.state in ENDED}
         done = 0
         while done < self.generations and ended.issuperset(
             range(done * self.members, (done + 1) * self.members)
@@ -87,17 +85,7 @@ class Population:
         if generation == 0:
             return None
         before = range((generation - 1) * self.members, generation * self.members)
-        done = [
-            trial
-            for trial in results.trials
-            if trial.number in before and trial.state == "complete" and trial.value is not None
-        ]
-        ranked = [
-            trial.number
-            for trial in sorted(
-                done, key=lambda trial: (results.sign * (trial.value or 0.0), trial.number)
-            )
-        ]
+        ranked = [trial.number for trial in results.ranked if trial.number in before]
         if not ranked:
             raise LaunchError(
                 f"no member of generation {generation - 1} has succeeded; the next one continues"
@@ -108,7 +96,9 @@ class Population:
         is_replaced = own not in ranked or (
             len(ranked) > part and own in ranked[self.members - part :]
         )
-        return self._random(number, seed).choice(ranked[:part]) if is_replaced else own
+        return (
+            random.Random(f"{seed}/{number}/parent").choice(ranked[:part]) if is_replaced else own
+        )
 
     def values(
         self,
@@ -121,11 +111,8 @@ class Population:
         """`given`: the parent's values. They are changed if the parent is another member."""
         if parent == number - self.members:
             return {each.name: given[each.name] for each in parameters}
-        chance = self._random(number, seed, "values")
+        chance = random.Random(f"{seed}/{number}/values")
         return {each.name: _changed(each, given[each.name], chance) for each in parameters}
-
-    def _random(self, number: int, seed: int, what: str = "parent") -> random.Random:
-        return random.Random(f"{seed}/{number}/{what}")
 
 
 def _changed(parameter: Parameter, value: Any, chance: random.Random) -> Value:

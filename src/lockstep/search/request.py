@@ -43,9 +43,6 @@ class SearchRequest:
     sweep: Sequence[tuple[str, Sequence[str]]] = ()
     population: int = 8
 
-    def __post_init__(self) -> None:
-        check_storage(self.storage)
-
     @property
     def combinations(self) -> list[tuple[str, ...]]:
         """Assignments of each trial of a sweep, as for `--set`. The last name changes fastest."""

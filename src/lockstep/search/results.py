@@ -12,6 +12,7 @@ from lockstep.base.files import finite
 from lockstep.recipe.parameters import Parameter, Value
 
 State = Literal["waiting", "running", "complete", "pruned", "failed"]
+ENDED: tuple[State, ...] = ("complete", "pruned", "failed")
 Direction = Literal["minimize", "maximize"]
 
 
@@ -89,6 +90,10 @@ class SearchResults:
     @property
     def searched(self) -> list[str]:
         return [parameter.name for parameter in self.parameters if parameter.is_searched]
+
+    @property
+    def ended(self) -> int:
+        return self.count(*ENDED)
 
     def count(self, *states: State) -> int:
         return sum(trial.state in states for trial in self.trials)

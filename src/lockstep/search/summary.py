@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from lockstep.base.errors import first_few
 from lockstep.pages.scale import format_duration
 from lockstep.recipe.parameters import Value
-from lockstep.search.results import SearchResults, State, TrialResult
+from lockstep.search.results import ENDED, SearchResults, State, TrialResult
 
-STATES: tuple[State, ...] = ("complete", "pruned", "failed", "running", "waiting")
+STATES: tuple[State, ...] = (*ENDED, "running", "waiting")
 _TOP = 5
 _MOST_FAILURES = 5
 _LONGEST_LINE = 200
@@ -59,7 +59,7 @@ def progress_line(results: SearchResults, seconds_left: float | None) -> str:
     )
     left = [] if seconds_left is None else [f"about {format_duration(seconds_left)} left"]
     return "; ".join(
-        [", ".join([f"{_ended(results)}/{results.wanted} trials done", *parts]), found, *left]
+        [", ".join([f"{results.ended}/{results.wanted} trials done", *parts]), found, *left]
     )
 
 
@@ -67,9 +67,9 @@ def seconds_left(results: SearchResults, *, parallel: int, now: float) -> float 
     took = [
         trial.seconds
         for trial in results.trials
-        if trial.state in ("complete", "pruned", "failed") and trial.seconds is not None
+        if trial.state in ENDED and trial.seconds is not None
     ]
-    if not took or _ended(results) >= results.wanted:
+    if not took or results.ended >= results.wanted:
         return None
     mean = max(0.0, sum(took) / len(took))
     running = [
@@ -77,7 +77,7 @@ def seconds_left(results: SearchResults, *, parallel: int, now: float) -> float 
         for trial in results.trials
         if trial.state == "running" and trial.started is not None
     ]
-    to_start = max(0, results.wanted - _ended(results) - len(running))
+    to_start = max(0, results.wanted - results.ended - len(running))
     return max([(sum(running) + to_start * mean) / max(1, parallel), *running])
 
 
@@ -149,10 +149,6 @@ def _failed(results: SearchResults) -> list[str]:
         else []
     )
     return ["", "failed:", *lines, *more] if lines else []
-
-
-def _ended(results: SearchResults) -> int:
-    return results.count("complete", "pruned", "failed")
 
 
 def _text(value: Value) -> str:
