@@ -221,7 +221,7 @@ def test_what_goes_wrong_on_one_target_loses_no_other(
         _Found(machine, [outcome(fits=False)], Ended(), False),
     ]
 
-    def predicted(*_: Any) -> _Found:
+    def predicted(*_: Any, **__: Any) -> _Found:
         if last == "interrupted" and len(found) == 1:
             raise KeyboardInterrupt
         return found.pop(0)

@@ -171,7 +171,7 @@ def command(
     if as_json:
         print_json(audit.as_json())
     else:
-        show(audit)
+        _show(audit)
     if html is not None:
         from lockstep.audit.page import audit_page
         from lockstep.audit.source import lines_of_files
@@ -181,7 +181,7 @@ def command(
     return 1 if audit.findings else USER_ERROR_STATUS if audit.error else 0
 
 
-def show(audit: Audit) -> None:
+def _show(audit: Audit) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -197,11 +197,11 @@ def show(audit: Audit) -> None:
             break_long_words=False,
         )
 
-    def say(text: str | Text, style: str = "") -> None:
+    def tell(text: str | Text, style: str = "") -> None:
         console.print(text if isinstance(text, Text) else Text(text, style), soft_wrap=True)
 
     style = "green" if audit.passed and not audit.error else "red"
-    say(Text.assemble(f"{audit.script}: {audit.extent}: ", (audit.verdict, style)))
+    tell(Text.assemble(f"{audit.script}: {audit.extent}: ", (audit.verdict, style)))
     if audit.findings:
         table = Table(title_justify="left")
         for name in ("", "finding", "line", "evidence"):
@@ -211,13 +211,13 @@ def show(audit: Audit) -> None:
         console.print(table)
     for number, finding in enumerate(audit.findings, 1):
         where = f" ({finding.line})" if finding.line else ""
-        say(f"{number}. {finding.title}{where}", "bold")
+        tell(f"{number}. {finding.title}{where}", "bold")
         for text, is_code in _paragraphs(finding):
-            say(f"{'':9}{text}" if is_code else wrapped(text, "   "))
+            tell(f"{'':9}{text}" if is_code else wrapped(text, "   "))
     for line in _lines(audit):
-        say(wrapped(line))
+        tell(wrapped(line))
     if audit.error:
-        say(f"the script failed (exit status {audit.status}):\n{audit.error}")
+        tell(f"the script failed (exit status {audit.status}):\n{audit.error}")
 
 
 def _paragraphs(finding: Finding) -> Iterator[tuple[str, bool]]:

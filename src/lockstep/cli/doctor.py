@@ -214,14 +214,14 @@ def _rows_of(checks: Sequence[CheckResult]) -> list[CheckResult]:
 
 
 def _times(rows: Sequence[Mapping[str, Any]]) -> Table:
-    from lockstep.doctor.check_result import format_bandwidth, format_bytes, format_duration
+    from lockstep.doctor.check_result import format_bandwidth, format_bytes, format_seconds
     from lockstep.doctor.expected_results import COLLECTIVES
 
     sizes = sorted({row["size_bytes"] for row in rows if row["size_bytes"]})
     table = _table([*map(format_bytes, sizes), "algorithm", "bus"])
     for collective in COLLECTIVES:
         mine = {row["size_bytes"]: row for row in rows if row["collective"] == collective}
-        times = {size: format_duration(row["seconds"]) for size, row in mine.items()}
+        times = {size: format_seconds(row["seconds"]) for size, row in mine.items()}
         if collective == "barrier" and mine:
             table.add_row(f"  {collective}", times[0])
         elif mine:

@@ -134,13 +134,13 @@ def command(
     if as_json:
         print_json(report.as_json())
     else:
-        show(report)
+        _show(report)
     if USER_ERROR_STATUS in [each.exit_status for each in report.verdicts if not each.ran]:
         return USER_ERROR_STATUS
     return 0 if report.passed else 1
 
 
-def show(report: Report) -> None:
+def _show(report: Report) -> None:
     from rich.table import Table
     from rich.text import Text
 

@@ -65,7 +65,7 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size_bytes:.3g} TiB"
 
 
-def format_duration(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     return format_number(seconds, "seconds")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from lockstep.base.container import VOLUME, ends_with_container, mount_of
 from lockstep.base.errors import RunDirectoryError
 from lockstep.base.files import sync, try_lock
-from lockstep.doctor.check_result import CheckResult, check_result, format_bytes, format_duration
+from lockstep.doctor.check_result import CheckResult, check_result, format_bytes, format_seconds
 from lockstep.doctor.machine_checks import MAX_CLOCK_OFFSET_SECONDS
 
 _check = partial(check_result, "run directory")
@@ -210,7 +210,7 @@ def file_system_checks(info: FileSystemInfo) -> Iterator[CheckResult]:
         yield _check("sync", "failed", text, other)
     else:
         is_slow = info.sync_seconds > SLOW_SYNC_SECONDS
-        text = format_duration(info.sync_seconds)
+        text = format_seconds(info.sync_seconds)
         remedy = "every checkpoint waits for it: use a faster disk, or save less often"
         yield _check(
             "sync",
@@ -228,7 +228,7 @@ def file_system_checks(info: FileSystemInfo) -> Iterator[CheckResult]:
         yield _check("lock", "ok", "flock excludes a second holder")
     if abs(info.clock_offset_seconds) > MAX_CLOCK_OFFSET_SECONDS:
         relation = "ahead of" if info.clock_offset_seconds > 0 else "behind"
-        offset = f"{format_duration(abs(info.clock_offset_seconds))} {relation}"
+        offset = f"{format_seconds(abs(info.clock_offset_seconds))} {relation}"
         remedy = "synchronize the clocks of machine and file server by NTP"
         yield _check(
             "clock",

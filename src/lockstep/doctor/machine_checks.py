@@ -17,7 +17,7 @@ from lockstep.doctor.check_result import (
     Verdict,
     check_result,
     format_bytes,
-    format_duration,
+    format_seconds,
 )
 from lockstep.options import LAUNCHER_VARIABLES
 
@@ -247,7 +247,7 @@ def clock_check(
     machine: str, offset_seconds: float, error_seconds: float, reference: str
 ) -> CheckResult:
     relation = "ahead of" if offset_seconds > 0 else "behind"
-    text = f"{format_duration(abs(offset_seconds))} {relation} {reference}"
+    text = f"{format_seconds(abs(offset_seconds))} {relation} {reference}"
     is_skewed = abs(offset_seconds) - error_seconds > MAX_CLOCK_OFFSET_SECONDS
     remedy = (
         "synchronize the clocks by NTP (chronyc tracking, timedatectl): a machine that is two"
@@ -256,7 +256,7 @@ def clock_check(
     check = _check(
         "clock",
         "failed" if is_skewed else "ok",
-        f"{text} (± {format_duration(error_seconds)})",
+        f"{text} (± {format_seconds(error_seconds)})",
         remedy,
     )
     return replace(check, machine=machine)

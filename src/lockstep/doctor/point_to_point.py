@@ -15,7 +15,7 @@ from itertools import combinations
 from statistics import median, median_low
 from typing import Literal, get_args
 
-from lockstep.doctor.check_result import CheckResult, format_bandwidth, format_duration
+from lockstep.doctor.check_result import CheckResult, format_bandwidth, format_seconds
 
 SLOW_FACTOR = 3.0
 """A link is slow if it is this many times worse than the median of links of its kind."""
@@ -153,7 +153,7 @@ def point_to_point_checks(
         middle, lowest, highest = (
             format_bandwidth(statistic(rates)) for statistic in (median, min, max)
         )
-        latency = format_duration(median(each.latency_seconds for each in same_kind))
+        latency = format_seconds(median(each.latency_seconds for each in same_kind))
         text = f"{len(same_kind)} links: {middle} ({lowest} to {highest}), {latency} (median)"
         check = _KINDS.get(kind, f"within a machine, {kind}")
         results.append(CheckResult("point-to-point", check, "ok", text))
@@ -164,7 +164,7 @@ _KINDS = {"machines": "between machines", "local": "within a machine"}
 
 
 def _outlier_check(outlier: Outlier) -> CheckResult:
-    shown = format_bandwidth if outlier.metric == "bandwidth" else format_duration
+    shown = format_bandwidth if outlier.metric == "bandwidth" else format_seconds
     text = f"{outlier.metric} {shown(outlier.value)}; the median is {shown(outlier.normal)}"
     name, is_rank = outlier.nodes[0], outlier.nodes[0].startswith("rank ")
     if len(outlier.nodes) == 1:
