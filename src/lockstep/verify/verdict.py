@@ -89,7 +89,7 @@ class Verdict:
     mismatch: Mismatch | None = None
     comparisons: list[Comparison] = field(default_factory=list)
     float64: list[Comparison] = field(default_factory=list)
-    """Of the first step in float64, one for each train module. Empty if not made."""
+    """Comparisons of the first step in float64, one for each train module. Empty if not made."""
     compression: list[CompressionEffect] = field(default_factory=list)
     """One for each train module. Empty: the recipe does not compress gradients."""
     notes: list[str] = field(default_factory=list)

@@ -29,8 +29,7 @@ from lockstep.training.optim.element_wise import TOLERANCE, updated
 
 _OPTIMIZER_FILE = inspect.getfile(Optimizer)
 COLUMNS, TRIED_STEPS = 12, 2
-"""The number of columns of the small matrix on which an optimizer is tried, and the number of
-steps. See `updates_shards_as_wholes`."""
+"""Columns of the small matrix on which an optimizer is tried, and number of steps."""
 
 
 class Optimizers:
