@@ -45,7 +45,7 @@ from lockstep.training.step import Step
 from lockstep.training.training import Training
 
 TELLING_SECONDS = 1.0
-"""How long this rank waits, after another rank has ended, for the report of the error that ended
+"""Time that this rank waits, after another rank has ended, for the report of the error that ended
 it."""
 
 

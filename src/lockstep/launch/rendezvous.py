@@ -161,7 +161,7 @@ def family(address: str) -> socket.AddressFamily:
 LOOPBACK = "127.0.0.1"
 
 LAST_CALL_SECONDS = 5.0
-"""How long a rendezvous waits for more machines once the minimum number has joined."""
+"""Time that a rendezvous waits for more machines once the minimum number has joined."""
 RECOVERY_CALL_SECONDS = 0.5
 """LAST_CALL_SECONDS for a recovery in place, which all machines join at about the same time."""
 HEARTBEAT_SECONDS = 0.5

@@ -50,7 +50,7 @@ class BatchScript:
     exclusively."""
     time: str
     signal_seconds: int = 120
-    """How long before the time limit Slurm sends a signal, so that the run saves and ends."""
+    """Slurm sends a signal so long before the time limit, so that the run saves and ends."""
     path: str | None = None
     setup: Sequence[str] = ()
     command: Sequence[str] = ()
