@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.base.errors import UserError
 from lockstep.base.garbage import freeze_for_good
-from lockstep.base.huge_pages import move_into_huge_pages
 from lockstep.comm.mesh import forget_meshes
 from lockstep.recipe.code import texts
 from lockstep.testing import leaks
+from lockstep.testing.huge_pages import move_into_huge_pages
 
 if TYPE_CHECKING:
     from lockstep.base.torch_private import TCPStore

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 from pathlib import Path
 
-from lockstep.base.huge_pages import HUGE_PAGE_BYTES, movable, move_into_huge_pages
+from lockstep.testing.huge_pages import HUGE_PAGE_BYTES, movable, move_into_huge_pages
 from lockstep.testing.pool import WorkerPool
 
 MAPS = """\
