@@ -478,26 +478,21 @@ class LaunchOptions(RunOptions):
 
     def flags_for_script(self) -> list[str]:
         """Return the given options that have no effect unless the script trains with lockstep."""
-        values = [
-            (each, getattr(self, each.name))
-            for each in fields(LaunchOptions)
-            if _is_for_script(each)
-        ]
-        return [flag(each.name) for each, value in values if value != each.default]
+        return [flag(name) for name in self._given_for_script()]
 
     def same_on_all_machines(self) -> list[str]:
         """Return the options that must be the same on every machine of a run, as texts such as
         "plan=shard=2"."""
-        values = [
-            (each, getattr(self, each.name))
+        return [f"{name}={value}" for name, value in self._given_for_script().items()]
+
+    def _given_for_script(self) -> dict[str, str]:
+        return {
+            each.name: option_of(each).write(value)
             for each in fields(LaunchOptions)
-            if _is_for_script(each)
-        ]
-        return [
-            f"{each.name}={option_of(each).write(value)}"
-            for each, value in values
-            if value != each.default
-        ]
+            if option_of(each).on_command_line
+            and (each.name == "stop_after" or each.name in RunOptions.__slots__)
+            and (value := getattr(self, each.name)) != each.default
+        }
 
     def arguments(self) -> list[str]:
         """Return the arguments of `lockstep run` that give these options."""
@@ -513,12 +508,6 @@ class LaunchOptions(RunOptions):
                     else [flag(each.name), option.write(value)]
                 )
         return words
-
-
-def _is_for_script(each: Field[Any]) -> bool:
-    return option_of(each).on_command_line and (
-        each.name == "stop_after" or each.name in RunOptions.__slots__
-    )
 
 
 def read_names(text: str) -> frozenset[str]:
