@@ -393,7 +393,9 @@ def _mapped_by_others(paths: Collection[str]) -> set[str]:
     files = {}
     for path in paths:
         with contextlib.suppress(OSError):  # the file was removed after it was listed
-            files[_inode(os.stat(path))] = path
+            file = os.stat(path)
+            device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
+            files[device, str(file.st_ino)] = path
     if not files:
         return set()
     mapped: set[str] = set()
@@ -408,10 +410,6 @@ def _mapped_by_others(paths: Collection[str]) -> set[str]:
         if hits and not _is_family(int(process.name)):
             mapped |= hits
     return mapped
-
-
-def _inode(file: os.stat_result) -> tuple[str, str]:
-    return f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}", str(file.st_ino)
 
 
 def _is_family(number: int) -> bool:
