@@ -85,6 +85,12 @@ def _name(pid: int) -> str:
     return ""
 
 
+def shell_status(returncode: int) -> int:
+    """Return the exit status that a shell shows: 128 + N for a process that signal N has killed, as
+    `subprocess` tells by a negative `returncode`."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
 def own_python(*arguments: str) -> list[str]:
     """`python -m` and `-c` would import from the working directory, whose files cannot be
     trusted."""

@@ -26,6 +26,7 @@ from lockstep.base.errors import (
     with_notes,
 )
 from lockstep.base.files import write_atomically
+from lockstep.base.processes import shell_status
 from lockstep.launch.termination import (
     HUNG_STATUS,
     INTERRUPTED_STATUS,
@@ -123,7 +124,7 @@ class WorkerFailure:
     def status(self) -> int:
         if self.record is not None:
             return self.record.status
-        return self.returncode if self.returncode >= 0 else 128 - self.returncode
+        return shell_status(self.returncode)
 
     @property
     def end(self) -> str:
@@ -322,7 +323,7 @@ def read_torch_record(path: Path, returncode: int) -> FailureRecord | None:
         extra = message["extraInfo"]
         return FailureRecord(
             time=os.stat(path).st_mtime,
-            status=returncode if returncode >= 0 else 128 - returncode,
+            status=shell_status(returncode),
             kind=f":{message['message'].partition(':')[0]}",
             message=message["message"].partition(": ")[2],
             traceback=extra["py_callstack"],

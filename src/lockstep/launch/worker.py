@@ -40,11 +40,15 @@ from lockstep.launch.failures import FailureRecord, failure_record
 from lockstep.launch.recovery.channel import Channel, worker_channel
 from lockstep.launch.recovery.rejoin import use_channel
 from lockstep.launch.seeding import seed_workers_generators
-from lockstep.launch.termination import PREEMPTED_STATUS, Preempted, Terminated, in_a_worker
+from lockstep.launch.termination import (
+    INTERRUPTED_STATUS,
+    PREEMPTED_STATUS,
+    Preempted,
+    Terminated,
+    in_a_worker,
+)
 from lockstep.launch.worker_files import WORKER, WorkerStart, damaged_start, use_files
 from lockstep.recipe.code import note_source
-
-_INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -132,7 +136,7 @@ def run(body: Callable[[], object], record: Path | None) -> NoReturn:
             _leave(PREEMPTED_STATUS)
         if isinstance(error, SystemExit):
             _leave_as_asked(error, record)
-        status = _INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else exit_status(error)
+        status = INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else exit_status(error)
         frames = _user_frames(error.__traceback__)
         _write(failure_record(error, frames, status), record)
         if sys.excepthook is not hook and not isinstance(error, KeyboardInterrupt):

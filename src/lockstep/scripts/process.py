@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lockstep.base.errors import LaunchError
-from lockstep.base.processes import descendants, die_with_parent, kill_all, parents, with_marker
+from lockstep.base.processes import (
+    descendants,
+    die_with_parent,
+    kill_all,
+    parents,
+    shell_status,
+    with_marker,
+)
 from lockstep.base.system import signals
 from lockstep.base.temporary_folder import remove_left_folders
 from lockstep.scripts.line import ScriptLine
@@ -99,9 +106,8 @@ def run_script(
             _pass_on(read, echo)
         finally:
             _end_all(process, f"{REQUEST}={environ[REQUEST]}")
-    status = ended if ended is not None else process.poll()
-    status = -signal.SIGKILL if status is None else status
-    status = status if status >= 0 else 128 - status
+    returncode = ended if ended is not None else process.poll()
+    status = shell_status(-signal.SIGKILL if returncode is None else returncode)
     text = (
         (folder / OUTPUT).read_text(encoding="utf-8", errors="replace").rstrip()
         if status or timed_out
