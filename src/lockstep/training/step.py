@@ -460,15 +460,7 @@ class Step:
         for statistics in self._statistics:
             statistics.check(compare=self._compares)
         result = StepResult(
-            self.source.layout,
-            module,
-            stats.values,
-            stats.weights,
-            math.nan,
-            False,
-            stats.flags,
-            [],
-            clip_norm,
+            self.source.layout, module, stats.values, stats.weights, stats.flags, clip_norm
         )
         # The gradient may be finite although the loss is not, because torch.where can mask the
         # loss.

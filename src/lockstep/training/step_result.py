@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,17 +28,17 @@ class StepResult:
     # shape (microbatches,), the weights that the forward returned with `ls.Loss`; None if
     # `Recipe.weight` or the number of samples gives the denominators
     weights: Tensor | None
-    norm: Tensor | float
+    flags: Tensor | bool  # see `StepStats`
+    clip_norm: float | None
+    norm: Tensor | float = math.nan
     """Global norm before clipping. If nothing needs the norm: a number that is finite if and only
     if the norm is."""
     # True if the model was updated. None if that depends on a value on the device; see
     # `was_applied`
-    applied: bool | None
-    flags: Tensor | bool  # see `StepStats`
-    terms: list[dict[str, Tensor]]
+    applied: bool | None = False
+    terms: list[dict[str, Tensor]] = field(default_factory=list)
     """For each microbatch of this rank, term name -> part of the step's loss; empty dicts without
     several terms."""
-    clip_norm: float | None
 
     @property
     def was_applied(self) -> bool:
