@@ -314,7 +314,7 @@ class Session:
             weight = each.joined_weight(weight)
         sizes = (global_batch, microbatch, steps, epochs, drop_last)
         options = loop.LoopOptions(data, *sizes, collate, weight, sampler, batch_sampler)
-        batching = loop.lay_out_loop(training, options)
+        batching = loop.set_up_loop(training, options)
         self.house.out_of_memory.begin_loop(
             run,
             [module.model for module in training.modules],

@@ -24,7 +24,7 @@ from lockstep.training.optim.element_wise import (
     mixes_tensors,
     needing_whole_tensors,
 )
-from lockstep.training.optim.operands import lay_out
+from lockstep.training.optim.operands import align_operands
 from lockstep.training.training import Training
 
 
@@ -416,7 +416,7 @@ def test_state_without_strides_is_left_as_it_lies() -> None:
     optimizer = torch.optim.SGD([parameter])
     sparse = torch.eye(2).to_sparse()
     state = optimizer.state[parameter] = {"sparse": sparse, "basis": torch.ones(2, 3).T}
-    lay_out([parameter], [optimizer])
+    align_operands([parameter], [optimizer])
     assert state["sparse"] is sparse
     assert state["basis"].is_contiguous()
 
@@ -426,6 +426,6 @@ def test_states_in_one_storage_stay_in_it() -> None:
     optimizer = torch.optim.SGD([parameter])
     history = torch.zeros(2, 3)
     state = optimizer.state[parameter] = {"history": history, "last": [history[1]]}
-    lay_out([parameter], [optimizer])
+    align_operands([parameter], [optimizer])
     history[1] = 5.0
     assert state["last"][0].tolist() == [5.0, 5.0, 5.0]

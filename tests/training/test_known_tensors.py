@@ -101,7 +101,7 @@ def test_the_same_objects_are_not_searched_and_their_values_are_those_of_the_mom
 ) -> None:
     module, known = prepared(), KnownTensors()
     state_of([module], {}, known)
-    monkeypatch.setattr(state, "in_state", lambda _: pytest.fail("searched again"))
+    monkeypatch.setattr(state, "tensors_in_state", lambda _: pytest.fail("searched again"))
     module.optimizers[0].step()
     module.model.one.bias.data = torch.full((3,), 5.0)  # the same parameter, other memory
     module.optimizers[0].param_groups[0]["lr"] = 0.5

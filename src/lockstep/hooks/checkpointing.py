@@ -26,7 +26,7 @@ from lockstep.logging.phases import Phases
 from lockstep.model.shard import reset_after_error
 from lockstep.options import STEP_PHASES
 from lockstep.plan import Plan
-from lockstep.recipe.checks import keeps_rest
+from lockstep.recipe.checks import has_error_feedback
 from lockstep.saving import Best, Resume, Saving
 from lockstep.training.consensus import NOTHING, Request
 from lockstep.training.device_progress import DeviceProgress
@@ -115,7 +115,10 @@ class Checkpointing(ControlHook):
             return
         self._continue_data(run, newest)
         saved_under = newest.manifest.metadata["plan"]
-        if keeps_rest(context.gradient_compression) and Plan.parse(saved_under).replicate != 1:
+        if (
+            has_error_feedback(context.gradient_compression)
+            and Plan.parse(saved_under).replicate != 1
+        ):
             run.event(
                 "error-feedback-dropped",
                 gradient_compression=context.gradient_compression,

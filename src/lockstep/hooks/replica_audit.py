@@ -26,7 +26,7 @@ from lockstep.comm.world import World
 from lockstep.hooks.loop_variables import LoopVariables
 from lockstep.training.checksum import checksum, checksums, mixed
 from lockstep.training.hook import ControlHook, Hook
-from lockstep.training.optim.optimizer_state import has_own_pair
+from lockstep.training.optim.optimizer_state import overrides_state_dict
 from lockstep.training.run import Run
 from lockstep.training.set_up import Remark
 from lockstep.training.state import Stateful, extra_state, state_of
@@ -260,7 +260,8 @@ def _owners(run: Run) -> Iterator[tuple[str, nn.Module | Optimizer]]:
         yield from (
             (type(each).__name__, each)
             for each in module.optimizers
-            if not has_own_pair(each) and not type(each).__module__.startswith("torch.optim.")
+            if not overrides_state_dict(each)
+            and not type(each).__module__.startswith("torch.optim.")
         )
 
 

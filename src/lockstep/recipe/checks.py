@@ -121,8 +121,8 @@ def powersgd_rank(gradient_compression: str) -> int | None:
     )
 
 
-def keeps_rest(gradient_compression: str) -> bool:
-    """True if the next step adds the error of this step's compression (error feedback)."""
+def has_error_feedback(gradient_compression: str) -> bool:
+    """The next step adds the error of this step's compression."""
     return gradient_compression == "int8" or gradient_compression.startswith("powersgd")
 
 

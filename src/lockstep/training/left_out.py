@@ -23,7 +23,7 @@ class LeftOut:
     def __init__(self, model: nn.Module, held: Collection[str]) -> None:
         """Made before a checkpoint is loaded, because changes count from then on. `held`:
         parameters that an optimizer holds."""
-        saved = dict(in_state(model, held))
+        saved = dict(tensors_in_state(model, held))
         ours = set(map(id, saved.values()))
         named = (
             *model.named_parameters(remove_duplicate=False),
@@ -67,7 +67,7 @@ class LeftOut:
         ]
 
 
-def in_state(model: nn.Module, held: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+def tensors_in_state(model: nn.Module, held: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers that the state dict or an optimizer holds, under all of their
     names."""
     saved = model.state_dict().keys()
@@ -94,7 +94,9 @@ def complete_state_dict(
     changed. Every rank calls it."""
     state = dict(model.state_dict())
     transient = not_persistent(model)
-    more = {name: tensor.detach() for name, tensor in in_state(model, held) if name not in state}
+    more = {
+        name: tensor.detach() for name, tensor in tensors_in_state(model, held) if name not in state
+    }
     more |= {name: tensor.detach() for name, tensor in changed.items() if name not in transient}
     there = {
         address

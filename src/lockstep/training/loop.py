@@ -81,7 +81,7 @@ class LoopOptions:
             self.data = self.data.dataset
 
 
-def lay_out_loop(training: Training, options: LoopOptions) -> Batching:
+def set_up_loop(training: Training, options: LoopOptions) -> Batching:
     """Every rank calls it."""
     plan, data, mesh = training.context.plan, options.data, training.context.mesh
     _check_options(plan, options)

@@ -30,12 +30,12 @@ from lockstep.checkpoint.manifest import DamagedError, Manifest
 from lockstep.checkpoint.tensor_shards import torch_dtype
 from lockstep.comm.mesh import Mesh, like_parameter, shard_as
 from lockstep.comm.world import World
-from lockstep.training.left_out import in_state, not_persistent
+from lockstep.training.left_out import not_persistent, tensors_in_state
 from lockstep.training.optim.optimizer_state import (
     Kinds,
     OptimizerState,
     allocate,
-    has_own_pair,
+    overrides_state_dict,
     remedy,
 )
 from lockstep.training.train_module import HostValues, TrainModule
@@ -142,7 +142,7 @@ class _ModuleTensors:
 
     @classmethod
     def find(cls, module: TrainModule, number: int) -> _ModuleTensors:
-        saved = list(in_state(module.model, module.held))
+        saved = list(tensors_in_state(module.model, module.held))
         tied = _aliases(saved)
         tensors = {f"{number}/model/{name}": tensor for name, tensor in saved if name not in tied}
         places: list[Mapping[Any, Any]] = [
@@ -166,7 +166,7 @@ class _ModuleTensors:
 
     def is_current(self) -> bool:
         if any(
-            optimizer.state is not state or has_own_pair(optimizer)
+            optimizer.state is not state or overrides_state_dict(optimizer)
             for optimizer, state in self.states
         ):
             return False
@@ -425,14 +425,14 @@ def _like_parameter(parameter: Tensor, value: Any) -> Any:
 def named_tensors(model: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yield the first name and the tensor of each parameter and buffer in the state dict. `also`:
     parameters to add."""
-    saved = list(in_state(model, also))
+    saved = list(tensors_in_state(model, also))
     others = _aliases(saved)
     return ((name, tensor.detach()) for name, tensor in saved if name not in others)
 
 
 def aliases(model: nn.Module, also: Collection[str] = ()) -> dict[str, str]:
     """Return other name -> first name of each tied tensor."""
-    return _aliases(list(in_state(model, also)))
+    return _aliases(list(tensors_in_state(model, also)))
 
 
 def _aliases(saved: Sequence[tuple[str, Tensor]]) -> dict[str, str]:

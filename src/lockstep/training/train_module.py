@@ -24,7 +24,7 @@ from lockstep.model.parallelize import Parallelized
 from lockstep.model.running_statistics import RunningStatistics
 from lockstep.model.shard import unsharded
 from lockstep.model.tensor.apply import reduce_partial_gradients
-from lockstep.recipe.checks import keeps_rest
+from lockstep.recipe.checks import has_error_feedback
 from lockstep.training import precision
 from lockstep.training.balance import ExpertBalance
 from lockstep.training.context import Context
@@ -38,7 +38,7 @@ from lockstep.training.left_out import LeftOut, complete_state_dict
 from lockstep.training.loss import Contribution, LossKind
 from lockstep.training.optim import gradient_norm
 from lockstep.training.optim.modes import OptimizerModes
-from lockstep.training.optim.operands import lay_out, may_multiply
+from lockstep.training.optim.operands import align_operands, may_multiply
 from lockstep.training.optim.optimizer_state import Settings, changed_settings, settings_of
 from lockstep.training.optim.optimizers import needs_closure
 from lockstep.training.optim.schedule import Schedule
@@ -105,7 +105,7 @@ class TrainModule:
             not type(each).step.__module__.startswith("torch.optim.") for each in optimizers
         )
         """True if an optimizer may draw random numbers."""
-        self._lays_out = context.bitwise and may_multiply(optimizers)
+        self._aligns_operands = context.bitwise and may_multiply(optimizers)
         self.held = held_by(model, optimizers)
         """Includes frozen parameters."""
         self.modes = OptimizerModes(optimizers, self.held)
@@ -131,7 +131,7 @@ class TrainModule:
         self._compression = compression_for(
             context.gradient_compression, context.mesh.summed(), self.parameters, self.names
         )
-        self._keeps_rest = keeps_rest(context.gradient_compression)
+        self._has_error_feedback = has_error_feedback(context.gradient_compression)
         self.forward_knows_weight: bool | None = None
         """True if the loss function returns an `ls.Loss`. None before the first commit."""
         self.terms: list[str] = []  # the names of the loss's terms if there are several
@@ -326,7 +326,7 @@ class TrainModule:
                 dtype=accelerator.wide_dtype(self.device),
                 device=self.device,
             )
-        if self._compression is not None and self._keeps_rest:
+        if self._compression is not None and self._has_error_feedback:
             self._compression.begin(self.scale / self.prescale.item())
         self.reducer.begin_step(count, assignment)
 
@@ -344,8 +344,8 @@ class TrainModule:
             self.check_counts()
         if self._tied is not None:
             self._tied.sum()
-        if self._lays_out:
-            lay_out(self.parameters, self.optimizers)
+        if self._aligns_operands:
+            align_operands(self.parameters, self.optimizers)
         return stats
 
     def grad_output(self, part: Contribution) -> Tensor:

@@ -23,25 +23,25 @@ def may_multiply(optimizers: Iterable[Optimizer]) -> bool:
     )
 
 
-def lay_out(parameters: Iterable[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+def align_operands(parameters: Iterable[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
     """Copy gradients and optimizer state that are not aligned in memory (views into a bucket), or
     whose strides would differ after a resume (eigenvectors from `eigh`)."""
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad = laid_out(parameter.grad)
+            parameter.grad = with_alignment(parameter.grad)
     for optimizer in optimizers:
         storages = Counter(map(_storage, _tensors(list(optimizer.state.values()))))
         for owner, state in optimizer.state.items():
             if isinstance(state, dict):
-                _lay_out_state(state, getattr(owner, "shape", None), storages)
+                _align_state(state, getattr(owner, "shape", None), storages)
 
 
-def laid_out(tensor: Tensor) -> Tensor:
+def with_alignment(tensor: Tensor) -> Tensor:
     """Copy the tensor, with the same strides, if it is not aligned for vector instructions."""
     return tensor if is_aligned(to_local(tensor)) else tensor.clone()
 
 
-def _lay_out_state(
+def _align_state(
     held: dict[Any, Any] | list[Any], shape: Size | None, storages: Counter[int]
 ) -> None:
     """A tensor that shares its storage with another is not copied: a copy would no longer change
@@ -49,9 +49,9 @@ def _lay_out_state(
     contiguous."""
     for name, each in held.items() if isinstance(held, dict) else enumerate(held):
         if isinstance(each, dict | list):
-            _lay_out_state(each, None, storages)
+            _align_state(each, None, storages)
         elif _is_dense(each) and storages[_storage(each)] == 1:
-            held[name] = laid_out(each) if each.shape == shape else aligned(each)
+            held[name] = with_alignment(each) if each.shape == shape else aligned(each)
 
 
 def _tensors(held: Any) -> Iterator[Tensor]:

@@ -85,7 +85,9 @@ class OptimizerState:
         _check_inner(optimizer)
         names = {id(parameter): name for name, parameter in named.items()}
         states, state.more = (
-            _own_states(optimizer) if has_own_pair(optimizer) else (dict(optimizer.state), {})
+            _own_states(optimizer)
+            if overrides_state_dict(optimizer)
+            else (dict(optimizer.state), {})
         )
         for key, values in states.items():
             if not isinstance(key, Tensor):
@@ -104,7 +106,7 @@ class OptimizerState:
             name: {**self.tensors.get(name, {}), **self.rest.get(name, {})}
             for name in {**self.tensors, **self.rest}
         }
-        if has_own_pair(optimizer):
+        if overrides_state_dict(optimizer):
             numbers = {
                 id(parameter): number for number, parameter in enumerate(_parameters(optimizer))
             }
@@ -135,8 +137,7 @@ class OptimizerState:
             )
 
 
-def has_own_pair(optimizer: Optimizer) -> bool:
-    """True if the optimizer overrides both `state_dict` and `load_state_dict`."""
+def overrides_state_dict(optimizer: Optimizer) -> bool:
     kind = type(optimizer)
     return (
         kind.state_dict is not Optimizer.state_dict
@@ -168,7 +169,9 @@ def allocate(
         parameter = named.get(name) if full.startswith(f"{prefix}/") else None
         if parameter is None or id(parameter) not in mine:
             continue
-        now = None if has_own_pair(optimizer) else optimizer.state.get(parameter, {}).get(key)
+        now = (
+            None if overrides_state_dict(optimizer) else optimizer.state.get(parameter, {}).get(key)
+        )
         if isinstance(now, Tensor):
             tensor = now
         elif shape == tuple(parameter.shape):
@@ -181,7 +184,7 @@ def allocate(
 
 
 def _check_inner(optimizer: Optimizer) -> None:
-    if has_own_pair(optimizer):
+    if overrides_state_dict(optimizer):
         return
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer) and value.state and value.state is not optimizer.state:

@@ -17,7 +17,7 @@ from lockstep.checkpoint.json_state import decode, encode
 from lockstep.comm.mesh import full_tensor, shard_as, to_local
 from lockstep.comm.world import World
 from lockstep.training.optim.gradient_norm import balanced_assignment
-from lockstep.training.optim.operands import laid_out
+from lockstep.training.optim.operands import with_alignment
 
 _STATE = "state"
 _REMEDY = (
@@ -87,7 +87,7 @@ class WholeTensorOptimizer:
         if self._owners[id(parameter)] != self._world.rank:
             return None
         mine = nn.Parameter(value.clone())
-        mine.grad = laid_out(gradient)
+        mine.grad = with_alignment(gradient)
         copied.state[mine] = {
             name: each.clone() if isinstance(each, Tensor) else each
             for name, each in gathered.items()
