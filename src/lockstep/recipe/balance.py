@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.field_docs import with_field_docs
-from lockstep.recipe.checks import check_callable, in_words
+from lockstep.recipe.checks import check_callable, in_words, is_int_or_float
 
 Over = Literal["microbatch", "step", "previous", "sample"]
 Scores = Literal["softmax", "sigmoid"]
@@ -82,8 +82,7 @@ class Balance:
 
 
 def _check_factor(name: str, value: Any) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf:
+    if not is_int_or_float(value) or not 0 <= value < math.inf:
         raise RecipeError(
             f"Balance.{name} is {in_words(value)}; it must be a finite number of at least 0"
         )

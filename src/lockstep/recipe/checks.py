@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 from lockstep.base.errors import RecipeError
 
@@ -20,7 +20,7 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def is_int_or_float(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -77,7 +77,7 @@ def check_drop_last(value: Any, epochs: Any, samples: int | None, global_batch: 
 
 
 def check_clip_norm(value: Any) -> None:
-    if value is not None and not (_is_number(value) and 0 < value < math.inf):
+    if value is not None and not (is_int_or_float(value) and 0 < value < math.inf):
         raise RecipeError(
             f"clip_norm={value!r}; a maximum norm is positive and finite; None turns clipping off"
         )

@@ -144,9 +144,7 @@ def parts(
 
 
 def digest_function(function: Any) -> str:
-    return hashlib.blake2b(
-        repr(sorted(parts(function).items())).encode(), digest_size=8
-    ).hexdigest()
+    return _digest(repr(sorted(parts(function).items())))
 
 
 class _RecipeReader(CodeReader):

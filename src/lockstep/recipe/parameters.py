@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.files import read_object
+from lockstep.recipe.checks import is_int_or_float
 
 Value = bool | int | float | str | None
 T = TypeVar("T", bool, int, float, str, None)
@@ -80,10 +81,7 @@ class Parameter:
     def _check_bounds(self) -> None:
         if self.low is None or self.high is None:
             raise self._error("has one bound; a search needs both; give low= and high=")
-        if any(
-            isinstance(each, bool) or not isinstance(each, int | float)
-            for each in (self.low, self.high, self.default)
-        ):
+        if not all(map(is_int_or_float, (self.low, self.high, self.default))):
             raise self._error(
                 f"has bounds and the default {self.default!r}; all three are numbers; give choices="
                 " for others"
@@ -155,11 +153,7 @@ class Parameter:
             )
         if self.low is None or self.high is None:
             return
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not self.low <= value <= self.high
-        ):
+        if not is_int_or_float(value) or not self.low <= value <= self.high:
             raise self._error(
                 f"has the value {value!r} ({source}); it must be a number from {self.low} to"
                 f" {self.high}; change it, or the bounds"
@@ -208,11 +202,7 @@ def _same(text: str, choice: Value) -> bool:
     if isinstance(choice, bool) and text.lower() == str(choice).lower():
         return True
     try:
-        return (
-            isinstance(choice, int | float)
-            and not isinstance(choice, bool)
-            and float(text) == choice
-        )
+        return is_int_or_float(choice) and float(text) == choice
     except ValueError:
         return False
 
