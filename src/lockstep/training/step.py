@@ -81,9 +81,9 @@ class Step:
         self._recomputation: Recomputation | None = None
         self._passes = 0
         self._seed_loop()
-        self._borrowed: tuple[Microbatch, MicrobatchChecksums] | None = None
+        self._recomputing: tuple[Microbatch, MicrobatchChecksums] | None = None
         """Another rank's microbatch that this rank is recomputing."""
-        self._held: list[tuple[Microbatch, Any, Routed]] | None = None
+        self._waiting: list[tuple[Microbatch, Any, Routed]] | None = None
         """Microbatches whose backward waits for all forwards. None if backwards do not wait."""
         self._number = 0
         self._has_begun = False
@@ -129,7 +129,7 @@ class Step:
         if self.source.recomputed and not self._is_repeated:
             self._recomputation = self._recompute_for_others(compute)
         compute()
-        if balance is not None and self._held is not None:
+        if balance is not None and self._waiting is not None:
             self._release(balance)
 
     def _recompute_for_others(self, compute: Callable[[], None]) -> Recomputation:
@@ -151,10 +151,10 @@ class Step:
     ) -> MicrobatchChecksums:
         checksums = MicrobatchChecksums()
         if item is not None:
-            self._borrowed = item, checksums
+            self._recomputing = item, checksums
             self._note_gradients()
             compute()
-            self._borrowed = None
+            self._recomputing = None
         return checksums
 
     def _hold_backwards(self) -> bool:
@@ -172,7 +172,7 @@ class Step:
         )
         if most > 1 and not keeps_inputs:
             return False
-        self._held = []
+        self._waiting = []
         return True
 
     def _count_first(
@@ -214,9 +214,9 @@ class Step:
         return self._contribution(terms, microbatch, balance_weights(self.weights))
 
     def _release(self, balance: ExpertBalance) -> None:
-        held, self._held = self._held or [], None
+        waiting, self._waiting = self._waiting or [], None
         balance.know_loads()
-        for current, loss, routed in held:
+        for current, loss, routed in waiting:
             self._current = current
             self._training.exchange.is_dummy = current.is_dummy
             self._accumulate(balance.terms(loss, routed))
@@ -297,8 +297,8 @@ class Step:
             routed = balance.routed(self.current.index, self.current.batch)
             if not self.current.is_dummy:
                 balance.count(routed)
-            if self._held is not None:
-                self._held.append((self.current, loss, routed))
+            if self._waiting is not None:
+                self._waiting.append((self.current, loss, routed))
                 return
             loss = balance.terms(loss, routed)
         self._accumulate(loss)
@@ -322,7 +322,7 @@ class Step:
                 self._probe.before_backward(self._number, current.index, part.total, grad_output)
         self._check_gradients()
         with module.gradient_hooks, self.comparing([current]):
-            if self._borrowed is not None:
+            if self._recomputing is not None:
                 self._recomputing_reducer.recompute(part.total, grad_output)
             else:
                 module.reducer.backward(
@@ -335,11 +335,11 @@ class Step:
 
     @property
     def is_recomputing(self) -> bool:
-        return self._borrowed is not None
+        return self._recomputing is not None
 
     def comparing(self, microbatches: Sequence[Microbatch]) -> AbstractContextManager[None]:
-        if self._borrowed is not None:
-            return self._discarding(self._borrowed[1])
+        if self._recomputing is not None:
+            return self._discarding(self._recomputing[1])
         if self._recomputation is None or (place := self._compared_among(microbatches)) is None:
             return NOTHING
         number = place if len(microbatches) > 1 else None
@@ -552,7 +552,8 @@ class Step:
 
     def batches(self) -> Iterator[tuple[Microbatch, Any]]:
         self._begin_statistics()
-        passes, only = len(self.committed), None if self._borrowed is None else self._borrowed[0]
+        passes = len(self.committed)
+        only = None if self._recomputing is None else self._recomputing[0]
         for current, batch in self._phases.during("data", self.source.batches(passes, only)):
             self._current = current
             self._training.microbatches += 1
@@ -573,7 +574,7 @@ class Step:
 
     def fetched(self) -> list[tuple[Microbatch, Any]]:
         self._begin_statistics()
-        only = None if self._borrowed is None else self._borrowed[0]
+        only = None if self._recomputing is None else self._recomputing[0]
         fetched = self._phases.during("data", self.source.batches(0, only))
         return [(current, self._changed(current, batch)) for current, batch in fetched]
 
