@@ -621,6 +621,7 @@ def _text_of(value: Any) -> str:
     )
 
 
+@cache
 def _default(name: str) -> Any:
     return next(field.default for field in fields(Plan) if field.name == name)
 

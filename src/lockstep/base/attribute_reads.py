@@ -6,6 +6,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -85,10 +86,12 @@ def _methods(kind: type, names: set[str]) -> Iterator[FunctionType]:
                 yield value
 
 
-def _read_by(code: CodeType) -> Iterator[str]:
-    """Yield the names of attributes and variables that a code object reads before it sets them."""
+@lru_cache(maxsize=1024)  # the loss check asks several times about the same code
+def _read_by(code: CodeType) -> frozenset[str]:
+    """Return the names of attributes and variables that a code object reads before it sets them."""
+    read: set[str] = set()
     if "getattr" in code.co_names:
-        yield from (each for each in code.co_consts if isinstance(each, str))
+        read |= {each for each in code.co_consts if isinstance(each, str)}
     steps = list(dis.get_instructions(code))
     # `calls += 1`, `self.log["norm"] = value`do not use the earlier value
     written = {_start(one) for one in steps if _writes(one)}
@@ -100,7 +103,8 @@ def _read_by(code: CodeType) -> Iterator[str]:
             is_set.add(one.argval)
         # from Python 3.12 on, an instruction with "NULL|" loads a method to call it
         elif one.opname in _LOADS and "NULL|" not in one.argrepr:
-            yield from {one.argval} - is_set
+            read |= {one.argval} - is_set
+    return frozenset(read)
 
 
 def _writes(one: dis.Instruction) -> bool:

@@ -125,7 +125,7 @@ def _sockets() -> dict[int, int]:
 def _descriptors() -> Iterator[tuple[int, int]]:
     for name in _entries("fd"):
         with contextlib.suppress(OSError):
-            match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(_PROCESS / "fd" / name))
+            match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"{_PROCESS}/fd/{name}"))
             if match:
                 yield int(match[1]), int(name)
 
