@@ -41,11 +41,11 @@ from lockstep.audit.request import AuditRequest
 from lockstep.audit.runner import SITE
 from lockstep.base.errors import install_excepthook
 from lockstep.base.garbage import freeze_for_good
-from lockstep.base.huge_pages import move_into_huge_pages
 from lockstep.launch.recovery import rejoin
 from lockstep.logging import recorder
 from lockstep.recipe.code import texts
 from lockstep.recipe.parameters import declared
+from lockstep.testing.huge_pages import move_into_huge_pages
 
 TESTS = Path(__file__).parent
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
