@@ -1,6 +1,6 @@
 """Detects that a forward leaves out a layer of experts (as stochastic depth does), or calls one
-more often. Each call of a layer has collectives, so a rank tells the others which layers it leaves
-out, and that its forward has ended."""
+more often. Each call of such a layer has collectives, so a rank tells the others which layers it
+leaves out, and that its forward has ended."""
 
 from __future__ import annotations
 

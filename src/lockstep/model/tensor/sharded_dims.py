@@ -86,7 +86,7 @@ def twice_as_many(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
 
 def check_drawn(func: Any, args: Any, kwargs: Any, shards: Sequence[Shard]) -> None:
     """Raise `RecipeError` if an argument holds random numbers that may have been drawn in a shard's
-    shape, because the function fails if only its sharded arguments become twice as large."""
+    shape. They were not, if the function works with sharded arguments of twice the size too."""
     drawn = [each for each in tensors_of(args, kwargs) if mark_of(each) is DRAWN]
     if not drawn:
         return

@@ -171,8 +171,7 @@ class ShardedFeatures(TorchFunctionMode):
 
     def _with_sharded(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._sliced is not None:
-            if checkpoints_saved_tensors() and saved_tensor_hooks() != self._entered[-1]:
-                raise unseen("torch.utils.checkpoint")
+            self._refuse_checkpoint()
             for tensor in tensors_of(args, kwargs):
                 check_backward(tensor)
         if func in ANSWERS and len(args) == 1 and not kwargs:
@@ -204,8 +203,7 @@ class ShardedFeatures(TorchFunctionMode):
             args, kwargs = mapped(with_full_gradient, args), mapped(with_full_gradient, kwargs)
         drop = self._drop(func, args, kwargs)
         if drop is not None or draws(func, args, kwargs):
-            if checkpoints_saved_tensors() and saved_tensor_hooks() != self._entered[-1]:
-                raise unseen("torch.utils.checkpoint")
+            self._refuse_checkpoint()
             if drop is None:
                 return self._drawn_in_full(func, args, kwargs)
             return set_mark(drop(), mark_of(tensors_of(args, kwargs)[0]))
@@ -216,6 +214,10 @@ class ShardedFeatures(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention_in_slices(*args, **kwargs)
         return self._forms.call(func, args, kwargs)
+
+    def _refuse_checkpoint(self) -> None:
+        if checkpoints_saved_tensors() and saved_tensor_hooks() != self._entered[-1]:
+            raise unseen("torch.utils.checkpoint")
 
     def _answer(self, func: Any, tensor: Tensor) -> Tensor:
         own: Tensor = func(tensor)
@@ -488,8 +490,8 @@ def _drawn_in_full_sequence(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mark_drawn(out: Any, args: Any, kwargs: Any) -> None:
-    """Mark `out` as random numbers or as computed from them, unless an argument of the same shape
-    requires a gradient and is not marked so: then this shape is not that of a shard."""
+    """Mark `out` as random numbers or as computed from them. An argument of the same shape that
+    requires a gradient shows that this shape is not a shard's, and so prevents the mark."""
     shapes = [
         each.shape
         for each in tensors_of(args, kwargs)

@@ -1,5 +1,5 @@
 """The styles of the `tensor` axis (tensor parallelism): maps patterns of module names to the way in
-which each module is sharded, including layers that peft has wrapped in LoRA adapters."""
+which each module is sharded. Layers that peft has wrapped in LoRA adapters are sharded too."""
 
 from __future__ import annotations
 
