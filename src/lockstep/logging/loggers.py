@@ -42,7 +42,7 @@ class WandB:
 
     def __init__(self, **settings: Any) -> None:
         """Raises `UserError` if the package is not installed."""
-        _check_installed("wandb", "wandb")
+        _check_installed("wandb")
         self._settings = settings
         self._run: Any = None
 
@@ -69,7 +69,7 @@ class MLflow:
 
     def __init__(self, *, experiment: str | None = None, tracking_uri: str | None = None) -> None:
         """Raises `UserError` if the package is not installed."""
-        _check_installed("mlflow", "mlflow")
+        _check_installed("mlflow")
         self._experiment = experiment
         self._tracking_uri = tracking_uri
         self._client: Any = None
@@ -159,11 +159,11 @@ class Loggers:
                     )
 
 
-def _check_installed(module: str, extra: str) -> None:
-    if importlib.util.find_spec(module) is None:
+def _check_installed(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
         raise UserError(
-            f"a logger that needs {module}, which is not installed; pip install"
-            f" 'lockstep-train[{extra}]'"
+            f"a logger that needs {package}, which is not installed; pip install"
+            f" 'lockstep-train[{package}]'"
         )
 
 

@@ -178,17 +178,14 @@ def drop_casts(group: nn.Module, *, is_root: bool) -> None:
             for each in held
             if (weight := gathered(each)) is not None and _may_be_cast(weight)
         }:
-            is_end = _is_output_of_block if is_root else partial(begins_forward_of, parameters)
+            begins = partial(begins_forward_of, parameters)
+            is_end = (lambda node: BLOCK in node.metadata) if is_root else begins
             drop_from_graph(list(outputs), weights, is_end, compared)
         if not is_root:
             for node in outputs:
                 node.metadata[BLOCK] = True
 
     group.register_forward_hook(after_forward)
-
-
-def _is_output_of_block(node: Any) -> bool:
-    return BLOCK in node.metadata
 
 
 def _may_be_cast(weight: Tensor) -> bool:

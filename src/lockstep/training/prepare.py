@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lockstep.base.errors import RecipeError
 from lockstep.data.generators import seed_generators
 from lockstep.keys import RandomStream, key
+from lockstep.model.consistency import check_checksums
 from lockstep.model.expert.routers import RoutedLayer
 from lockstep.model.initialization.initial_model import InitialModel
 from lockstep.model.parallelize import Parallelized, parallelize
@@ -105,7 +106,7 @@ def build_model(
             experts=options.experts,
             exchange=exchange,
         )
-    built.check_values(context.world)
+    check_checksums(built.checksums, context.world)
     return ParallelModel(built, parallel, pretrained, routed)
 
 

@@ -14,13 +14,7 @@ from lockstep.base.torch_private import (
     own_parameters,
 )
 from lockstep.comm.mesh import Mesh
-from lockstep.comm.world import World
-from lockstep.model.consistency import (
-    check_checksums,
-    check_structure,
-    checksums_of,
-    tensor_checksum,
-)
+from lockstep.model.consistency import check_structure, checksums_of, tensor_checksum
 from lockstep.model.initialization.deferred_init import DeferredModel, build
 from lockstep.model.initialization.recorder import CannotDefer
 
@@ -84,17 +78,13 @@ class InitialModel:
                     named[name] = values.get(id(tensor), tensor)
 
     def compute_checksums(self, parts: Iterable[str]) -> None:
-        """Compute checksums of modules that other ranks hold, for `check_values`."""
+        """Compute checksums of modules that other ranks hold, to compare them."""
         if self.deferred is not None:
             for part in parts:
                 module = self.module.get_submodule(part)
                 for tensor in (*module.parameters(), *module.buffers()):
                     if (name := self.deferred.names[id(tensor)]) not in self.given:
                         self.checksums[name] = tensor_checksum(self.deferred.materialize(tensor))
-
-    def check_values(self, world: World) -> None:
-        """Every rank calls it, and every rank raises."""
-        check_checksums(self.checksums, world)
 
     def _value(self, tensor: Tensor, deferred: DeferredModel, device: torch.device) -> Tensor:
         if (name := deferred.names[id(tensor)]) in self.given:
