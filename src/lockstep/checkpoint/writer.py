@@ -1,10 +1,10 @@
 """The writer process, which hashes, writes and commits saves: `python -m lockstep.checkpoint.writer
-MEMORY`. It does not import torch.
+MEMORY`. Does not import torch.
 
 MEMORY names the `SharedFile` that contains this rank's file. Standard input has the file's layout,
 then one save per line; standard output has one result per line, all in JSON. Every rank's writer
-writes the rank's file, and a note with its block hashes; rank 0's waits for the notes, writes the
-manifest and commits.
+writes the rank's file, and a note with its block hashes. Rank 0's writer waits for the notes,
+writes the manifest and commits.
 """
 
 from __future__ import annotations

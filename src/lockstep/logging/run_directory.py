@@ -58,8 +58,8 @@ _ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")
 
 
 class RunDirectory(Closing):
-    """A run directory to which only this process writes. It holds a kernel lock on the file `lock`,
-    which ends with the process."""
+    """A run directory to which only this process writes. A kernel lock on its file `lock` ends with
+    the process."""
 
     def __init__(self, path: Path, lock: _FileLock, *, is_resumed: bool, extends: bool) -> None:
         self.path = path
