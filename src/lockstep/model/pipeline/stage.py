@@ -229,7 +229,7 @@ class StageForwards:
 
     def called(self, stage: int, arguments: Arguments) -> Any:
         first, *others = self.parts[stage]
-        value = arguments.call(first)
+        value = first(*arguments.positional, **arguments.keywords)
         for part in others:
             value = part(value)
         return value
