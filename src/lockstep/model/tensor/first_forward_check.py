@@ -32,8 +32,7 @@ from lockstep.model.tensor.sharded_logits import gather_full
 from lockstep.model.trial import trial
 
 ROUNDINGS = 8.0
-"""Largest allowed relative error (in the norm) of a module's outputs, in units of the square root
-of the dtype's eps (3e-4 in float32)."""
+"""Largest allowed relative error (in the norm), in units of the square root of the dtype's eps."""
 MAX_GATHERED_ELEMENTS = 2**26
 """A module is not checked if the full weights of its sharded layers have more elements than this,
 and more than half of the elements of all sharded layers in the model."""

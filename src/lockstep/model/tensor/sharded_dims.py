@@ -1,8 +1,7 @@
 """Finds the sharded dim (that of the heads or features) in the result of a torch function whose
-arguments are shards. On the meta device with twice as many heads or features, the dim of the result
-that becomes twice as large is the sharded one. A function that only moves elements is called with
-their indices along the sharded dim in place of the elements: the dim along which they ascend is the
-sharded one."""
+arguments are shards. On the meta device with twice as many heads or features, the dim that becomes
+twice as large is the sharded one. A function that only moves elements is called with their indices
+along the sharded dim: the dim along which these ascend is the sharded one."""
 
 from __future__ import annotations
 
@@ -38,7 +37,6 @@ FAILS = (
 def shards_of(
     func: Any, args: Any, kwargs: Any, kinds: set[Kind], outs: Sequence[Tensor]
 ) -> list[Shard]:
-    """`outs`: the returned tensors, or tensors of their shapes."""
     given = [each for each in tensors_of(args, kwargs) if is_sharded(each)]
     dims = [sharded_dim(each) for each in given]
     if not outs or None in dims or "unknown" in kinds:

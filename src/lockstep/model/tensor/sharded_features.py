@@ -94,8 +94,7 @@ MATMUL = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
 
 
 class _AllReduceGradient(torch.autograd.Function):
-    """The identity on an unsharded tensor, before it is combined with a sharded one. Its gradient
-    is summed over the ranks."""
+    """The identity on an unsharded tensor. Its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:

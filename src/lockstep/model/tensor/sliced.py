@@ -65,8 +65,8 @@ def linear(
 def of_heads(
     compute: Callable[..., Tensor], tensors: Sequence[Tensor], dim: int, slices: Slices
 ) -> Tensor:
-    """Compute slice by slice of heads, because the bits of a product depend on its number of
-    heads. `dim`: the dim of heads."""
+    """Compute slice by slice of heads (`dim`), because the bits of a product depend on its number
+    of heads."""
     pieces = math.gcd(slices.own, *(each.shape[dim] for each in tensors))
     cut = [_cut(tensor, dim, pieces) for tensor in tensors]
     return torch.cat([aligned_gradient(compute(*each)) for each in zip(*cut, strict=True)], dim)

@@ -76,8 +76,7 @@ SAME_SHARDS: Mapping[str, Mapping[int | None, str]] = {
     "embedding": {0: "embedding", 1: "colwise_gathered"},
     "linear": {0: "vocabulary", 1: "rowwise_split"},
 }
-"""Kind of a layer that shares its weight with a sharded layer -> the dim along which that weight is
-sharded -> the layer's style."""
+"""Kind of a layer that shares a sharded weight -> the weight's sharded dim -> the layer's style."""
 HEADS = re.compile(r"(n|num|number_of)?_?((attention|key_value|kv|q|query)_)?n?heads?")
 FUSED = re.compile(
     r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gate_up(_proj)?)$", re.IGNORECASE
