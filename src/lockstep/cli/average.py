@@ -31,9 +31,10 @@ from lockstep.checkpoint.saved_model import MODEL, StateDictReader, read_safeten
 from lockstep.cli.arguments import json_option, launch_option, mode_option, model_option, print_json
 from lockstep.cli.evaluate import Metrics, measure
 from lockstep.cli.export import check_out, final_model, saved_model, write_model
+from lockstep.cli.run_script import assignments
 from lockstep.cli.target import Target, reachable
 from lockstep.logging.run_files import RUN
-from lockstep.recipe.parameters import saved_values, split_assignment
+from lockstep.recipe.parameters import saved_values
 from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.process import ended_by_signals
 from lockstep.search.request import direction_of
@@ -250,13 +251,13 @@ def _check_alike(first: _AveragedRun, other: _AveragedRun) -> None:
 def _launch_options(runs: Sequence[_AveragedRun], given: Mapping[str, Any]) -> dict[str, Any]:
     """Hyper-parameters have the values that all runs share, or the values of `--set`."""
     first = runs[0].parameters
-    shared = [
-        name for name in first if all(run.parameters.get(name) == first[name] for run in runs)
-    ]
-    values = {name: str(first[name]) for name in shared}
-    values |= dict(map(split_assignment, given["set"] or ()))
+    shared = {
+        name: value
+        for name, value in first.items()
+        if all(run.parameters.get(name) == value for run in runs)
+    }
     options = {name: given[name] for name in ("nproc", "plan", "share_devices")}
-    return {**options, "set": tuple(f"{name}={value}" for name, value in values.items())}
+    return {**options, "set": assignments(shared, given["set"] or ())}
 
 
 @dataclass(slots=True)

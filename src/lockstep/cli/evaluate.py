@@ -29,6 +29,7 @@ from lockstep.cli.target import Target
 from lockstep.evaluation import EvaluateRequest
 from lockstep.launch.environment import count_processes
 from lockstep.logging.run_files import RESULT, RUN, is_there, numbered
+from lockstep.recipe.parameters import saved_values
 from lockstep.scripts.launch import count_gpus, launch_script
 from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.process import never_trained
@@ -80,7 +81,7 @@ def command(best: bool, as_json: bool, source: str, line: ScriptLine | None, **g
     options.validate()
     run = None if _is_plain(Path(source)) else Target.find(source).run
     line = line or script_of(run, source, "evaluations come from a script's recipe")
-    given["set"] = assignments(run, options.set)
+    given["set"] = assignments({} if run is None else saved_values(run), options.set)
     with work_folder("lockstep-evaluate-") as folder:
         weights = Path(source) if _is_plain(Path(source)) else folder / MODEL
         if weights != Path(source):

@@ -40,6 +40,7 @@ from lockstep.logging.run_files import (
     read_rows,
 )
 from lockstep.plan import FIXED_IN_BITWISE, Plan
+from lockstep.recipe.parameters import saved_values
 from lockstep.replay.not_finite import NotFinite, first_words
 from lockstep.replay.request import ReplayRequest
 from lockstep.replay.step import (
@@ -156,7 +157,7 @@ def replayed_run(
             " replayed; give a SCRIPT with this training alone"
         )
     line = line or script_of(run, source, "a step is made again by the script")
-    given["set"] = assignments(run, ())
+    given["set"] = assignments(saved_values(run))
     plan = (read_metadata(run).get("plan") or {}).get("text")
     if plan is None:
         raise RunDirectoryError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lockstep.base.errors import LaunchError
 from lockstep.logging.run_files import read_metadata
-from lockstep.recipe.parameters import saved_values, split_assignment
+from lockstep.recipe.parameters import split_assignment
 from lockstep.scripts.line import ScriptLine
 
 OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
@@ -59,8 +60,8 @@ def without_options(words: Sequence[str]) -> Sequence[str]:
     return words[place:]
 
 
-def assignments(run: Path | None, given: Sequence[str]) -> tuple[str, ...]:
-    values = {} if run is None else saved_values(run)
+def assignments(values: Mapping[str, Any], given: Sequence[str] = ()) -> tuple[str, ...]:
+    """NAME=VALUE of `values` and of `given`, which take precedence."""
     texts = {name: str(value) for name, value in values.items()} | dict(
         map(split_assignment, given)
     )

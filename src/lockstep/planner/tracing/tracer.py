@@ -183,8 +183,7 @@ def trace_step(
         folder = str(stack.enter_context(locked_folder("lockstep-plan-")))
         ranks = options.rank, options.world_size, options.local_size
         world = stack.enter_context(fake_world(*ranks))
-        session = LoneSession(recipe, plan, world, options, folder, StepTraceHook())
-        session.hook.watch = watch
+        session = LoneSession(recipe, plan, world, options, folder, StepTraceHook(watch))
         try:
             with session:
                 train_in(session)
@@ -282,10 +281,10 @@ class StepTraceHook(ControlHook):
     """Records the second step, and ends the run."""
 
     mesh: Mesh
-    watch: Callable[[Run], object] | None = None
     fake: FakeTensorMode | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[Run], object] | None = None) -> None:
+        self._watch = watch
         self._stack = ExitStack()
         self._records = False
         self._tokens_per_sample: float | None = None
@@ -294,8 +293,8 @@ class StepTraceHook(ControlHook):
         self.mesh, self.recorder = mesh, TraceRecorder(axes_of(mesh))
 
     def before_steps(self, run: Run) -> None:
-        if self.watch is not None:
-            self.watch(run)
+        if self._watch is not None:
+            self._watch(run)
 
     def before_step(self, run: Run) -> None:
         if run.step < 1:
