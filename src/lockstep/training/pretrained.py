@@ -21,10 +21,10 @@ from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 from lockstep.model.consistency import tensor_checksum
 from lockstep.recipe.recipe import Weights
+from lockstep.training.optim.optimizer_state import Kinds
 from lockstep.training.state import aliases, list_names, named_tensors
 
 T = TypeVar("T")
-Kinds = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (dtype, shape)
 
 
 @dataclass(frozen=True, slots=True)
