@@ -104,7 +104,7 @@ def senders(names: str) -> tuple[int, int, bool, bool]:
     )
     made = Senders.of(with_hosts)
     hosts.close()
-    return made.rank, made.size, made.includes_this_rank, made.host_shared_memory is not None
+    return made.rank, made.size, made.includes_this_rank, hosts.shared_memory is not None
 
 
 def test_of_several_hosts_one_rank_of_each_sends(pool: WorkerPool) -> None:

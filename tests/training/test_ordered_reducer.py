@@ -10,6 +10,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.plan import Plan
 from lockstep.recomputed import Computed
+from lockstep.training.reducers.agreement import StepAgreement
 from lockstep.training.reducers.microbatch_checksums import MicrobatchChecksums
 from lockstep.training.reducers.ordered import OrderedReducer
 
@@ -18,7 +19,10 @@ def test_a_microbatch_recomputed_after_the_sum_has_its_own_gradient() -> None:
     """The third rank decides when gradients have been summed."""
     world = World(0, 1, 0, 1, torch.device("cpu"), owns_group=False)
     weight = nn.Parameter(torch.tensor([1.0, 2.0]))
-    reducer = OrderedReducer([weight], Mesh.of(world, Plan(replicate=1)), max_microbatches=2)
+    mesh = Mesh.of(world, Plan(replicate=1))
+    reducer = OrderedReducer(
+        [weight], mesh, max_microbatches=2, agreement=StepAgreement(mesh.summed())
+    )
     reducer.begin_step(2, MicrobatchAssignment(1))
     rows = torch.tensor([[0.3, 0.7], [1.1, 1.3]])
     one = torch.ones(())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,9 +106,18 @@ class Senders:
     def includes_this_rank(self) -> bool:
         return self.hierarchy is None or self.hierarchy.leader_group is not None
 
-    @property
-    def host_shared_memory(self) -> SharedMemoryGroup | None:
-        return None if self.hierarchy is None else self.hierarchy.shared_memory
+    def sum_on_host(self, tensor: Tensor) -> None:
+        """All-reduce `tensor` over the ranks of this host, unless every rank sends."""
+        if self.hierarchy is not None and self.hierarchy.shared_memory is not None:
+            self.hierarchy.shared_memory.all_reduce(tensor)
+
+    def broadcast_on_host(self, tensor: Tensor) -> None:
+        """Replace `tensor` by the one of this host's sender, unless every rank sends."""
+        if self.hierarchy is not None and self.hierarchy.shared_memory is not None:
+            self.hierarchy.shared_memory.broadcast(tensor, 0)
+
+    def abort_on_error(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.hierarchy is None else self.hierarchy.abort_on_error()
 
 
 class CompressedAllReduce:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import atexit
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from lockstep.comm.devices import TIMEOUT
 from lockstep.comm.hierarchical import HierarchicalAllReduce, forget_leader_groups
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
-from lockstep.plan import Axis, Plan
+from lockstep.plan import Axis, Divided, Plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -65,20 +65,16 @@ class Mesh:
     which its experts are divided."""
 
     def __post_init__(self) -> None:
-        alone = replace(self.world, rank=0, size=1, owns_group=False)
-        object.__setattr__(self, "alone", alone)
-        for name, asked in (
-            ("data", _deals),
-            ("replicas", _copies),
-            ("stages", _stacks),
-            ("tokens", _cuts),
+        object.__setattr__(self, "alone", replace(self.world, rank=0, size=1, owns_group=False))
+        for name, axes in (
+            ("data", _dividing("microbatches", self.larger)),
+            ("replicas", _with_same_state(self.larger)),
+            ("stages", _dividing("layers", self.larger)),
+            ("tokens", _dividing("tokens", self.larger)),
+            ("parts", _sharded(self.larger) or _dividing("experts", self.larger)),
         ):
-            object.__setattr__(self, name, self.along(asked))
-        sharded = _sharded(self.larger)
-        object.__setattr__(
-            self, "parts", self._world_along(sharded or _names(self.larger, _divides_experts))
-        )
-        object.__setattr__(self, "loss_parts", alone if self.bitwise else self.tokens)
+            object.__setattr__(self, name, self._along(axes))
+        object.__setattr__(self, "loss_parts", self.alone if self.bitwise else self.tokens)
 
     @classmethod
     def of(cls, world: World, plan: Plan) -> Mesh:
@@ -88,10 +84,16 @@ class Mesh:
         atexit.register(_at_exit)
         larger = plan.larger
         together = [
-            _names(larger, asked)
-            for asked in (_deals, _copies, _stacks, _cuts, _sums, _sums_of_expert)
+            _dividing("microbatches", larger),
+            _with_same_state(larger),
+            _dividing("layers", larger),
+            _dividing("tokens", larger),
+            _summed(larger),
+            _summed(larger, of_expert=True),
+            _sharded(larger),
+            _sharded_experts(larger),
+            _copies_of_dense(larger),
         ]
-        together += [_sharded(larger), _sharded_experts(larger), _copies_of_dense(larger)]
         wanted = tuple(dict.fromkeys([*((axis.name,) for axis in larger), *filter(None, together)]))
         torch_mesh = expert_mesh = None
         if len(larger) < 2 and all(axis.same_state for axis in larger):
@@ -104,7 +106,7 @@ class Mesh:
             (torch_mesh, expert_mesh), made = _make_meshes(world, sizes, wanted, tuple(dims))
             groups = {names: _part(world, group) for names, group in made.items()}
         groups, reasons = _with_shared_memory(
-            world, plan, groups, data=_names(larger, _deals), summed=_names(larger, _sums)
+            world, plan, groups, data=_dividing("microbatches", larger), summed=_summed(larger)
         )
         bitwise = plan.numerics == "bitwise"
         return cls(world, larger, torch_mesh, expert_mesh, groups, reasons, bitwise)
@@ -118,32 +120,29 @@ class Mesh:
     def axis(self, name: str) -> World:
         return self.groups.get((name,)) or self.alone
 
-    def along(self, asked: Callable[[Axis], bool]) -> World:
-        """Return the processes that differ from this one only in their positions on the axes for
-        which `asked` returns True."""
-        return self._world_along(_names(self.larger, asked))
-
-    def _world_along(self, names: tuple[str, ...]) -> World:
+    def _along(self, names: tuple[str, ...]) -> World:
         return self.groups[names] if names else self.alone
 
     def summed(self, parameter: Tensor | None = None) -> World:
         """The processes over which a parameter's gradient is summed after the backward."""
         is_expert = parameter is not None and self.is_expert(parameter)
-        sums = _sums_of_expert if is_expert else _sums
-        return self.along(lambda axis: sums(axis) and self.sums_over(axis))
+        names = _summed(self.larger, of_expert=is_expert)
+        return self._along(
+            tuple(axis.name for axis in self.larger if axis.name in names and self.sums_over(axis))
+        )
 
     def sums_over(self, axis: Axis) -> bool:
-        return _sums(axis) and not (self.bitwise and _cuts(axis))
+        return axis.sums == "all" and not (self.bitwise and "tokens" in axis.divides)
 
     def is_expert(self, parameter: Tensor) -> bool:
         dims = _divided_dims(parameter)
-        return any(_divides_experts(axis) and axis.name in dims for axis in self.larger)
+        return any(name in dims for name in _dividing("experts", self.larger))
 
     def shards(self, parameter: Tensor | None = None) -> World:
         """The processes over which FSDP2 shards a parameter. `None`: any parameter that belongs to
         no expert."""
         is_expert = parameter is not None and self.is_expert(parameter)
-        return self._world_along((_sharded_experts if is_expert else _sharded)(self.larger))
+        return self._along((_sharded_experts if is_expert else _sharded)(self.larger))
 
     def shard_mesh(self, parameter: Tensor | None = None) -> DeviceMesh:
         is_expert = parameter is not None and self.is_expert(parameter)
@@ -157,12 +156,12 @@ class Mesh:
         rank."""
         if self.is_expert(tensor):
             return self.replicas
-        return self._world_along(_copies_of_dense(self.larger))
+        return self._along(_copies_of_dense(self.larger))
 
     def is_first(self, tensor: Tensor) -> bool:
         divided = divided_over(tensor)
         return all(
-            axis.name in divided or _stacks(axis) or self.axis(axis.name).rank == 0
+            axis.name in divided or "layers" in axis.divides or self.axis(axis.name).rank == 0
             for axis in self.larger
         )
 
@@ -172,52 +171,38 @@ class Mesh:
         return state if self.stages.size == 1 else PipelineStateDict(state, self.stages)
 
 
-def _deals(axis: Axis) -> bool:
-    return "microbatches" in axis.divides
+def _dividing(what: Divided, axes: Sequence[Axis]) -> tuple[str, ...]:
+    return tuple(axis.name for axis in axes if what in axis.divides)
 
 
-def _copies(axis: Axis) -> bool:
-    return axis.same_state
+def _with_same_state(axes: Sequence[Axis]) -> tuple[str, ...]:
+    return tuple(axis.name for axis in axes if axis.same_state)
 
 
-def _stacks(axis: Axis) -> bool:
-    return "layers" in axis.divides
-
-
-def _cuts(axis: Axis) -> bool:
-    return "tokens" in axis.divides
-
-
-def _sums(axis: Axis) -> bool:
-    return axis.sums == "all"
-
-
-def _divides_experts(axis: Axis) -> bool:
-    return "experts" in axis.divides
-
-
-def _sums_of_expert(axis: Axis) -> bool:
-    return _sums(axis) and not _divides_experts(axis)
-
-
-def _names(axes: Sequence[Axis], asked: Callable[[Axis], bool]) -> tuple[str, ...]:
-    return tuple(axis.name for axis in axes if asked(axis))
+def _summed(axes: Sequence[Axis], *, of_expert: bool = False) -> tuple[str, ...]:
+    """Names of the axes over which a gradient is summed."""
+    return tuple(
+        axis.name
+        for axis in axes
+        if axis.sums == "all" and not (of_expert and "experts" in axis.divides)
+    )
 
 
 def _sharded(axes: Sequence[Axis]) -> tuple[str, ...]:
-    if not any("parameters" in axis.divides for axis in axes):
+    if not _dividing("parameters", axes):
         return ()
-    return _names(axes, lambda axis: axis.shards_parameters)
+    return tuple(axis.name for axis in axes if axis.shards_parameters)
 
 
 def _sharded_experts(axes: Sequence[Axis]) -> tuple[str, ...]:
-    experts = _names(axes, _divides_experts)
+    experts = _dividing("experts", axes)
     return tuple(name for name in _sharded(axes) if name not in experts)
 
 
 def _copies_of_dense(axes: Sequence[Axis]) -> tuple[str, ...]:
-    sharded = _sharded(axes)
-    return _names(axes, lambda axis: axis.same_state or (_divides_experts(axis) and not sharded))
+    """Names of the axes whose ranks hold the same part of a tensor that belongs to no expert."""
+    copied = {*_with_same_state(axes), *(() if _sharded(axes) else _dividing("experts", axes))}
+    return tuple(axis.name for axis in axes if axis.name in copied)
 
 
 def _dims(axes: Sequence[Axis], sharded: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:

@@ -31,6 +31,7 @@ from lockstep.model.pipeline.stages import (
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.running_statistics import RunningStatistics
 from lockstep.plan import Plan, Schedule
+from lockstep.training.reducers.agreement import StepAgreement
 from lockstep.training.reducers.post_backward import PostBackwardReducer
 from lockstep.training.reducers.tied import TiedGradients
 
@@ -293,7 +294,9 @@ def in_two_pipelines(name: str, schedule: Schedule, steps: list[list[int]]) -> l
     mesh = Mesh.of(world(), Plan(replicate=2, pipeline=2, transport="torch"))
     model, pipeline, tied = staged(name, schedule, torch.float32, mesh.axis("pipeline"))
     parameters = list(model.parameters())
-    reducer = PostBackwardReducer(parameters, mesh, max_microbatches=8)
+    reducer = PostBackwardReducer(
+        parameters, mesh, max_microbatches=8, agreement=StepAgreement(mesh.summed())
+    )
     found = []
     for step, sizes in enumerate(steps):
         reducer.begin_step(len(sizes), MicrobatchAssignment(2))

@@ -44,6 +44,7 @@ from lockstep.model.tensor.styles import tensor_styles
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.optim.gradient_norm import clip
 from lockstep.training.optim.optimizers import separate_meshes
+from lockstep.training.reducers.agreement import StepAgreement
 from lockstep.training.reducers.fsdp import FsdpReducer
 from lockstep.training.reducers.post_backward import PostBackwardReducer
 
@@ -126,11 +127,23 @@ def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
             keep_casts=True,
         )
     parameters = list(model.parameters())
+    agreement = StepAgreement(mesh.summed())
     reducer: Any = (
-        FsdpReducer(model, parameters, mesh, bitwise=False, max_microbatches=MICROBATCHES)
+        FsdpReducer(
+            model,
+            parameters,
+            mesh,
+            bitwise=False,
+            max_microbatches=MICROBATCHES,
+            agreement=agreement,
+        )
         if sizes.get("shard", 1) > 1
         else PostBackwardReducer(
-            parameters, mesh, max_microbatches=MICROBATCHES, complete=reduce_partial_gradients
+            parameters,
+            mesh,
+            max_microbatches=MICROBATCHES,
+            complete=reduce_partial_gradients,
+            agreement=agreement,
         )
     )
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=True)

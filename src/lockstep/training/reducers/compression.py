@@ -6,7 +6,6 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -80,13 +79,6 @@ class Bucket(NamedTuple):
             (gradient for gradient, parameter in parts if parameter is stats), self.buffer[:0]
         )
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of `flat` with the offsets, shapes and strides of the bucket's gradients."""
-        start = self.buffer.storage_offset() - flat.storage_offset()
-        return [
-            flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in self.gradients
-        ]
-
 
 class Rounded(Compression):
     def __init__(
@@ -116,17 +108,12 @@ class Rounded(Compression):
         current = Bucket.of(bucket)
         self._start(current, stats)
         if bucket.is_last():
-            with (
-                nullcontext()
-                if self._senders.hierarchy is None
-                else self._senders.hierarchy.abort_on_error()
-            ):
+            with self._senders.abort_on_error():
                 self._end(stats)
         return current.done
 
     def _start(self, bucket: Bucket, stats: Tensor) -> None:
-        if self._senders.host_shared_memory is not None:
-            self._senders.host_shared_memory.all_reduce(bucket.buffer)
+        self._senders.sum_on_host(bucket.buffer)
         summed = CompressedAllReduce(
             self._rounding, self._senders, keeps_residual=self._keeps_residual
         )
@@ -136,11 +123,7 @@ class Rounded(Compression):
             exact.zero_()
             if self._keeps_residual:
                 torch._foreach_add_(*self._with_residuals(bucket, bucket.buffer))
-            with (
-                nullcontext()
-                if self._senders.hierarchy is None
-                else self._senders.hierarchy.abort_on_error()
-            ):
+            with self._senders.abort_on_error():
                 summed.start(bucket.buffer, exact_stats)
         self._sums.append((bucket, summed))
 
@@ -161,8 +144,7 @@ class Rounded(Compression):
                 summed.finish(bucket.buffer, exact_stats)
                 exact.copy_(exact_stats)
         for bucket, _ in sums:
-            if self._senders.host_shared_memory is not None:
-                self._senders.host_shared_memory.broadcast(bucket.buffer, 0)
+            self._senders.broadcast_on_host(bucket.buffer)
             bucket.done.set_result(bucket.buffer)
 
     def _with_residuals(self, bucket: Bucket, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -170,7 +152,9 @@ class Rounded(Compression):
         of each."""
         known = [
             (part, self._residuals[id(p)])
-            for part, p in zip(bucket.views(flat), bucket.parameters, strict=True)
+            for part, p in zip(
+                views_like(bucket.gradients, bucket.buffer, flat), bucket.parameters, strict=True
+            )
             if id(p) in self._residuals
         ]
         return [part for part, _ in known], [residual for _, residual in known]
@@ -227,11 +211,7 @@ class LowRank(Compression):
         if bucket.is_last():
             buckets, self._buckets = self._buckets, []
             began = time.perf_counter()
-            with (
-                nullcontext()
-                if self._senders.hierarchy is None
-                else self._senders.hierarchy.abort_on_error()
-            ):
+            with self._senders.abort_on_error():
                 self._sum(
                     {
                         id(p): g
@@ -254,12 +234,10 @@ class LowRank(Compression):
             if not tensors:
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            if self._senders.host_shared_memory is not None:
-                self._senders.host_shared_memory.all_reduce(flat)
+            self._senders.sum_on_host(flat)
             if self._senders.includes_this_rank:
                 add(flat)
-            if self._senders.host_shared_memory is not None:
-                self._senders.host_shared_memory.broadcast(flat, 0)
+            self._senders.broadcast_on_host(flat)
             parts = torch.split(flat, [tensor.numel() for tensor in tensors])
             torch._foreach_copy_(
                 tensors,
@@ -359,3 +337,9 @@ def gradients_of(bucket: GradBucket) -> list[Tensor]:
         )
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
     ]
+
+
+def views_like(gradients: Sequence[Tensor], buffer: Tensor, flat: Tensor) -> list[Tensor]:
+    """Views of `flat` with the offsets, shapes and strides that `gradients` have in `buffer`."""
+    start = buffer.storage_offset() - flat.storage_offset()
+    return [flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in gradients]

@@ -36,7 +36,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.torch_collectives import waits
 from lockstep.training.reducers.agreement import StepAgreement
-from lockstep.training.reducers.compression import Compression, gradients_of
+from lockstep.training.reducers.compression import Compression, gradients_of, views_like
 from lockstep.training.reducers.dummies import dummy_backward
 from lockstep.training.reducers.microbatch_checksums import Recording
 from lockstep.training.reducers.step_stats import (
@@ -97,7 +97,7 @@ class DdpReducer:
         bitwise: bool,
         max_microbatches: int,
         compression: Compression | None = None,
-        agreement: StepAgreement | None = None,
+        agreement: StepAgreement,
     ) -> None:
         world = mesh.summed()
         self._waits_in_torch = world.hierarchy is None and compression is None
@@ -286,7 +286,7 @@ class DdpReducer:
         if self._mine:
             counter.push(last_leaf)
         nodes = [
-            buffer if value is last_leaf else _flatten(value, like=bucket)
+            buffer if value is last_leaf else _flatten(value, last_leaf, buffer)
             for value in counter.values
         ]
         ordered = OrderedSum(nodes, self._nodes, self._world)
@@ -301,15 +301,10 @@ class DdpReducer:
         return future
 
 
-def _flatten(value: Sequence[Tensor], like: GradBucket) -> Tensor:
-    """One tensor for each gradient of the DDP bucket `like`, with its offset and strides."""
-    buffer = like.buffer()
+def _flatten(value: Sequence[Tensor], gradients: Sequence[Tensor], buffer: Tensor) -> Tensor:
+    """Copy the tensors into a flat buffer, with the offsets that `gradients` have in `buffer`."""
     flat = torch.zeros_like(buffer)
-    start = buffer.storage_offset()
-    views = [
-        flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in gradients_of(like)
-    ]
-    torch._foreach_copy_(views, list(value))
+    torch._foreach_copy_(views_like(gradients, buffer, flat), list(value))
     return flat
 
 

@@ -69,7 +69,7 @@ class FsdpReducer:
         leaves: Sequence[Leaves] = (),
         part_leaves: Sequence[PartLeaf] = (),
         stages: Sequence[nn.Module] = (),
-        agreement: StepAgreement | None = None,
+        agreement: StepAgreement,
     ) -> None:
         """`leaves`: the tensors that keep the gradients of experts apart for the rows of each rank.
         `part_leaves`: the tensors that keep the gradients of a shared parameter apart for each
@@ -81,7 +81,6 @@ class FsdpReducer:
         self._replicas = mesh.replicas
         self._bitwise = bitwise
         self._unused = UnusedParameters(self._parameters, mesh.summed())
-        agreement = agreement or StepAgreement(mesh.summed())
         self._doing = agreement.doing
         self._scatters: list[Scatter] = []
         places = {id(parameter): place for place, parameter in enumerate(parameters)}

@@ -39,7 +39,7 @@ class OrderedReducer:
         *,
         max_microbatches: int,
         stages: Sequence[Sequence[nn.Parameter]] | None = None,
-        agreement: StepAgreement | None = None,
+        agreement: StepAgreement,
     ) -> None:
         """`stages`: the parameters of each of this rank's stages of a pipeline."""
         self._parameters = list(parameters)

@@ -31,7 +31,7 @@ class PostBackwardReducer:
         *,
         max_microbatches: int,
         complete: Callable[[Sequence[nn.Parameter]], None] | None = None,
-        agreement: StepAgreement | None = None,
+        agreement: StepAgreement,
     ) -> None:
         """`complete`: called before the reduction, to sum gradients of which each rank of a model
         replica has only a part."""

@@ -42,7 +42,7 @@ class RoundsReducer:
         *,
         max_microbatches: int,
         stages: Sequence[Sequence[nn.Parameter]] | None = None,
-        agreement: StepAgreement | None = None,
+        agreement: StepAgreement,
     ) -> None:
         """`model`: under a pipeline, this rank's stages. `leaves`: the tensors that keep the
         gradients of experts apart for each rank's rows. `part_leaves`: the tensors that keep the

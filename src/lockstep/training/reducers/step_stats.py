@@ -53,7 +53,7 @@ class StepStatsVector:
         parameters: Sequence[Tensor],
         max_microbatches: int,
         device: torch.device,
-        agreement: StepAgreement | None = None,
+        agreement: StepAgreement,
     ) -> None:
         self._parameters = len(parameters)
         self._max_microbatches = max_microbatches
@@ -63,7 +63,7 @@ class StepStatsVector:
         self._device = device
         self._agreement = agreement
         first = self._parameters + 2 * max_microbatches
-        self._compared = slice(first, first + (0 if agreement is None else agreement.count))
+        self._compared = slice(first, first + agreement.count)
         self.length = self._compared.stop + 1
 
     def pack(
@@ -78,9 +78,8 @@ class StepStatsVector:
         microbatches used. `share`: indices of this rank's microbatches in the step."""
         row = np.zeros(self.length, dtype=np.float64 if self.dtype is torch.float64 else np.float32)
         row[: self._parameters] = used
-        if self._agreement is not None:
-            row[self._compared] = self._agreement.numbers()
-            self._agreement.end_step()
+        row[self._compared] = self._agreement.numbers()
+        self._agreement.end_step()
         row[-1] = flag
         columns = [
             (self._parameters, values),
@@ -99,7 +98,7 @@ class StepStatsVector:
 
     def own_numbers(self) -> Tensor | None:
         """For a run on a single rank, where no vector is summed."""
-        if self._agreement is None or not self._agreement.count:
+        if not self._agreement.count:
             return None
         numbers = torch.tensor(self._agreement.numbers())
         self._agreement.end_step()
