@@ -53,12 +53,9 @@ from torch.utils.data._utils.collate import (
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp._fully_shard._fsdp_api import (
-        AllGather as AllGather,
-        ReduceScatter as ReduceScatter,
-    )
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
         DefaultAllGather as DefaultAllGather,
+        DefaultReduceScatter as DefaultReduceScatter,
     )
     from torch.optim import Optimizer
 
@@ -69,11 +66,7 @@ unsafe_view = torch.ops.aten._unsafe_view.default
 """Like `Tensor.view`, for a tensor that nothing else refers to: autograd does not track the result
 as a view."""
 
-_FSDP = {
-    "AllGather": "_fsdp_api",
-    "ReduceScatter": "_fsdp_api",
-    "DefaultAllGather": "_fsdp_collectives",
-}
+_FSDP = ("DefaultAllGather", "DefaultReduceScatter")
 """Imported when first used, because this takes long."""
 
 IMPORTED_IN_TRAINING = (
@@ -118,7 +111,7 @@ FAKE_PARAMETER_MARK = "_is_param"
 def __getattr__(name: str) -> Any:
     if name not in _FSDP:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"torch.distributed.fsdp._fully_shard.{_FSDP[name]}"), name)
+    return getattr(import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives"), name)
 
 
 # Tensors

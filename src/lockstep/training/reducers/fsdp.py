@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import (
-    AllGather,
     DefaultAllGather,
-    ReduceScatter,
+    DefaultReduceScatter,
     backward_number,
     fsdp_parameter_group,
     gradient_hook_counts,
@@ -551,14 +550,11 @@ class ForwardEnds:
             self._memory.all_gather(self._parts[1:], self._parts[:1], self._label)
 
 
-class SharedMemoryAllGather(AllGather):
+class SharedMemoryAllGather(DefaultAllGather):
     def __init__(self, memory: SharedMemoryGroup, label: str, ends: ForwardEnds | None) -> None:
         self._memory = memory
         self._ends = ends
         self._label = memory.label(f"gathers {label}")
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -588,7 +584,7 @@ class NotedAllGather(DefaultAllGather):
         return work
 
 
-class Scatter(ReduceScatter):
+class Scatter(DefaultReduceScatter):
     """The reduce-scatter for one FSDP2 parameter group. FSDP2 calls it several times in a round if
     the forward calls the model several times. Outside of a step (when another model's loss is
     differentiated through this model) it exchanges nothing."""
@@ -637,9 +633,6 @@ class Scatter(ReduceScatter):
 
     def end(self) -> None:
         self._in_step = False
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
