@@ -22,7 +22,7 @@ from lockstep.base.loop_flow import carried_into_loss, kept_by_methods, used_by_
 from lockstep.base.torch_private import tree_leaves, version
 from lockstep.comm.mesh import to_local
 from lockstep.hooks.loop_variables import frame_of_script, local_variables, loop_of
-from lockstep.hooks.loss_check import tell_state
+from lockstep.hooks.loss_check import report_state
 from lockstep.training.checksum import checksum
 from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
@@ -143,7 +143,7 @@ class CarriedVariables(ControlHook):
             name = differing[0]
             values = [f"{found.get(name)} on rank {at}" for at, (found, _) in enumerate(everyone)]
             is_number = isinstance(mine.get(name), float)
-            tell_state(
+            report_state(
                 run,
                 f"{what.format(first_few(differing))}, and {name} is"
                 f" {first_few(values) if is_number else 'not the same on all ranks'}: what is"

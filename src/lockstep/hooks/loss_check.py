@@ -71,11 +71,11 @@ class Findings(NamedTuple):
     """The loss of a microbatch differs from the mean loss of its two halves."""
     unchecked: str | None = None
     """The reason why the loss could not be checked."""
-    talks: str | None = None
+    collective: str | None = None
     """The torch.distributed collective that the loss calls."""
 
 
-class Tried(NamedTuple):
+class LossTrial(NamedTuple):
     """The loss of a microbatch or of a half of it, checksums of the model's output, and the means
     over labels."""
 
@@ -84,7 +84,7 @@ class Tried(NamedTuple):
     means: Sequence[LabelMean] = ()
 
 
-class Talks(str):
+class CalledCollective(str):
     """The name of a collective that the loss called in a trial."""
 
     __slots__ = ()
@@ -103,7 +103,7 @@ class Failed(str):
         return failed
 
 
-Outcome = Tried | str
+Outcome = LossTrial | str
 """The result of a trial, or as text the reason why there is none."""
 NOTHING = Findings()
 IS_RANDOM = Findings(unchecked="it draws random numbers, without dropout too")
@@ -136,14 +136,14 @@ class LossCheck(ControlHook):
         with restored([*attributes_of(run.model), *_kept_by(run.recipe)]):
             if not _takes_outputs(run):
                 item = run.training.current.peek()
-                found = NOTHING if item is None else _tried_alone(run, run.recipe, item)
+                found = NOTHING if item is None else _check_alone(run, run.recipe, item)
                 is_random = run.context.world.any(found == IS_RANDOM)
                 if run.recipe.inputs is None or not is_random:
-                    _tell(run, found)
+                    _report(run, found)
                     return
-                if _tell(run, NOTHING if found == IS_RANDOM else found):
+                if _report(run, NOTHING if found == IS_RANDOM else found):
                     return
-            elif _may_fail(run) and _tell(run, _tried_twice(run, run.recipe)):
+            elif _may_fail(run) and _report(run, _check_twice(run, run.recipe)):
                 return
         if run.recipe.inputs is not None:
             self._is_watching, self._item = True, run.training.current.peek()
@@ -178,13 +178,13 @@ class LossCheck(ControlHook):
         ):
             if self._item is not None:
                 item = replace(self._item, batch=[output, batch])
-                self._found = _tried_on(item, partial(_of_output, run, loss), run)
+                self._found = _check_on_halves(item, partial(_try_loss, run, loss), run)
         return loss(output, batch)
 
     def after_step(self, run: Run) -> None:
         if self._is_watching:
             self._is_watching, self._item = False, None
-            _tell(run, self._found)
+            _report(run, self._found)
 
 
 def _kept_by(recipe: Recipe) -> Iterator[dict[str, Any]]:
@@ -211,25 +211,25 @@ def _is_compiled(run: Run) -> bool:
     return bool(run.context.plan.compile) or is_compiled(run.model)
 
 
-def _tell(run: Run, found: Findings) -> bool:
+def _report(run: Run, found: Findings) -> bool:
     """Report the findings of all ranks. Returns True if the loss keeps a value or depends on the
     microbatches. Every rank calls it."""
     everyone = run.context.world.gather_values(found)
-    kept, counts, cut, unchecked, talks = (
+    kept, counts, cut, unchecked, collective = (
         next((each for each in reasons if each), None) for reasons in zip(*everyone, strict=True)
     )
-    if talks is not None:
+    if collective is not None:
         raise LossError(
-            f"the loss calls {talks} of torch.distributed; ranks may have unequally many"
+            f"the loss calls {collective} of torch.distributed; ranks may have unequally many"
             " microbatches, so the call would mix them up, or wait for ever; to divide by a sum"
             " over all ranks, return ls.Sum(total) and give Recipe.weight = batch -> this"
             " microbatch's part of the sum; to compare samples of all ranks, give"
             " Recipe.batch_loss"
         )
     if kept is not None:
-        tell_kept(run, kept)
+        report_kept_value(run, kept)
     elif counts is not None:
-        tell_state(run, counts)
+        report_state(run, counts)
     elif cut is not None:
         run.training.remark(
             Remark(
@@ -247,9 +247,9 @@ def _tell(run: Run, found: Findings) -> bool:
     return kept is not None or counts is not None or cut is not None
 
 
-def tell_kept(run: Run, kept: str) -> None:
+def report_kept_value(run: Run, kept: str) -> None:
     """Every rank calls it."""
-    tell_state(
+    report_state(
         run,
         f"{kept}; the loss or the model keeps a value that it changes (a hidden state, a running"
         " centre, a queue), and each rank would change its own, by its own microbatches; make it a"
@@ -260,27 +260,27 @@ def tell_kept(run: Run, kept: str) -> None:
     )
 
 
-def tell_state(run: Run, text: str) -> None:
+def report_state(run: Run, text: str) -> None:
     """Warn about state that each rank changes by its own microbatches. Every rank calls it."""
     if run.context.plan.numerics == "bitwise":
         raise LossError(f"{text}; or drop numerics=bitwise")
     run.training.remark(Remark("loss-keeps-state", {"reason": text}, f"warning: {text}"))
 
 
-def _tried_alone(run: Run, recipe: Recipe, item: Microbatch) -> Findings:
+def _check_alone(run: Run, recipe: Recipe, item: Microbatch) -> Findings:
     """The microbatch's forward has no collectives."""
     twice, numbers = [], [_numbers(run, recipe)]
     for _ in range(2):
-        twice.append(_computed(run, recipe, _piece(item, (0, None), 0), training=True))
+        twice.append(_try_model(run, recipe, _piece(item), training=True))
         numbers.append(_numbers(run, recipe))
-    counts = _counters(run, *numbers)
-    found = Findings(talks=_talks(twice), kept=_kept(run, twice), counts=counts)
+    counts = _changed_counters(run, *numbers)
+    found = Findings(collective=_called_collective(twice), kept=_kept(run, twice), counts=counts)
     if found != NOTHING:
         return found
-    return _tried_on(item, lambda piece: _computed(run, recipe, piece), run)
+    return _check_on_halves(item, lambda piece: _try_model(run, recipe, piece), run)
 
 
-def _tried_twice(run: Run, recipe: Recipe) -> Findings:
+def _check_twice(run: Run, recipe: Recipe) -> Findings:
     """Every rank calls it. Nothing is tried unless all first microbatches have the same size: if
     the forward failed for one size, the other ranks would wait in its collectives."""
     item = run.training.current.peek()
@@ -295,14 +295,18 @@ def _tried_twice(run: Run, recipe: Recipe) -> Findings:
     for training in (True, False):
         tried: list[Outcome] = []
         for _ in range(2):
-            tried.append(_computed(run, recipe, _piece(item, (0, None), 0), training=training))
+            tried.append(_try_model(run, recipe, _piece(item), training=training))
             numbers.append(_numbers(run, recipe))
             if _any_failed(run, tried[-1]):
                 break
         trials.append(tried)
     kept = next(filter(None, (_kept(run, tried) for tried in trials)), None)
-    counts = _counters(run, *numbers[:3]) if len(trials[0]) == 2 else None
-    found = Findings(kept=kept, counts=counts, talks=next(filter(None, map(_talks, trials)), None))
+    counts = _changed_counters(run, *numbers[:3]) if len(trials[0]) == 2 else None
+    found = Findings(
+        kept=kept,
+        counts=counts,
+        collective=next(filter(None, map(_called_collective, trials)), None),
+    )
     failed = [tried[0] for tried in trials if isinstance(tried[0], str)]
     if found == NOTHING and failed:
         return Findings(unchecked=f"{what}: it fails in the trial: {failed[0]}")
@@ -331,7 +335,7 @@ def _numbers(run: Run, recipe: Recipe) -> Numbers:
     return {**numbers_of_model(run.model), **numbers_of_functions(functions)}
 
 
-def _counters(run: Run, before: Numbers, between: Numbers, after: Numbers) -> str | None:
+def _changed_counters(run: Run, before: Numbers, between: Numbers, after: Numbers) -> str | None:
     """The Python numbers that both of two trials have changed and that the loss may use."""
     changed = set(changed_each_time(before, between, after))
     of_model = numbers_of_model(run.model).keys() & changed
@@ -348,14 +352,16 @@ def counters_text(names: Sequence[str]) -> str | None:
     )
 
 
-def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run) -> Findings:
+def _check_on_halves(
+    item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run
+) -> Findings:
     """The last call of `compute` finds values that change only with other samples, such as a
     running proportion of classes."""
-    whole: list[Outcome] = [compute(_piece(item, (0, None), 0)) for _ in range(2)]
+    whole: list[Outcome] = [compute(_piece(item)) for _ in range(2)]
     if (kept := _kept(run, whole)) is not None:
         return Findings(kept=kept)
-    if (talks := _talks(whole)) is not None:
-        return Findings(talks=talks)
+    if (collective := _called_collective(whole)) is not None:
+        return Findings(collective=collective)
     if isinstance(whole[0], str):
         return Findings(unchecked=f"it fails in the trial: {whole[0]}")
     if (rows := _common_rows(item.batch)) < 2:
@@ -405,7 +411,9 @@ def _common_rows(batch: Any) -> int:
     return rows.pop() if len(rows) == 1 else 0
 
 
-def _piece(item: Microbatch, rows: tuple[int, int | None], index: int) -> Microbatch:
+def _piece(
+    item: Microbatch, rows: tuple[int, int | None] = (0, None), index: int = 0
+) -> Microbatch:
     """Copy some samples: the loss may change its batch. `index`: the microbatch index from which
     random numbers are derived."""
     start, stop = rows
@@ -416,7 +424,7 @@ def _piece(item: Microbatch, rows: tuple[int, int | None], index: int) -> Microb
     return replace(item, batch=batch, size=item.size if stop is None else stop - start, index=index)
 
 
-def _of_output(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> Outcome:
+def _try_loss(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> Outcome:
     """`piece.batch` is [output, batch]."""
     weight = None if run.recipe is None else run.recipe.weight
     output, batch = piece.batch
@@ -427,9 +435,9 @@ def _of_output(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> 
         with _watching(run, piece.size) as watched:
             value = loss(output, batch)
         measured = _measured(value, samples=piece.size, batch=batch, weights=weights)
-        return Tried(measured, [], _of_samples(value, watched))
+        return LossTrial(measured, [], _of_samples(value, watched))
     except CollectiveCalled as error:
-        return Talks(error)
+        return CalledCollective(error)
     except Exception as error:  # a loss may accept microbatches of one size only
         return Failed.of(error)
 
@@ -440,14 +448,14 @@ def _measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -
     return {name: (total, weight) for name, (total, weight) in on_host.items()}
 
 
-def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = False) -> Outcome:
-    def score(item: Microbatch, batch: Any, output: Any, loss: Any) -> Tried:
+def _try_model(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = False) -> Outcome:
+    def score(item: Microbatch, batch: Any, output: Any, loss: Any) -> LossTrial:
         weights = None if recipe.weight is None else weights_of(recipe.weight(item.batch))
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         tensors = map(hidden_states, leaves)
         sums = [int(checksum(to_local(tensor)).item()) for tensor in tensors]
         measured = _measured(loss, samples=item.size, batch=item.batch, weights=weights)
-        return Tried(measured, sums, _of_samples(loss, watched[-1]))
+        return LossTrial(measured, sums, _of_samples(loss, watched[-1]))
 
     def position(item: Microbatch) -> tuple[int, ...]:
         return recipe.seed, RandomStream.EVALUATION, run.step, item.index
@@ -482,11 +490,11 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
             # collectives
             raise
         reset_after_error(run.model)
-        return Talks(error) if isinstance(error, CollectiveCalled) else Failed.of(error)
+        return CalledCollective(error) if isinstance(error, CollectiveCalled) else Failed.of(error)
     if versions != [version(parameter) for parameter in parameters]:
         # the training step finds this too, and its error names the parameter
         return "it changes a parameter"
-    return scored[0][1] if scored else Tried({}, [])
+    return scored[0][1] if scored else LossTrial({}, [])
 
 
 @contextmanager
@@ -509,8 +517,8 @@ def _of_samples(loss: Any, watched: LabelMeans | None) -> Sequence[LabelMean]:
     return watched.found if watched is not None and by_samples else ()
 
 
-def _talks(tried: Sequence[Outcome]) -> str | None:
-    return next((str(each) for each in tried if isinstance(each, Talks)), None)
+def _called_collective(tried: Sequence[Outcome]) -> str | None:
+    return next((str(each) for each in tried if isinstance(each, CalledCollective)), None)
 
 
 def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
@@ -682,13 +690,13 @@ class CarriedState(ControlHook):
         if read or counts or self._steps == STEPS:
             self._close()
         if read:
-            tell_kept(
+            report_kept_value(
                 run,
                 f"the model's forward reads {', '.join(read)}, which the forward of another"
                 " microbatch has set",
             )
         elif counts:
-            tell_state(run, counts)
+            report_state(run, counts)
 
     def after_steps(self, run: Run) -> None:
         self._close()

@@ -242,7 +242,7 @@ class Watchdog:
             self.phases,
             limit_seconds=self._limit_seconds(),
             is_first=self.timeouts.fixed_seconds is None and not has_usual,
-            exchanges=[exchanges for each in self.agreements() for exchanges in each.told()],
+            exchanges=[exchanges for each in self.agreements() for exchanges in each.recent()],
         )
         if mine.is_late and mine.activity != "waits":
             return replace(mine, children=self._stacks.of_children())

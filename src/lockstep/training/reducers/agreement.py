@@ -95,10 +95,10 @@ class StepAgreement:
         may read it."""
         return min(filter(None, (each.seconds for each in self._of_orders())), default=0.0)
 
-    def told(self) -> list[Exchanges]:
+    def recent(self) -> list[Exchanges]:
         """This rank's latest recorded collectives, of the previous step and of this one. Any thread
         may call it."""
-        return [told for each in self._of_orders() for told in each.told() if told.calls]
+        return [recent for each in self._of_orders() for recent in each.recent() if recent.calls]
 
     def _of_orders(self) -> list[ExchangeOrder]:
         return list(self._orders.values())

@@ -22,7 +22,7 @@ from lockstep.model.shard import error_of_order
 END = 0
 """The label that is recorded at the end of a step, an evaluation or a trial (a forward that belongs
 to no microbatch)."""
-MOST_TOLD = 50
+MOST_RECENT = 50
 
 
 class Doing:
@@ -153,7 +153,7 @@ class ExchangeOrder:
         latest = self._latest
         return 0.0 if latest is None else time.monotonic() - latest
 
-    def told(self, most: int = MOST_TOLD) -> list[Exchanges]:
+    def recent(self, most: int = MOST_RECENT) -> list[Exchanges]:
         """The latest `most` exchanges of the previous step and of this step. Any thread may call
         it."""
         number, before, calls = self._steps

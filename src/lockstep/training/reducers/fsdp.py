@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -606,10 +607,10 @@ class Scatter(DefaultReduceScatter):
         self._memory = world.shared_memory
         self._memory_label = 0 if self._memory is None else self._memory.label(f"reduces {label}")
         self._replicas = replicas
-        self._order = agreement.over(world)
-        self._replicas_order = None if world.device.type == "cpu" else agreement.over(replicas)
-        self._order_label = _label_in(self._order, f"reduces {label}")
-        self._replicas_label = _label_in(self._replicas_order, f"sums {label}")
+        self._note = _noting(agreement.over(world), f"reduces {label}")
+        self._note_replicas = _noting(
+            None if world.device.type == "cpu" else agreement.over(replicas), f"sums {label}"
+        )
         self._parameters = parameters
         self._in_step = False
         self.checksums: Callable[[], MicrobatchChecksums | None] = lambda: None
@@ -641,7 +642,7 @@ class Scatter(DefaultReduceScatter):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> dist.Work | None:
+    ) -> Any:
         if (checksums := self.checksums()) is not None:
             self._record(input_tensor, checksums)
         if not (self._in_step and self.sends):
@@ -649,8 +650,7 @@ class Scatter(DefaultReduceScatter):
             return None
         if self._is_discarded:
             input_tensor.zero_()
-        if self._order is not None:
-            self._order.note(self._order_label)
+        self._note()
         return self._sum(output_tensor, input_tensor, group, async_op)
 
     def _record(self, sent: Tensor, checksums: MicrobatchChecksums) -> None:
@@ -692,13 +692,13 @@ class Scatter(DefaultReduceScatter):
                 torch._foreach_add_(views, [gradient for _, gradient in earlier])
             for parameter in self.summed:
                 parameter.grad = None
-        if self._replicas_order is not None:
-            self._replicas_order.note(self._replicas_label)
+        self._note_replicas()
         self._replicas.all_reduce(output)
 
 
-def _label_in(order: ExchangeOrder | None, text: str) -> int:
-    return 0 if order is None else order.label(text)
+def _noting(order: ExchangeOrder | None, label: str) -> Callable[[], None]:
+    """Return a function that records a collective in `order`, if that is needed."""
+    return (lambda: None) if order is None else partial(order.note, order.label(label))
 
 
 class OrderedScatter(Scatter):
