@@ -109,11 +109,10 @@ class Checkpointer:
     run: Run
     folder: Storage
     saving: Saving
-    compare: Callable[[], None]  # Compares the replicas before a save. Raises `DivergenceError`.
+    compare: Callable[[], None]  # called before a save
     _saver: Saver = field(init=False)
-    # seconds from one save to the next; None if saves depend on the number of steps only
     _interval: float | None = field(init=False)
-    _every: int | None = field(init=False)  # steps from one save to the next; None if not requested
+    _every: int | None = field(init=False)
     _each_epoch: bool = field(init=False)
     _since: float = field(init=False)  # when the last save began
     scores: Scores = field(init=False)

@@ -69,7 +69,7 @@ class Checkpointing(ControlHook):
     resume_option: Resume
     folder: Storage
     allow_change: frozenset[str]
-    audit: ReplicaAudit  # compares the replicas before each save
+    audit: ReplicaAudit
     rescued: bool = False  # True if the last complete step was saved after an error
     _checkpointer: Checkpointer | None = None
 

@@ -28,12 +28,11 @@ class MemoryImages(ControlHook):
     """None if the run cannot recover in place."""
     _writer: ImageWriter | None = None
     _known: KnownTensors = field(default_factory=KnownTensors)
-    _count: int = 0  # images written
-    _written: int = -1  # number of steps done when the last image was written; -1: none was
-    _next: int = 0  # number of steps after which the next image is due
-    _since: float = 0.0  # time at which the last image was complete
-    # seconds of processor and network time for the last image, without waits for slower ranks
-    _cost: float = 0.0
+    _count: int = 0
+    _written: int = -1  # steps done at the last copy
+    _next: int = 0  # steps done at the next copy
+    _since: float = 0.0
+    _cost: float = 0.0  # seconds of the last copy, without waits for slower ranks
 
     def before_steps(self, run: Run) -> None:
         # after a recovery, the images that restored the state are kept, and other ranks wait for

@@ -213,12 +213,12 @@ class OutOfMemory(ControlHook):
     """After an out-of-memory error, writes a plan that needs less memory, and asks the launcher for
     a restart."""
 
-    given: Plan  # the requested plan
-    taken: TakenFallbacks  # the fallbacks taken after earlier failures
+    given: Plan
+    taken: TakenFallbacks
     setting: Setting
     is_restarted: bool  # True if the launcher restarts the run when asked to
-    _largest: int | None = None  # Samples of the largest microbatch. None before the first loop.
-    _unsplittable: str | None = None  # the reason why no microbatch can be split
+    _largest: int | None = None  # samples of the largest microbatch
+    _unsplittable: str | None = None
     _next: Plan | str | None = None
 
     def report_change(self, run: Run) -> None:

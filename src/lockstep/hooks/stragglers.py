@@ -237,11 +237,10 @@ def peak_bytes(device: torch.device) -> float:
 
 class Straggler(NamedTuple):
     rank: int
-    part: str  # the part in `PARTS` in which it differs most from the other ranks
-    seconds: float  # seconds per step that the rank takes in that part
-    usual_seconds: float  # median of the other ranks' seconds in that part
-    # this rank's time for its own work in all parts, divided by the other ranks' median
-    times: float
+    part: str  # in which the rank differs most from the others, of `PARTS`
+    seconds: float  # per step, in that part
+    usual_seconds: float  # the other ranks' median in that part
+    times: float  # time of all parts, divided by the other ranks' median
 
 
 class StragglerFinder:

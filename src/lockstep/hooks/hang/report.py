@@ -31,11 +31,9 @@ _IN_WORDS = {
 @dataclass(frozen=True, slots=True)
 class Hang:
     kind: Kind
-    # the ranks at fault: those that do not reach the collective; those in another collective than
-    # most; or all
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # at fault
     summary: str  # one line
-    report: str  # lines about each rank, for the user
+    report: str  # lines about each rank
 
 
 def different_exchanges(snapshots: Mapping[int, StackSnapshot]) -> Hang | None:

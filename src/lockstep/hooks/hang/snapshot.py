@@ -69,13 +69,13 @@ class StackSnapshot:
     process: int
     phase: str
     step: int
-    seconds: float  # that the phase has lasted so far
-    limit_seconds: float  # the phase's timeout
-    is_first: bool  # True if the phase has never ended yet, so that the timeout is a default
+    seconds: float  # since the phase began
+    limit_seconds: float
+    is_first: bool  # True if the phase has never ended, so that the timeout is a default
     activity: Activity
     calls: tuple[CollectiveCall, ...]
     stack: Stack  # of the training thread
-    threads: Mapping[str, Stack]  # the stacks of other threads, by name
+    threads: Mapping[str, Stack]  # by name, without the training thread
     children: Mapping[int, Stack] = field(default_factory=dict)
     """Process id -> stack of the main thread of each forked loader worker, if the rank is late."""
     exchanges: tuple[Exchanges, ...] = ()
