@@ -12,14 +12,14 @@ from lockstep.comm.compared_bits import BITS
 from lockstep.training.reducers.exchange_order import (
     Exchanges,
     first_different_exchange,
-    numbers_of,
+    digest_numbers,
 )
 
 
 def sums(digests: list[list[int]]) -> list[float]:
     """`digests`: those of the ranks of each group."""
     rows = [
-        numbers_of(digest, rank=rank, size=len(group), group=place, groups=len(digests))
+        digest_numbers(digest, rank=rank, size=len(group), group=place, groups=len(digests))
         for place, group in enumerate(digests)
         for rank, digest in enumerate(group)
     ]

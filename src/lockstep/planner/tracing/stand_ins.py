@@ -167,7 +167,7 @@ def without_others(boundaries: Sequence[Sequence[Boundary]], skew: float) -> Ite
     # of rows that the ranks send each other.
     yield Dispatch, {"_prove": lambda *_: None, "_exchange_counts": _routed(skew)}
     # The originals' numbers add up to 0 over all ranks, but not on one rank.
-    yield exchange_order, {"numbers_of": lambda _, **given: [0.0] * BITS * given["groups"]}
+    yield exchange_order, {"digest_numbers": lambda _, **given: [0.0] * BITS * given["groups"]}
     yield PartDigests, {"numbers": lambda digests: [0.0] * digests.count}
     # The originals use torch's store.
     yield FirstFailure, {"__init__": lambda *_: None, "tell": lambda *_: None}

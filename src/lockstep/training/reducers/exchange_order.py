@@ -131,7 +131,7 @@ class ExchangeOrder:
         return BITS * self._groups
 
     def numbers(self) -> list[float]:
-        return numbers_of(
+        return digest_numbers(
             self._digest,
             rank=self._world.rank,
             size=self._world.size,
@@ -153,13 +153,12 @@ class ExchangeOrder:
         latest = self._latest
         return 0.0 if latest is None else time.monotonic() - latest
 
-    def recent(self, most: int = MOST_RECENT) -> list[Exchanges]:
-        """The latest `most` exchanges of the previous step and of this step. Any thread may call
-        it."""
+    def recent(self) -> list[Exchanges]:
+        """The latest exchanges of the previous step and of this step. Any thread may call it."""
         number, before, calls = self._steps
         return [
-            self._exchanges(number - 1, before, most),
-            self._exchanges(number, list(calls), most),
+            self._exchanges(number - 1, before, MOST_RECENT),
+            self._exchanges(number, list(calls), MOST_RECENT),
         ]
 
     def _exchanges(self, step: int, calls: Calls, most: int) -> Exchanges:
@@ -187,7 +186,7 @@ class ExchangeOrder:
 _numbers = count()
 
 
-def numbers_of(digest: int, *, rank: int, size: int, group: int, groups: int) -> list[float]:
+def digest_numbers(digest: int, *, rank: int, size: int, group: int, groups: int) -> list[float]:
     """The sums over all ranks are 0 if and only if the ranks' digests agree in each group. `group`,
     `groups`: index and number of the groups."""
     row = [0.0] * (BITS * groups)
