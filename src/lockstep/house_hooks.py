@@ -18,7 +18,7 @@ from lockstep.hooks.metrics import EvaluationHook, Metrics
 from lockstep.hooks.out_of_memory import OutOfMemory
 from lockstep.hooks.preemption import Preemption
 from lockstep.hooks.profiling.profiler import Profiler
-from lockstep.hooks.profiling.trace import steps_of
+from lockstep.hooks.profiling.trace import profiled_steps
 from lockstep.hooks.recomputation_audit import RecomputationAudit
 from lockstep.hooks.replica_audit import ReplicaAudit
 from lockstep.hooks.stragglers import Stragglers
@@ -60,7 +60,7 @@ class HouseHooks:
         timeouts = (
             None if bare else WatchdogTimeouts.parse(environment.hang_after, environment.on_hang)
         )
-        steps = None if environment.profile is None else steps_of(environment.profile)
+        steps = None if environment.profile is None else profiled_steps(environment.profile)
         audit = ReplicaAudit(every=environment.compare_every or 0, hooks=hooks)
         self._is_reported = environment.launcher in ("lockstep", "spawn")  # by the launcher
         self.metrics = Metrics()

@@ -18,8 +18,8 @@ from lockstep.comm.devices import (
     RankDevice,
     be_a_host_of_its_own,
     check_devices,
-    exchange,
     find_device,
+    gather_devices,
 )
 from lockstep.comm.world import join
 
@@ -92,7 +92,7 @@ def test_the_process_that_holds_the_store_learns_of_the_devices_last() -> None:
 
     def tell(rank: int) -> int:
         mine = RankDevice(host="node1", type="cpu", why=str(rank))
-        found = exchange(slow if rank == 1 else store, rank, 3, mine)  # type: ignore[arg-type]
+        found = gather_devices(slow if rank == 1 else store, rank, 3, mine)  # type: ignore[arg-type]
         assert [each.why for each in found] == ["0", "1", "2"]
         return slow.answers
 

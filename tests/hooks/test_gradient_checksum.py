@@ -14,7 +14,7 @@ from torch import Tensor
 from training.subjects import adamw, each_of, network, recipe, rows, squared_error
 
 import lockstep as ls
-from lockstep.hooks.gradient_checksum import PIECE_ELEMENTS, checksum_of, parts_of
+from lockstep.hooks.gradient_checksum import PIECE_ELEMENTS, checksum_of, gradient_sums
 from lockstep.logging.run_files import CHECKSUM
 from lockstep.testing.pool import WorkerPool
 
@@ -26,7 +26,7 @@ CASES = {
 
 
 def value(**gradients: Tensor) -> int:
-    return checksum_of(parts_of(gradients.items(), CPU))
+    return checksum_of(gradient_sums(gradients.items(), CPU))
 
 
 @given(st.integers(0, 12), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))

@@ -19,7 +19,7 @@ from lockstep.base.container import process_id_space
 from lockstep.comm import segment
 from lockstep.comm.active_calls import CollectiveCall, open_entries
 from lockstep.hooks.hang import watchdog as module
-from lockstep.hooks.hang.report import Hang, diagnose, different_exchanges, enclosing
+from lockstep.hooks.hang.report import Hang, diagnose_hang, different_exchanges, enclosing
 from lockstep.hooks.hang.snapshot import (
     STACK_SIGNAL,
     Activity,
@@ -71,7 +71,7 @@ def snapshot(
 
 
 def judge(*snapshots: StackSnapshot, silent: dict[int, str] | None = None) -> Hang | None:
-    return diagnose({each.rank: each for each in snapshots}, silent or {})
+    return diagnose_hang({each.rank: each for each in snapshots}, silent or {})
 
 
 def found(*snapshots: StackSnapshot, silent: dict[int, str] | None = None) -> Hang:

@@ -16,7 +16,7 @@ from lockstep.hooks.profiling.trace import (
     heaviest,
     length,
     merged,
-    steps_of,
+    profiled_steps,
     time_parts,
     union,
     without,
@@ -50,11 +50,11 @@ def of(*events: dict[str, Any], base: int = 0) -> dict[str, Any]:
     "text", ["10:13", "steps=13:10", "steps=10:10", "steps=-1:2", "steps=1", ""]
 )
 def test_steps_are_the_first_and_the_one_after_the_last(text: str) -> None:
-    assert steps_of("steps=10:13") == range(10, 13)
+    assert profiled_steps("steps=10:13") == range(10, 13)
     with pytest.raises(
         LaunchError, match="it must be the first step and the one after the last: steps=10:13"
     ):
-        steps_of(text)
+        profiled_steps(text)
 
 
 def inside(moment: float, several: list[Span]) -> bool:

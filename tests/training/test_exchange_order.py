@@ -11,8 +11,8 @@ from typing import Any
 from lockstep.comm.compared_bits import BITS
 from lockstep.training.reducers.exchange_order import (
     Exchanges,
-    first_different_exchange,
     digest_numbers,
+    first_different_exchange,
 )
 
 

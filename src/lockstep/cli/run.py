@@ -66,9 +66,9 @@ def command(line: ScriptLine, **given: Any) -> int:
     options = options_from(given)
     plan = options.validate()
     if options.profile is not None:
-        from lockstep.hooks.profiling.trace import steps_of
+        from lockstep.hooks.profiling.trace import profiled_steps
 
-        steps_of(options.profile)
+        profiled_steps(options.profile)
     is_told = options.nnodes is not None or rendezvous_options(options)
     step = None if is_told else SlurmStep.read(os.environ)
     machines = Machines.parse(options) if step is None else machines_of(step, options)

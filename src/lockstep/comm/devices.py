@@ -92,7 +92,7 @@ def _boot_id() -> str:
     return ""
 
 
-def exchange(store: Store, rank: int, size: int, mine: RankDevice) -> list[RankDevice]:
+def gather_devices(store: Store, rank: int, size: int, mine: RankDevice) -> list[RankDevice]:
     """Every rank calls it equally often. Rank 0 returns last: its process may hold the store, and
     may end if the devices are refused."""
     # a script may continue after the devices were refused, with another group and store

@@ -26,11 +26,11 @@ from lockstep.comm.shared_rounds import (
     Rounds,
     add,
     called,
-    described,
     flat,
     head,
     refuse_overlap,
     round_up,
+    size_text,
     split,
 )
 
@@ -155,7 +155,7 @@ class SharedMemoryGroup(Closing):
         into, numbers = flat(output), flat(tensor)
         if len(into) * self.size != len(numbers) or tensor.dtype is not output.dtype:
             raise ValueError(
-                f"reduce_scatter of {described(tensor)} into {described(output)}; the output is"
+                f"reduce_scatter of {size_text(tensor)} into {size_text(output)}; the output is"
                 f" 1/{self.size} of the input"
             )
         refuse_overlap(output, tensor)
@@ -220,7 +220,7 @@ class SharedMemoryGroup(Closing):
         into, mine = flat(output), flat(tensor)
         if len(into) != len(mine) * self.size or tensor.dtype is not output.dtype:
             raise ValueError(
-                f"all_gather of {described(tensor)} into {described(output)}; the output is"
+                f"all_gather of {size_text(tensor)} into {size_text(output)}; the output is"
                 f" {self.size} times the input"
             )
         chunks = into.view(self.size, len(mine))
@@ -269,8 +269,8 @@ class SharedMemoryGroup(Closing):
         fits = sum(output_sizes) == into.numel() and sum(sizes) == numbers.numel()
         if not fits or tensor.dtype is not output.dtype:
             raise ValueError(
-                f"all_to_all of {described(tensor)} in chunks of {list(sizes)} into"
-                f" {described(output)} in chunks of {list(output_sizes)}; sizes must add up to the"
+                f"all_to_all of {size_text(tensor)} in chunks of {list(sizes)} into"
+                f" {size_text(output)} in chunks of {list(output_sizes)}; sizes must add up to the"
                 " tensors' sizes, and both tensors must have one dtype"
             )
         refuse_overlap(output, tensor)

@@ -221,7 +221,7 @@ def refuse_overlap(output: Tensor, tensor: Tensor) -> None:
         )
 
 
-def described(tensor: Tensor) -> str:
+def size_text(tensor: Tensor) -> str:
     return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
 
 

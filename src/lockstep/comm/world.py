@@ -33,8 +33,8 @@ from lockstep.comm.devices import (
     check_devices,
     check_own_group,
     chosen_backend,
-    exchange,
     find_device,
+    gather_devices,
     group_backends,
     unusable,
 )
@@ -298,11 +298,11 @@ def join(
         if has_group and _compared is not None and _compared[0]() is dist.group.WORLD:
             busiest = _compared[1]
         elif has_group:
-            busiest = check_devices(exchange(default_store(), rank, size, mine))
+            busiest = check_devices(gather_devices(default_store(), rank, size, mine))
         else:
             with _network_errors_refused():
                 meets = _store(rank, size, timeout) if store is None else store
-            everyone = exchange(meets, rank, size, mine)
+            everyone = gather_devices(meets, rank, size, mine)
             busiest = check_devices(everyone)
             if busiest > 1:
                 be_a_host_of_its_own(everyone, os.environ)

@@ -37,7 +37,7 @@ class GradientChecksum(ControlHook):
             for name, gradient in module.counted_gradients()
             if mesh.is_first(gradient)
         ]
-        self._parts = [*(self._parts or ()), *parts_of(counted, run.context.device)]
+        self._parts = [*(self._parts or ()), *gradient_sums(counted, run.context.device)]
 
     def between_steps(self, run: Run) -> None:
         if not run.is_logging_step:
@@ -55,7 +55,7 @@ class GradientChecksum(ControlHook):
         run.training.checksum = f"{total:016x}"
 
 
-def parts_of(gradients: Iterable[tuple[str, Tensor]], device: torch.device) -> list[Part]:
+def gradient_sums(gradients: Iterable[tuple[str, Tensor]], device: torch.device) -> list[Part]:
     """The sums of a tensor's shards add up to its sum."""
     parts: list[Part] = []
     for name, gradient in gradients:

@@ -114,8 +114,9 @@ class Stragglers(ControlHook):
         if self._phases.stream is not None:
             self._pace.add(self._own_seconds(*_OF_MICROBATCHES), self._microbatches)
         seconds, steps = time.perf_counter() - self._since, max(self._steps, 1)
-        mine = [seconds, *self._parts(), float(self._microbatches), float(peak_bytes(world.device))]
-        mine += [self._pace.seconds(), float(source.batching.requested)]
+        mine = [seconds, *self._parts(), float(self._microbatches)]
+        mine += [float(process_peak_bytes(world.device)), self._pace.seconds()]
+        mine += [float(source.batching.requested)]
         everyone = world.gather_rows(torch.tensor([mine], dtype=torch.float64), [1] * world.size)
         columns = dict(zip(_COLUMNS, everyone.numpy().T, strict=True))
         if world.rank == 0:
@@ -229,7 +230,7 @@ def next_interval(seconds: float, *, before: int, ranks: int) -> int:
     return max(1, min(math.ceil(wanted / max(seconds, 1e-9)), 2 * before))
 
 
-def peak_bytes(device: torch.device) -> float:
+def process_peak_bytes(device: torch.device) -> float:
     """This process's peak memory, on its GPU if it has one; NaN if unknown."""
     on_device = accelerator.peak_bytes(device)
     return on_device if on_device is not None else peak_memory_bytes()

@@ -57,7 +57,7 @@ def _exchanging(snapshot: StackSnapshot) -> list[str]:
     return [latest, *_stack(snapshot)]
 
 
-def diagnose(snapshots: Mapping[int, StackSnapshot], silent: Mapping[int, str]) -> Hang | None:
+def diagnose_hang(snapshots: Mapping[int, StackSnapshot], silent: Mapping[int, str]) -> Hang | None:
     """Return None if the run may still progress. `silent`: rank without a snapshot -> the
     reason."""
     everyone = list(snapshots.values())

@@ -38,7 +38,7 @@ from lockstep.base.torch_private import clone_store, default_store
 from lockstep.comm import gloo_sockets
 from lockstep.comm.first_failure import FirstFailure
 from lockstep.comm.native_end import NativeEnd
-from lockstep.hooks.hang.report import Hang, diagnose, different_exchanges
+from lockstep.hooks.hang.report import Hang, diagnose_hang, different_exchanges
 from lockstep.hooks.hang.snapshot import (
     StackSnapshot,
     StackWriter,
@@ -253,7 +253,9 @@ class Watchdog:
         number = self._round
         if self.mailbox is None:
             mine = self._snapshot()
-            self._conclude(diagnose({self.rank: mine}, {}), {self.rank: mine}, mine, collected=True)
+            self._conclude(
+                diagnose_hang({self.rank: mine}, {}), {self.rank: mine}, mine, collected=True
+            )
             return
         collects = self.mailbox.put_if_new(f"{number}/asked", str(self.rank))
         mine = self._snapshot()
@@ -266,7 +268,7 @@ class Watchdog:
             snapshots, silent = {self.rank: mine} | found[0], found[1]
             hang = different_exchanges(snapshots)
             if hang is None and any(each.is_late for each in snapshots.values()):
-                hang = diagnose(snapshots, silent)
+                hang = diagnose_hang(snapshots, silent)
             self.mailbox.put(f"{number}/diagnosis", json.dumps(hang and asdict(hang)))
         else:
             told = self._wait_for_diagnosis(number)
@@ -362,7 +364,7 @@ class Watchdog:
             "torch's store does not answer: its process has ended, or the network to it is broken"
         )
         others = dict.fromkeys(set(range(self.size)) - {self.rank}, reason)
-        self._conclude(diagnose({self.rank: mine}, others), {}, mine, collected=True)
+        self._conclude(diagnose_hang({self.rank: mine}, others), {}, mine, collected=True)
 
 
 def _end_of(who: Mapping[str, Any] | None) -> str | None:

@@ -37,7 +37,7 @@ from lockstep.hooks.profiling.trace import (
     span,
     time_parts,
 )
-from lockstep.hooks.stragglers import peak_bytes
+from lockstep.hooks.stragglers import process_peak_bytes
 from lockstep.model.chunked_logits import ChunkedLogits
 from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
@@ -121,7 +121,7 @@ class Profiler(ControlHook):
             memory = self._memory(trace, notes, window, thread)
         except _FAILURES as error:
             failure = str(error)
-        mine = [found, peak_bytes(self._world.device), socket.gethostname()]
+        mine = [found, process_peak_bytes(self._world.device), socket.gethostname()]
         everyone = self._world.gather_values([*mine, memory and asdict(memory), failure])
         failures = [
             f"rank {rank}: {failure}"

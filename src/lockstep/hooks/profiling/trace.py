@@ -23,7 +23,7 @@ _EXCHANGES = ("gloo:", "nccl:", "xccl:", "mpi:", "ucc:", "shared:")
 _NOT_COMPUTATION = ("c10d::", "_c10d_functional::", "nccl")
 
 
-def steps_of(text: str) -> range:
+def profiled_steps(text: str) -> range:
     """Parse the value of `--profile`: "steps=10:13" are steps 10, 11 and 12."""
     match = _STEPS.fullmatch(text)
     steps = range(0) if match is None else range(int(match[1]), int(match[2]))
