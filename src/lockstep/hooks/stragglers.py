@@ -114,9 +114,8 @@ class Stragglers(ControlHook):
         if self._phases.stream is not None:
             self._pace.add(self._own_seconds(*_OF_MICROBATCHES), self._microbatches)
         seconds, steps = time.perf_counter() - self._since, max(self._steps, 1)
-        mine = [seconds, *self._parts(), float(self._microbatches)]
-        mine += [float(process_peak_bytes(world.device)), self._pace.seconds()]
-        mine += [float(source.batching.requested)]
+        mine = [seconds, *self._parts(), self._microbatches, process_peak_bytes(world.device)]
+        mine += [self._pace.seconds(), source.batching.requested]
         everyone = world.gather_rows(torch.tensor([mine], dtype=torch.float64), [1] * world.size)
         columns = dict(zip(_COLUMNS, everyone.numpy().T, strict=True))
         if world.rank == 0:

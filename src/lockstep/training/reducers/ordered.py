@@ -83,11 +83,7 @@ class OrderedReducer:
         leaf = of_stage.take_leaf(self.recording.at(microbatch))
         if self._discards:
             return
-        if microbatch != of_stage.taken:
-            raise AssertionError(
-                f"the backward of microbatch {microbatch} came after {of_stage.taken}"
-                " others; gradients are leaves of the tree in the order of microbatches"
-            )
+        assert microbatch == of_stage.taken, "gradients are leaves of the tree in this order"
         of_stage.push(leaf)
 
     @contextmanager
@@ -163,8 +159,7 @@ class _StageSum:
 
     def finish(self) -> list[nn.Parameter]:
         """Return the parameters that this rank's microbatches have used. Every rank calls it."""
-        if self.taken != self._count:
-            raise AssertionError(f"{self.taken} of {self._count} microbatches had a backward")
+        assert self.taken == self._count, "each microbatch has had a backward"
         for parameter, total in zip(self._parameters, self._total(), strict=True):
             parameter.grad = like_parameter(parameter, total)
         return [self._parameters[place] for place in sorted(self._used)]
