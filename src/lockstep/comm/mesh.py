@@ -124,7 +124,8 @@ class Mesh:
         return self.groups[names] if names else self.alone
 
     def summed(self, parameter: Tensor | None = None) -> World:
-        """The processes over which a parameter's gradient is summed after the backward."""
+        """The processes over which a parameter's gradient is summed after the backward. `None`: a
+        parameter that no axis divides."""
         is_expert = parameter is not None and self.is_expert(parameter)
         names = _summed(self.larger, of_expert=is_expert)
         return self._along(

@@ -38,7 +38,7 @@ from lockstep.training.run import Run
 DEVICE_SECONDS = (5.0, 60.0)
 """Bounds of the time that the host waits, after an error, for the device."""
 _TRIES = 3
-"""The device may run queued steps during a copy."""
+"""Number of attempts to copy the state from the device, which may run queued steps meanwhile."""
 
 
 def device_seconds(phases: Phases) -> float:
@@ -232,7 +232,7 @@ class Checkpointing(ControlHook):
         return True
 
     def _rescue_from_device(self, run: Run, progress: DeviceProgress) -> tuple[int, str | None]:
-        """The newest step that the device has certainly completed is saved."""
+        """Save the state after the newest step that the device has certainly completed."""
         assert self._checkpointer is not None
         if is_aborted() or accelerator_groups_failed():
             raise CheckpointError(

@@ -499,7 +499,7 @@ def _try_model(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = 
 
 @contextmanager
 def _buffers_restored(run: Run) -> Iterator[None]:
-    """A forward that changes buffers is reported by the training step."""
+    """A forward that changes buffers is not reported here, but by the training step."""
     with restored([own_buffers(module) for module in run.model.modules()]):
         yield
     for statistics in run.training.modules[0].statistics:

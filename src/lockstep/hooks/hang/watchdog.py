@@ -358,7 +358,7 @@ class Watchdog:
         return not self.ends_the_process
 
     def _report_alone(self) -> None:
-        """Torch's store does not answer."""
+        """Report a hang from this rank's snapshot only: torch's store does not answer."""
         mine = self._snapshot()
         reason = (
             "torch's store does not answer: its process has ended, or the network to it is broken"
@@ -423,7 +423,7 @@ class HangHook(Hook):
         self._watchdog: Watchdog | None = None
         self._native_end: NativeEnd | None = None
         self.failure: FirstFailure | None = None
-        """Set when all ranks have begun."""
+        """The first error of any rank; set when all ranks have begun."""
         self.mistake: RecipeError | None = None
         """The error for which the watchdog ended this rank's collectives."""
         if timeouts is None:

@@ -140,7 +140,8 @@ class ExchangeOrder:
         )
 
     def end_step(self) -> None:
-        """The exchanges of the step that has ended are kept for an error's text."""
+        """Begin to record the next step. An error's text names an exchange of the step that has
+        ended."""
         self.note(END)
         self._steps = _Steps(self._steps.number + 1, self._steps.calls, [])
 

@@ -333,7 +333,7 @@ class _PartSum:
         self._tensor = mesh.axis("tensor")
         self._dim = shard_dim_over(leaf.parameter, "tensor")
         self._shape = list(leaf.parameter.shape)
-        """On this rank, which tensor parallelism divides."""
+        """Shape of the gradient on this rank: tensor parallelism divides a parameter."""
         if self._dim is not None:
             self._shape[self._dim] //= self._tensor.size
 
@@ -343,7 +343,7 @@ class _PartSum:
         self.take()  # another model's loss may have left a gradient
 
     def push(self, gradient: Tensor | None) -> None:
-        """Every rank calls it."""
+        """Add the gradient of this rank's microbatch, or None. Every rank calls it."""
         parameter = self._leaf.parameter
         numbers = math.prod(self._shape)
         flat = torch.zeros(numbers + 1, dtype=parameter.dtype, device=self._device)
@@ -354,7 +354,7 @@ class _PartSum:
         self._sum.end_round()
 
     def finish(self) -> None:
-        """Leaves `.grad` None if no microbatch of any rank has used the leaf."""
+        """Write the sum to `.grad`; leave it None if no microbatch of any rank has a gradient."""
         parameter, flat = self._leaf.parameter, self._sum.finish()
         if flat[-1] > 0:
             mine = shard_as(parameter, self._over_tensor(flat[:-1].view(self._shape)))
@@ -573,7 +573,7 @@ class SharedMemoryAllGather(DefaultAllGather):
 
 
 class NotedAllGather(DefaultAllGather):
-    """The ranks' orders of collectives can be compared."""
+    """Torch's all-gather, recorded so that the ranks' orders of collectives can be compared."""
 
     def __init__(self, order: ExchangeOrder, label: str) -> None:
         self._order = order
@@ -614,7 +614,7 @@ class Scatter(DefaultReduceScatter):
         self._parameters = parameters
         self._in_step = False
         self.checksums: Callable[[], MicrobatchChecksums | None] = lambda: None
-        """For the gradients that this rank sends now."""
+        """Returns the collector of checksums for the gradients that this rank sends now."""
         self.sends = True
         """False while gradients are computed only for their checksums."""
         self.summed: list[nn.Parameter] = []

@@ -30,7 +30,8 @@ BUCKET_BYTES = 32 << 20
 
 
 class OrderedReducer:
-    """For numerics=bitwise if all data-parallel ranks hold the same part of the model."""
+    """Sums gradients for numerics=bitwise if all data-parallel ranks hold the same part of the
+    model."""
 
     def __init__(
         self,

@@ -13,7 +13,8 @@ from lockstep.tree import Counter
 
 
 class RoundSum:
-    """Every rank makes the same calls."""
+    """Sums the gradients of some parameters over microbatches and ranks. Every rank makes the same
+    calls."""
 
     def __init__(self, world: World, replicas: World, label: str = "") -> None:
         """`replicas`: the ranks that hold the same shard."""

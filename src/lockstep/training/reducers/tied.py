@@ -48,7 +48,7 @@ class TiedGradients:
 
     def sum(self) -> None:
         """Every rank of the pipeline calls it, once per step, after the reducer has summed over
-        microbatches. The order of parts is the order of the sum."""
+        microbatches. Gradients are added in the order of the parts."""
         for holders, ranks in self._mine:
             parameter = holders[0]
             local = to_local(parameter.detach())
