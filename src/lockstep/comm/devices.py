@@ -218,7 +218,8 @@ def chosen_backend(
 
 
 def check_own_group(asked: str | None, device: torch.device) -> None:
-    """The ranks send CPU tensors to agree."""
+    """Refuse `--backend`, and a process group that cannot send CPU tensors, which the ranks use to
+    agree."""
     if asked is not None:
         raise LaunchError(
             f"--backend {asked!r}; the script has made a process group, and lockstep uses it"

@@ -337,7 +337,7 @@ def _with_shared_memory(
     data: tuple[str, ...],
     summed: tuple[str, ...],
 ) -> tuple[dict[tuple[str, ...], World], dict[str, str]]:
-    """Also returns why the ranks of a group cannot share memory."""
+    """Give shared memory to groups. Also returns why the ranks of a group cannot share memory."""
     with_memory = dict(groups)
     mine, hierarchies = dict[str, str](), dict[str, HierarchicalAllReduce]()
     by_label = {

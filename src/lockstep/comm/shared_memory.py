@@ -85,7 +85,7 @@ class SharedMemoryGroup(Closing):
         self.size = segment.size
         self.name = name
         self.pending: PendingAllGather | None = None
-        """The group's next collective completes it first."""
+        """A started all-gather, which the group's next collective completes first."""
         self.is_closed = False
         self._segment = segment
         self._rounds = Rounds(segment, buffer_bytes)

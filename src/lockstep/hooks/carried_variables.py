@@ -225,7 +225,7 @@ def _is_same(before: Any, now: Any) -> bool:
 
 
 def _for_all(seen: _Seen) -> float | str | None:
-    """A number or checksum to be compared between ranks."""
+    """Return a number or checksum to be compared between ranks."""
     if not seen.is_compared:
         return None
     value = seen.mark() if isinstance(seen.mark, weakref.ref) else seen.mark
@@ -245,7 +245,8 @@ def _digest(value: Any) -> str:
 
 
 def code_of(kind: type) -> Iterator[str]:
-    """Without classes of lockstep or installed packages."""
+    """Yield the source code of a class and its bases, without classes of lockstep or installed
+    packages."""
     for each in kind.__mro__:
         if is_users(each.__module__):
             # the source file is missing, or was edited since the class was defined

@@ -63,7 +63,7 @@ class Scores:
         return self.saving.best_of(self.by_name)
 
     def best(self, run: Run, folder: Storage) -> Best | None:
-        """Includes the evaluation after the latest step."""
+        """Return the best evaluation, including the one after the latest step."""
         metric, value, name = self.saving.best, self.now(run), self.best_checkpoint()
         if metric is None:
             return None
@@ -81,7 +81,8 @@ class Scores:
         )
 
     def note(self, name: CheckpointName, run: Run) -> dict[str, Any] | None:
-        """Returns the part of the checkpoint's metadata."""
+        """Record the metric's value for a checkpoint, and return it for the checkpoint's
+        metadata."""
         value = self.now(run)
         if value is None:
             return None

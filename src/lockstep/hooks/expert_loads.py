@@ -15,7 +15,8 @@ PREFIX = "load/"
 
 
 class ExpertLoads(ControlHook):
-    """Needs no collective: every rank has the loads of the global batch."""
+    """Records the loads of experts without a collective: every rank has the loads of the global
+    batch."""
 
     def __init__(self) -> None:
         self._rows: StepRows | None = None

@@ -56,7 +56,7 @@ class GradientChecksum(ControlHook):
 
 
 def gradient_sums(gradients: Iterable[tuple[str, Tensor]], device: torch.device) -> list[Part]:
-    """The sums of a tensor's shards add up to its sum."""
+    """Sum the bits of each gradient. The sums of a tensor's shards add up to its sum."""
     parts: list[Part] = []
     for name, gradient in gradients:
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient

@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.comm.torch_collectives import CollectivesRefused
 
 _OPERATIONS = ("nll_loss_forward", "nll_loss2d_forward")
-"""For labels of 1 and of 3 dims."""
+"""Operations of cross entropy, for labels of 1 and of 3 dims."""
 _MEAN = 1  # torch's number for reduction="mean"
 
 

@@ -268,7 +268,7 @@ def report_state(run: Run, text: str) -> None:
 
 
 def _check_alone(run: Run, recipe: Recipe, item: Microbatch) -> Findings:
-    """The microbatch's forward has no collectives."""
+    """Check the loss on a microbatch whose forward has no collectives."""
     twice, numbers = [], [_numbers(run, recipe)]
     for _ in range(2):
         twice.append(_try_model(run, recipe, _piece(item), training=True))

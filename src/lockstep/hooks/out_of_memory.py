@@ -127,7 +127,7 @@ def next_plan(
 
 
 def changes(before: Plan, after: Plan) -> str:
-    """Such as "checkpointing=full,offload=yes"."""
+    """Return the new fallbacks as text, such as "checkpointing=full,offload=yes"."""
     values = {name: getattr(after, name) for name in FALLBACKS}
     return ",".join(
         f"{name}={'yes' if value is True else value}"

@@ -151,7 +151,7 @@ def _digest(computed: Computed) -> Tensor:
 
 
 def _axes(run: Run) -> list[str]:
-    """Such as "data rank 1"; [] if only one axis is larger than 1."""
+    """Return this rank's place, such as "data rank 1"; [] if only one axis is larger than 1."""
     mesh = run.context.mesh
     found = [f"{each.name} rank {mesh.axis(each.name).rank}" for each in mesh.larger]
     return found if len(found) > 1 else []

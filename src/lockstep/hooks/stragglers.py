@@ -28,7 +28,7 @@ from lockstep.training.microbatches import Microbatches
 from lockstep.training.run import Run
 
 PARTS = ("data", "compute", "hooks")
-"""None of these parts of a step includes waits for other ranks."""
+"""Parts of a step's time, without waits for other ranks."""
 _OF_HOOKS = ("hooks", "script")
 _OF_COMPUTE = ("compute", "update")
 _COLUMNS = (

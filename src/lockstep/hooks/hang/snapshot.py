@@ -127,7 +127,7 @@ def take_snapshot(
     is_first: bool,
     exchanges: Sequence[Exchanges] = (),
 ) -> StackSnapshot:
-    """Takes a fifth of a second. `thread`: the training thread."""
+    """Take a snapshot in a fifth of a second. `thread`: the training thread."""
     assert thread.ident is not None
     phase, step, seconds = phases.name, phases.step, phases.seconds
     seen, runnable = [], 0
@@ -217,7 +217,7 @@ def stack_of(frame: FrameType | None) -> Stack:
 
 
 def error_with_line(error: BaseException) -> str:
-    """With the innermost line of the user's code, if any."""
+    """Return the error's text with the innermost line of the user's code, if any."""
     traced = traceback.extract_tb(error.__traceback__)
     line = innermost_line([Frame(each.filename, each.lineno or 0, each.name) for each in traced])
     where = f" (at {line})" if line is not None and line.is_user_code else ""

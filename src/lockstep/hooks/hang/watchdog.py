@@ -90,7 +90,8 @@ class Mailbox:
         self._store = dist.PrefixStore(prefix, connection)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Another thread's request to a machine that does not answer ends too."""
+        """Close the connection, which also ends another thread's request to a machine that does not
+        answer."""
         if self._socket is not None:
             gloo_sockets.shut_down(self._socket)
 
@@ -140,7 +141,8 @@ class Watchdog:
     _round: int = 0
     _not_before: float = 0.0
     _compares_after: float = EXCHANGE_SECONDS
-    """Doubled after each comparison that found no difference."""
+    """Seconds that an exchange of shards lasts before it is compared; doubled after each
+    comparison."""
     _looks_after: float = 0.0
     _is_ending: bool = False
     """True if Gloo's native code is about to end this process."""
@@ -249,7 +251,6 @@ class Watchdog:
         return mine
 
     def _take_part(self) -> None:
-        """See [Note: rounds]."""
         number = self._round
         if self.mailbox is None:
             mine = self._snapshot()
@@ -455,7 +456,7 @@ class HangHook(Hook):
         return [module.agreement for module in list(modules)]
 
     def watch(self, run: Run) -> None:
-        """Until then nothing is saved if the run hangs."""
+        """Set the run to save if it hangs."""
         self._run = run
 
     @property

@@ -44,7 +44,7 @@ class TimeParts:
 
     @property
     def idle(self) -> float:
-        """Loading data, Python, waits for a disk."""
+        """Time of loading data, of Python code, and of waits for a disk."""
         return self.whole - self.compute - self.exposed
 
 
@@ -99,13 +99,13 @@ def _with_called(
 
 
 def span(event: Mapping[str, Any]) -> Span:
-    """In seconds of the trace's clock."""
+    """Start and stop in seconds of the trace's clock."""
     start = float(event["ts"]) / 1e6
     return start, start + float(event["dur"]) / 1e6
 
 
 def union(spans: Iterable[Span], window: Span) -> list[Span]:
-    """Sorted spans that do not touch, cut to the window."""
+    """Return sorted spans that do not touch, cut to the window."""
     found: list[Span] = []
     for start, stop in sorted(
         (max(start, window[0]), min(stop, window[1])) for start, stop in spans
@@ -228,7 +228,7 @@ class MemoryNote:
 
     tensors: Sequence[KnownTensor]
     is_complete: bool
-    """False for the outputs of one module."""
+    """False if the note has only the outputs of one module."""
 
 
 @dataclass(slots=True)
@@ -247,7 +247,7 @@ class Allocation:
 @dataclass(frozen=True, slots=True)
 class MemoryTimeline:
     seconds: list[float]
-    """Since the profiled window began."""
+    """Times of the points, since the profiled window began."""
     bytes_by_cause: dict[str, list[int]]
     peak_bytes: int
     peak_seconds: float
@@ -389,7 +389,7 @@ def _attribute(
 
 
 def _backward_spans(timed: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """Sorted spans of autograd's engine, none inside another."""
+    """Return the sorted spans of autograd's engine, none inside another."""
     spans: list[Span] = []
     for start, stop in sorted(
         span(event) for event in timed if event["name"].startswith(_BACKWARD)

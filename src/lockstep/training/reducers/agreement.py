@@ -37,8 +37,7 @@ class Alike(Protocol):
         """The first action of the last step in which two ranks differ. Every rank of the process
         group calls it."""
 
-    def error(self, difference: str | None) -> RecipeError:
-        """`difference`: None if the action is unknown."""
+    def error(self, difference: str | None) -> RecipeError: ...
 
 
 class StepAgreement:
@@ -59,7 +58,6 @@ class StepAgreement:
         """For the previous step on an accelerator: two flags (the ranks' actions differed; their
         counts differed) while they are copied to the host, and this rank's counts."""
         self._unchecked: StepCounts | None = None
-        """Set if the ranks' counts differed."""
 
     def over(self, world: World) -> ExchangeOrder | None:
         """None if `world` has one rank, or uses shared memory, which compares each exchange itself.

@@ -29,7 +29,6 @@ class Doing:
     """The part of a step that this rank computes now, for errors and hang reports."""
 
     text = ""
-    """For example "in the forward of microbatch 3"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,6 @@ class Exchanges:
 
     rank: int
     order: int
-    """The number of the `ExchangeOrder`."""
     group: int
     """The first rank of the group."""
     step: int
@@ -88,7 +86,6 @@ class _Steps(NamedTuple):
     replaced together, in one assignment, when a step ends."""
 
     number: int
-    """Steps that have ended."""
     before: Calls
     calls: Calls
 

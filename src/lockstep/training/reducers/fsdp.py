@@ -303,7 +303,6 @@ class _Stage:
         self.scatters = [scatter for group, scatter in pairs if group in inside]
         self.parameters = list(module.parameters())
         self.round = 0
-        """Number of rounds that have ended in this step."""
         self._recording = recording
         for scatter in self.scatters:
             scatter.checksums = self._checksums
@@ -416,9 +415,7 @@ class _Own(NamedTuple):
     """FSDP2 replaces the entries by all-gathered parameters."""
     name: str
     place: int
-    """The parameter's index in the reducer."""
     full_name: str
-    """The parameter's name in the model."""
 
 
 class _UsedParameters:

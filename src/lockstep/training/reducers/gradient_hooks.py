@@ -170,7 +170,6 @@ class GradientHooks:
             to_local(kept).copy_(shard_as(kept, gradient))
 
     def close(self) -> None:
-        """Register the user's hooks with torch again."""
         for parameter in self._parameters:
             hooks = gradient_hooks(parameter)
             hooks.update(

@@ -38,7 +38,7 @@ class PostBackwardReducer:
         self._parameters = list(parameters)
         self._rank = mesh.data.rank
         self._numbers = mesh.summed()
-        """The step's losses, weights and flags are summed over these ranks."""
+        """The losses, weights and flags of a step are summed over these ranks."""
         self._groups: dict[World, list[nn.Parameter]] = {self._numbers: []}
         for parameter in self._parameters:
             self._groups.setdefault(mesh.summed(parameter), []).append(parameter)

@@ -56,6 +56,5 @@ class RoundSum:
         self._leaves = None
 
     def finish(self) -> Tensor:
-        """Return this rank's shard of the step's sum."""
         (root,) = self._counter.values
         return self._replicas.gather_rows(root, [len(root)] * self._replicas.size)[: self._numbers]

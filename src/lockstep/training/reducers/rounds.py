@@ -66,7 +66,6 @@ class RoundsReducer:
             for stage in ([self._parameters] if stages is None else stages)
         ]
         self._rounds = [0] * len(self._stages)
-        """Rounds of each stage that have ended in this step."""
         self.recording = Recording()
         self._discards = False
         self._unused = UnusedParameters(self._parameters, mesh.summed())

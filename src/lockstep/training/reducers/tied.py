@@ -36,7 +36,6 @@ class TiedGradients:
             for each in mine
         ]
         self.leaves = [leaf for several in held.values() for leaf in several]
-        """A reducer treats these tensors as parameters."""
         self.names_of_leaves = [name for name, several in held.items() for _ in several]
         self._elsewhere = {
             id(several[0]) for several, ranks in self._mine if ranks[0] != pipeline.rank
