@@ -136,7 +136,8 @@ class abortable:
         elif isinstance(error, (ExchangeError, LaunchError, RuntimeError)) and is_aborted(
             self._within_seconds
         ):
-            text = f"another process was lost: {_first_line(error)}"
+            first_line = str(error).strip().partition("\n")[0]
+            text = f"another process was lost: {first_line}"
         else:
             return
         _drop_tracebacks(error)
@@ -147,10 +148,6 @@ def _drop_tracebacks(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def leave_groups(*, collect: bool = True) -> int:

@@ -80,12 +80,8 @@ class _LossModule(nn.Module):
 def _sum_bucket(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None, "this rank is in the default group"
-    future: torch.futures.Future[Tensor] = work.get_future().then(_first)
+    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return future
-
-
-def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return done.value()[0]
 
 
 class DdpReducer:
