@@ -127,10 +127,8 @@ class Mesh:
         """The processes over which a parameter's gradient is summed after the backward. `None`: a
         parameter that no axis divides."""
         is_expert = parameter is not None and self.is_expert(parameter)
-        names = _summed(self.larger, of_expert=is_expert)
-        return self._along(
-            tuple(axis.name for axis in self.larger if axis.name in names and self.sums_over(axis))
-        )
+        axes = [axis for axis in self.larger if self.sums_over(axis)]
+        return self._along(_summed(axes, of_expert=is_expert))
 
     def sums_over(self, axis: Axis) -> bool:
         return axis.sums == "all" and not (self.bitwise and "tokens" in axis.divides)
