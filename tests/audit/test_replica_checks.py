@@ -21,7 +21,7 @@ from audit.given_records import (
 from hypothesis import given as drawn, settings, strategies as st
 
 from lockstep.audit.checks.experts import divided
-from lockstep.audit.checks.replicas import DRIFT, check_replicas
+from lockstep.audit.checks.replicas import DRIFT_TOLERANCE, check_replicas
 from lockstep.audit.finding import AreaResult, Cause
 from lockstep.evidence.rows import Row
 
@@ -57,7 +57,7 @@ def test_the_rank_that_differs_does_not_matter(
 
 def test_rounding_is_no_drift() -> None:
     assert not check_replicas(
-        given([stepped(after=W)], [stepped(after=W * (1 + DRIFT / 10))])
+        given([stepped(after=W)], [stepped(after=W * (1 + DRIFT_TOLERANCE / 10))])
     ).findings
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.audit.checks.gradients import (
-    EVEN,
+    EVEN_TOLERANCE,
     Factors,
     factors,
     names_on_all_ranks,
@@ -27,10 +27,10 @@ from lockstep.base.errors import first_few
 from lockstep.evidence.rows import Row
 from lockstep.evidence.tensors import sketch_difference
 
-ALIKE = 1e-5
+ROUNDING_TOLERANCE = 1e-5
 """Largest relative difference of tensors that are equal except for rounding."""
-NORM = 1e-3
-SCALED = 1e-4
+NORM_TOLERANCE = 1e-3
+LIMIT_TOLERANCE = 1e-4
 """Largest relative difference between gradient norms of steps that count as clipped to one
 limit."""
 REPEATED = 3
@@ -111,7 +111,7 @@ def _experts(records: Records, groups: Sequence[tuple[int, ...]]) -> set[str]:
 
 
 def _differ(one: Row, other: Row, kind: str, name: str) -> bool:
-    return sketch_difference(one[kind].get(name), other[kind].get(name)) > ALIKE
+    return sketch_difference(one[kind].get(name), other[kind].get(name)) > ROUNDING_TOLERANCE
 
 
 def _only(records: Records, names: set[str], *, kept: bool) -> Records:
@@ -146,7 +146,7 @@ def check_experts(records: Divided) -> AreaResult:
     names = records.names
     if names:
         others = {
-            (rows[0]["index"], rank): _common_factor(rows, rank)
+            (rows[0]["index"], rank): factors(rows, rank, names_on_all_ranks(rows)).even
             for rows in records.others.together()
             for rank in range(len(rows))
         }
@@ -169,11 +169,6 @@ def check_experts(records: Divided) -> AreaResult:
     _check_routers(result, records)
     _check_balance(result, records.others)
     return result
-
-
-def _common_factor(rows: Sequence[Row], rank: int) -> float | None:
-    found = factors(rows, rank, names_on_all_ranks(rows))
-    return found.even
 
 
 def _check_factor(
@@ -220,11 +215,11 @@ def _why_no_factor(found: Factors, row: Row, name: str, expected: float | None) 
 def _is_expected(
     result: AreaResult, rows: Sequence[Row], rank: int, name: str, ratio: float, expected: float
 ) -> bool:
-    if abs(ratio - 1) <= EVEN:
+    if abs(ratio - 1) <= EVEN_TOLERANCE:
         return True
     row = rows[rank]
     times = ratio if ratio > 1 else 1 / ratio
-    if abs(times - round(times)) > EVEN * times or not 1 < round(times) <= len(rows) ** 2:
+    if abs(times - round(times)) > EVEN_TOLERANCE * times or not 1 < round(times) <= len(rows) ** 2:
         result.miss(
             f"the gradients of experts count {ratio:.3g} times as much as others, by a factor of"
             " the script's own"
@@ -313,7 +308,10 @@ def _check_norm(
             (dense, "of the parameters that are no experts"),
         ):
             part = math.sqrt(square)
-            if abs(clip["norm"] - part) <= NORM * part and whole > (1 + NORM) * part:
+            if (
+                abs(clip["norm"] - part) <= NORM_TOLERANCE * part
+                and whole > (1 + NORM_TOLERANCE) * part
+            ):
                 result.find(
                     Cause.NORM_WITHOUT_EXPERTS,
                     f"rank {rank} clips by {clip['norm']:.4g}, the norm {what}; that of the whole"
@@ -376,7 +374,11 @@ def _check_scaled_norm(result: AreaResult, records: Divided, are_even: Sequence[
 
 def _steps_alike(norms: Sequence[Norms]) -> list[int]:
     most = max((float(each.max()) for each in norms), default=0.0)
-    found = [step for step, each in enumerate(norms) if most and most - each.max() <= SCALED * most]
+    found = [
+        step
+        for step, each in enumerate(norms)
+        if most and most - each.max() <= LIMIT_TOLERANCE * most
+    ]
     return found if len(found) >= REPEATED else []
 
 

@@ -22,7 +22,7 @@ FIT = 0.02
 NEGLIGIBLE = 1e-3
 LEAST_ALIKE = 2
 """Gradients that are equal on all ranks in this many steps are not equal by chance."""
-EVEN = 0.02
+EVEN_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Factors:
     @property
     def even(self) -> float | None:
         """The factor of all ranks, if it is the same for all and positive."""
-        if not self.fits or min(self.values) <= (1 - EVEN) * max(self.values):
+        if not self.fits or min(self.values) <= (1 - EVEN_TOLERANCE) * max(self.values):
             return None
         return float(np.mean(self.values)) if max(self.values) > 0 else None
 
@@ -53,7 +53,11 @@ class Factors:
     def mean_of(self, ranks: Sequence[int]) -> float | None:
         used = [rank for rank in range(len(self.values)) if self.uses(rank)]
         values = [self.values[rank] for rank in used]
-        if not used or not set(used) <= set(ranks) or min(values) <= (1 - EVEN) * max(values):
+        if (
+            not used
+            or not set(used) <= set(ranks)
+            or min(values) <= (1 - EVEN_TOLERANCE) * max(values)
+        ):
             return None
         return float(np.mean(values))
 
@@ -364,7 +368,7 @@ def _check_local_clipping(result: AreaResult, rows: Sequence[Row]) -> None:
             line=line,
         )
     ratios = [_clip_ratio(row) for row in rows]
-    if _differ(ratios, rows, EVEN):
+    if _differ(ratios, rows, EVEN_TOLERANCE):
         texts = ", ".join(map(_text, ratios))
         result.find(
             Cause.LOCAL_CLIPPING,

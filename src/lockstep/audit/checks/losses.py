@@ -16,10 +16,10 @@ from lockstep.audit.records import Rank, Records, first_line
 from lockstep.evidence.rows import Row
 from lockstep.evidence.tensors import PROJECTIONS, Vector, finite_projection
 
-EVEN = 0.01
+WEIGHT_TOLERANCE = 0.01
 LEAST_ERROR = 0.005
 """Smallest relative error of a gradient at which a mean of means over microbatches is reported."""
-SCALE = 2e-3
+FACTOR_TOLERANCE = 2e-3
 GATHERS = ("all_gather", "all_gather_into_tensor")
 
 
@@ -107,7 +107,7 @@ def _terms(rank: int, row: Row, result: AreaResult) -> Iterator[Term]:
         count, weight = each.get("count"), each.get("weight")
         if each["reduction"] == "none":
             low, high = each.get("weights", [0.0, 0.0])
-            weight = low if high and abs(high - low) <= EVEN * abs(high) else None
+            weight = low if high and abs(high - low) <= WEIGHT_TOLERANCE * abs(high) else None
             if high and weight is None:
                 result.miss(f"{each['function']} weighs its targets by weights of the script's own")
         elif each["reduction"] == "mean" and weight is not None and count:
@@ -145,7 +145,7 @@ def _check_weights(
     """
     weights = [abs(term.weight * found[term.rank]) for term in terms]
     least, most = min(weights), max(weights)
-    if most - least <= EVEN * most:
+    if most - least <= WEIGHT_TOLERANCE * most:
         return 0.0
     counts = [term.count for term in terms]
     if min(counts) == max(counts):
@@ -228,7 +228,7 @@ def _check_scale(
         return False
     if _is(total, 1.0):
         return True
-    plain = all(term.weight * term.count > 1 - SCALE for term in terms)
+    plain = all(term.weight * term.count > 1 - FACTOR_TOLERANCE for term in terms)
     divisors = {each for row in records.ranks[0].of("backward") for each in row["divisors"]}
     twice = next(
         (n for n in (ranks, backwards) if n > 1 and _is(total * n, 1.0) and n in divisors), 0
@@ -347,7 +347,7 @@ def _is_same_loss(one: float | None, other: float | None) -> bool:
 
 
 def _is(value: float, factor: float) -> bool:
-    return abs(value - factor) < SCALE * factor
+    return abs(value - factor) < FACTOR_TOLERANCE * factor
 
 
 def _gathers_values(row: Row) -> bool:

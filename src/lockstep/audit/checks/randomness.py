@@ -11,7 +11,7 @@ from lockstep.audit.records import Rank, Records, first_line, training_passes
 from lockstep.base.words import counted
 from lockstep.evidence.rows import Row
 
-LEAST = 2
+LEAST_BACKWARDS = 2
 """Random states of this many backwards that equal other states are not equal by chance."""
 
 
@@ -174,7 +174,7 @@ def _may_have_drawn(rank: Rank) -> bool:
 def _check_reset(result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]]) -> None:
     for rank, rows in zip(records.ranks, drawing, strict=True):
         again = len(rows) - len({row["drawn"] for row in rows})
-        if again >= LEAST:
+        if again >= LEAST_BACKWARDS:
             seeds = [row for row in reversed(rank.of("seed")) if row["step"] > 0]
             text = (
                 f"rank {rank.rank}: {again} of {len(rows)} forwards drew the same random numbers as"
@@ -195,7 +195,7 @@ def _check_ranks(
         states = {row["number"]: row["drawn"] for row in other}
         both = [row for row in one if states.get(row["number"]) == row["drawn"]]
         is_compared = is_compared and not both and any(row["number"] in states for row in one)
-        if len(both) >= LEAST and is_said:
+        if len(both) >= LEAST_BACKWARDS and is_said:
             seeds = [r for r in reversed(records.ranks[first].of("seed")) if r["step"] == 0]
             text = (
                 f"in {len(both)} of {len(one)} forwards ranks {first} and {second} drew the same"

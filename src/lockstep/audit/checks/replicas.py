@@ -11,7 +11,7 @@ from lockstep.base.errors import first_few
 from lockstep.evidence.rows import Row
 from lockstep.evidence.tensors import finite_projection, sketch_difference
 
-DRIFT = 1e-5
+DRIFT_TOLERANCE = 1e-5
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -78,7 +78,7 @@ def _check_step(result: AreaResult, rows: Sequence[Row], seed_line: str) -> None
     names = [name for name in first["parameters"] if name not in first["sharded"]]
     if step == 0:
         worst, name = _worst(rows, "before", names)
-        if worst > DRIFT:
+        if worst > DRIFT_TOLERANCE:
             result.find(
                 Cause.INITIAL_VALUES_DIFFER,
                 f"before the first step {name} differs by {worst:.2g} of its size from rank to"
@@ -88,10 +88,10 @@ def _check_step(result: AreaResult, rows: Sequence[Row], seed_line: str) -> None
                 names=[name],
             )
     worst, name = _worst(rows, "parameters", names)
-    if worst <= DRIFT or result.findings or len({str(row["lr"]) for row in rows}) > 1:
+    if worst <= DRIFT_TOLERANCE or result.findings or len({str(row["lr"]) for row in rows}) > 1:
         return  # the check of schedules finds different learning rates
     state, state_name = _worst(rows, "states", first["states"])
-    if state > DRIFT and _worst(rows, "applied", names)[0] <= DRIFT:
+    if state > DRIFT_TOLERANCE and _worst(rows, "applied", names)[0] <= DRIFT_TOLERANCE:
         result.find(
             Cause.OPTIMIZER_STATE_DIFFERS,
             f"the gradients agree, and the optimizer's {state_name} differs by {state:.2g} of its"
@@ -141,7 +141,7 @@ def _statistics(rows: Iterable[Row]) -> dict[tuple[object, ...], list[Row]]:
 def _check_buffers(result: AreaResult, rows: Sequence[Row], line: str) -> None:
     names = [name for name in rows[0]["buffers"] if name.rpartition(".")[2] not in STATISTICS]
     worst, name = _worst(rows, "buffers", names)
-    if worst > DRIFT:
+    if worst > DRIFT_TOLERANCE:
         step = rows[0]["index"]
         result.find(
             Cause.BUFFERS_DIFFER,

@@ -15,7 +15,7 @@ from lockstep.evidence.tensors import Summaries, TensorSummary, distance, sketch
 from lockstep.evidence.tolerance import TOLERANCE, MeasuredRounding
 from lockstep.evidence.trace import RankTrace, StepTrace, Trace
 
-SAME = 1e-6
+RESUME_TOLERANCE = 1e-6
 """Largest relative difference between a tensor before a save and after the load that counts as
 equal."""
 KINDS = {"gradients": "gradient", "parameters": "parameter"}
@@ -91,7 +91,7 @@ def _check_tensors(result: AreaResult, before: Row, first: Row, rank: int, line:
             name
             for name, sketch in saved.items()
             if (name not in loaded and cause is Cause.RESUME_OPTIMIZER)
-            or sketch_difference(sketch, loaded.get(name)) > SAME
+            or sketch_difference(sketch, loaded.get(name)) > RESUME_TOLERANCE
         ]
         if names:
             text = f"{what}{names[0]} is {other if names[0] in loaded else 'missing'}"
