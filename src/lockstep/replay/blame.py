@@ -209,17 +209,11 @@ def _unusual(replay: Replay, rows: Sequence[Mapping[str, Any]], by_sample: Repla
             seen = f"its gradient norm is {suspect.norm:.3g}, most of it in {block}"
             return _microbatch(step, suspect, block, seen)
     alike = "no microbatch has an unusual gradient"
-    if (jump := learning_rate_jump(rows, step)) is not None:
-        return _learning_rate(step, jump, block, alike)
-    return Blame(
-        step=step,
-        cause="all alike",
-        block=block,
-        text=(
-            f"{alike}: the whole batch is unusual, or the parameters before the step were bad"
-            f" already; the gradient has grown most in {block}; look at the steps before"
-        ),
+    text = (
+        f"{alike}: the whole batch is unusual, or the parameters before the step were bad already;"
+        f" the gradient has grown most in {block}; look at the steps before"
     )
+    return _whole_batch(step, rows, block, alike, text)
 
 
 def _not_finite(
@@ -237,17 +231,11 @@ def _not_finite(
             return _samples(step, suspect, names, block, seen)
         if len(replay.microbatches) > 1:
             return _microbatch(step, suspect, block, seen)
-    if (jump := learning_rate_jump(rows, step)) is not None:
-        return _learning_rate(step, jump, block, seen)
-    return Blame(
-        step=step,
-        cause="all alike",
-        block=block,
-        text=(
-            f"no microbatch is finite, {seen}; the whole batch is unusual, or the parameters before"
-            " the step were bad already: look at the learning rate and the steps before"
-        ),
+    text = (
+        f"no microbatch is finite, {seen}; the whole batch is unusual, or the parameters before the"
+        " step were bad already: look at the learning rate and the steps before"
     )
+    return _whole_batch(step, rows, block, seen, text)
 
 
 def samples_not_finite(replay: Replay) -> list[int | str]:
@@ -318,19 +306,15 @@ def _microbatch(step: int, suspect: ReplayedMicrobatch, block: str | None, seen:
     )
 
 
-def _learning_rate(
-    step: int,
-    jump: tuple[Mapping[str, Any], Mapping[str, Any]],
-    block: str | None,
-    seen: str,
+def _whole_batch(
+    step: int, rows: Sequence[Mapping[str, Any]], block: str | None, seen: str, text: str
 ) -> Blame:
+    """Blame a jump of the learning rate, with `seen`; without a jump, the batch, with `text`."""
+    if (jump := learning_rate_jump(rows, step)) is None:
+        return Blame(step=step, cause="all alike", block=block, text=text)
     before, after = ("{lr:.3g} in step {step}".format(**row) for row in jump)
-    return Blame(
-        step=step,
-        cause="learning rate",
-        block=block,
-        text=f"the learning rate: {before}, {after}; {seen}",
-    )
+    text = f"the learning rate: {before}, {after}; {seen}"
+    return Blame(step=step, cause="learning rate", block=block, text=text)
 
 
 def _words(samples: Sequence[int | str]) -> str:
