@@ -95,7 +95,16 @@ def compare_traces(
     bitwise: bool,
 ) -> Comparison:
     comparator = _Comparator(reference, plan, rounding, bitwise)
-    comparison = comparator.run(*comparator.all_checks())
+    comparison = comparator.run(
+        comparator.samples,
+        comparator.batches,
+        comparator.microbatches,
+        comparator.missing,
+        comparator.sums,
+        comparator.tensors,
+        comparator.scalars,
+        comparator.ranks,
+    )
     if comparison.passed:
         comparator.compare_logged()
     if plan.steps != reference.steps and comparison.passed:
@@ -164,18 +173,6 @@ class _Comparator:
         self.comparison.differences = sorted(differences, key=position)
         self.comparison.divergence = divergence(self._reference, self._plan, self.comparison.steps)
         return self.comparison
-
-    def all_checks(self) -> tuple[Callable[[int], Iterator[Difference]], ...]:
-        return (
-            self.samples,
-            self.batches,
-            self._microbatches,
-            self.missing,
-            self._sums,
-            self._tensors,
-            self._scalars,
-            self.ranks,
-        )
 
     def _judge(
         self, found: Difference, *, distance: float, rounding: float, norm: float
@@ -270,10 +267,10 @@ class _Comparator:
                     microbatches=(m.index,),
                 )
 
-    def _microbatches(self, step: int) -> Iterator[Difference]:
+    def microbatches(self, step: int) -> Iterator[Difference]:
         """Compare the gradient of each microbatch. With numerics=fast, only in the first step:
         later, the parameters do not have the bits of the reference."""
-        if step and not self._bitwise:  # fast numerics: only in the first step
+        if step and not self._bitwise:
             return
         ours = {m.index: m.gradients for m in self._reference.microbatches_of(step)}
         differ = 0
@@ -321,7 +318,7 @@ class _Comparator:
                 if (ours.get(name) is None) != (theirs.get(name) is None):
                     yield Difference(step=step, check="missing", name=name, rank=rank)
 
-    def _sums(self, step: int) -> Iterator[Difference]:
+    def sums(self, step: int) -> Iterator[Difference]:
         """Compare the reduced gradient with the float64 sum of its microbatches' gradients in the
         plan's trace."""
         # With numerics=fast a plan may scale the loss before the backward (by 3, say). A gradient
@@ -352,7 +349,7 @@ class _Comparator:
                         relative=away / (total.norm or 1.0),
                     )
 
-    def _tensors(self, step: int) -> Iterator[Difference]:
+    def tensors(self, step: int) -> Iterator[Difference]:
         ours = self._reference.rank_0.steps[step].tensors
         for kind in ("gradients", "states", "parameters", "buffers"):
             rounding = self._rounding.of_tensors(step, kind)
@@ -373,7 +370,7 @@ class _Comparator:
                         norm=_norm(summary),
                     )
 
-    def _scalars(self, step: int) -> Iterator[Difference]:
+    def scalars(self, step: int) -> Iterator[Difference]:
         ours = self._reference.rank_0.steps[step]
         for rank, entry in self._plan.ranks.items():
             theirs = entry.steps[step]

@@ -48,6 +48,15 @@ class Evidence:
     def token_tolerance(self) -> float:
         return float(COMPUTE_EPS[self.reference.metadata.get("precision", "fp32")] ** 0.5)
 
+    def tensors(self, kind: str, name: str) -> tuple[Vector, Vector] | None:
+        """Return the reference's and the plan's tensor; None if a trace has only its summary."""
+        expected, actual = (
+            trace.tensor(self.step, kind, name) for trace in (self.reference, self.plan)
+        )
+        if expected is None or actual is None or expected.shape != actual.shape:
+            return None
+        return expected, actual
+
     def of(self, *checks: str) -> list[Difference]:
         return [difference for difference in self.differences if difference.check in checks]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.base.words import enumerated
-from lockstep.evidence.tensors import EXACT, Vector, exact_ratio
+from lockstep.evidence.tensors import EXACT, exact_ratio
 from lockstep.evidence.trace import LayerTrace
 from lockstep.verify.causes.evidence import Evidence, Wrong, differ, named, stacked
 
@@ -29,17 +29,15 @@ def rows(evidence: Evidence) -> str | None:
         ours, theirs = evidence.reference.experts_of(index), evidence.plan.experts_of(index)
         if len(ours) != 1 or not theirs:
             continue
-        ((_, expected_layers),) = ours.items()
+        (expected_layers,) = ours.values()
         ranks = f"rank{'s' if len(theirs) > 1 else ''} {enumerated(list(theirs))}"
         where = f"in microbatch {index} on {ranks}"
         for name in _layers(evidence):
-            expected, parts = (
-                expected_layers.get(name),
-                [each.get(name) for each in theirs.values()],
-            )
-            if expected is None or any(part is None for part in parts):
+            expected = expected_layers.get(name)
+            parts = [each[name] for each in theirs.values() if name in each]
+            if expected is None or len(parts) < len(theirs):
                 break
-            actual = _in_order(expected, [part for part in parts if part is not None])
+            actual = _in_order(expected, parts)
             if not _same_input(expected, actual, evidence):
                 break
             wrong = differ(expected.output, actual.output, evidence.token_tolerance)
@@ -158,13 +156,11 @@ def router_gradient(evidence: Evidence) -> str | None:
             continue
         gradient = evidence.plan.rank_0.steps[evidence.step].tensors["gradients"].get(first.name)
         is_lost = gradient is None or not gradient.norm
-        what = f"the gradient of {first.name!r} is lost"
-        if not is_lost:
-            what = f"the gradient of {first.name!r} is wrong"
         return (
             f"a router's gradient: the loss and the gradients of the experts of {name!r} are right,"
-            f" and {what}; it comes from the weights of the chosen experts: multiply the experts'"
-            " outputs by the router's own weights, not by detached ones, where the tokens are"
+            f" and the gradient of {first.name!r} is {'lost' if is_lost else 'wrong'}; it comes"
+            " from the weights of the chosen experts: multiply the experts' outputs by the router's"
+            " own weights, not by detached ones, where the tokens are"
         )
     return None
 
@@ -208,10 +204,10 @@ def _times(evidence: Evidence, factor: float, what: str) -> str | None:
 def _of_some_experts(evidence: Evidence, name: str) -> str | None:
     of = next(key for key, each in _layers(evidence).items() if name in each["parameters"])
     layer = _Layer.of(evidence, of)
-    both = _by_expert(evidence, layer, "gradients", name)
+    both = evidence.tensors("gradients", name)
     if both is None:
         return None
-    expected, actual = both
+    expected, actual = (each.reshape(layer.count, -1) for each in both)
     ratios = [exact_ratio(*pair) for pair in zip(expected, actual, strict=True)]
     sizes = np.linalg.norm(expected, axis=1)
     wrong = np.flatnonzero(np.linalg.norm(actual - expected, axis=1) > EXACT * sizes)
@@ -263,22 +259,12 @@ def _norm_of(evidence: Evidence, rank: int, dense: float) -> float:
     for name, of in _layers(evidence).items():
         layer = _Layer.of(evidence, name)
         for parameter in of["parameters"]:
-            both = _by_expert(evidence, layer, "gradients", parameter)
+            both = evidence.tensors("gradients", parameter)
             if both is None:
                 return math.nan
-            total += float(np.square(both[1][list(layer.held(rank))]).sum())
+            by_expert = both[1].reshape(layer.count, -1)
+            total += float(np.square(by_expert[list(layer.held(rank))]).sum())
     return math.sqrt(total)
-
-
-def _by_expert(
-    evidence: Evidence, layer: _Layer, kind: str, name: str
-) -> tuple[Vector, Vector] | None:
-    expected, actual = (
-        trace.tensor(evidence.step, kind, name) for trace in (evidence.reference, evidence.plan)
-    )
-    if expected is None or actual is None or expected.shape != actual.shape:
-        return None
-    return expected.reshape(layer.count, -1), actual.reshape(layer.count, -1)
 
 
 def initial_values(evidence: Evidence) -> str | None:

@@ -103,7 +103,7 @@ def _microbatches_miscounted(
 ) -> str | None:
     """Fit a wrong reduced gradient (`target`) by the gradients of single microbatches: some may
     count twice or not at all."""
-    parts = [m for m in _microbatches_with_gradients(evidence) if m.gradients is not None]
+    parts = _microbatches_with_gradients(evidence)
     gain = entry.steps[evidence.step].gain
     columns = [gain * stacked(m.gradients or {}, names) for m in parts]
     if len(columns) * 2 > len(target):
@@ -125,9 +125,8 @@ def _counted(factor: float) -> str:
 
 
 def _microbatches_with_gradients(evidence: Evidence) -> list[MicrobatchTrace]:
-    if any(m.gradients is not None for m in evidence.microbatches):
-        return evidence.microbatches
-    return list(evidence.expected_microbatches.values())
+    own = [m for m in evidence.microbatches if m.gradients is not None]
+    return own or [m for m in evidence.expected_microbatches.values() if m.gradients is not None]
 
 
 def sums_by_rank(evidence: Evidence, names: list[str], gain: float) -> dict[int, Vector]:
@@ -136,8 +135,7 @@ def sums_by_rank(evidence: Evidence, names: list[str], gain: float) -> dict[int,
     sums: dict[int, Vector] = {}
     for microbatch in _microbatches_with_gradients(evidence):
         rank = microbatch.rank if is_own else owners.get(microbatch.index, 0)
-        if microbatch.gradients is not None:
-            sums[rank] = sums.get(rank, 0.0) + gain * stacked(microbatch.gradients, names)
+        sums[rank] = sums.get(rank, 0.0) + gain * stacked(microbatch.gradients or {}, names)
     return sums
 
 
@@ -192,11 +190,7 @@ def _tensors(evidence: Evidence) -> tuple[Vector, Vector] | None:
     first = evidence.first
     if first.rank or first.check not in ("gradients", "parameters"):
         return None
-    expected = evidence.reference.tensor(first.step, first.check, first.name)
-    actual = evidence.plan.tensor(first.step, first.check, first.name)
-    if expected is None or actual is None or expected.shape != actual.shape:
-        return None
-    return expected, actual
+    return evidence.tensors(first.check, first.name)
 
 
 def _is_bfloat16(x: Vector) -> bool:

@@ -111,14 +111,11 @@ def document_leak(evidence: Evidence) -> str | None:
     tokens = _first_wrong(evidence, "output")
     if tokens is None or tokens.documents is None:
         return None
-    rows = list(zip(tokens.wrong["output"], tokens.documents, strict=True))
-    leaks = [(row, ids) for row, ids in rows if row.any()]
-    for row, ids in leaks:
-        first = int(np.flatnonzero(row)[0])
-        if first == 0 or ids[first] == ids[first - 1]:
-            return None
-    row, ids = leaks[0]
-    first = int(np.flatnonzero(row)[0])
+    rows = zip(tokens.wrong["output"], tokens.documents, strict=True)
+    leaks = [(int(wrong.argmax()), ids) for wrong, ids in rows if wrong.any()]
+    if any(at == 0 or ids[at] == ids[at - 1] for at, ids in leaks):
+        return None
+    first, _ = leaks[0]
     return (
         f"a document leak: in microbatch {tokens.index} outputs are right up to token {first - 1},"
         f" the last of a document, and wrong from token {first}, the first of the next: its tokens"
@@ -145,9 +142,9 @@ def places_of_others(evidence: Evidence) -> str | None:
 def attention_backward(evidence: Evidence) -> str | None:
     """Find wrong gradients of parameters, with every token's output and loss right."""
     tokens = _first_wrong(evidence, None)
-    if tokens is None or any(each.any() for each in tokens.wrong.values()):
+    if tokens is None or "gradient" not in tokens.wrong:
         return None
-    if "gradient" not in tokens.wrong:
+    if any(each.any() for each in tokens.wrong.values()):
         return None
     names = evidence.names("microbatch", "gradients")
     order = evidence.reference.backward_order
