@@ -171,9 +171,9 @@ def _fork(
 ) -> None:
     """Take the place of `subprocess.Popen._execute_child`."""
     if _is_writer(args):
-        pipes = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        streams = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
         before = (cwd, env, startupinfo, creationflags, shell)
-        _fork_writer(process, args, executable, preexec_fn, close_fds, pass_fds, *before, *pipes)
+        _fork_writer(process, args, executable, preexec_fn, close_fds, pass_fds, *before, *streams)
         return
     given = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
     body = None
