@@ -358,7 +358,9 @@ def _check_scaled_norm(result: AreaResult, records: Divided, are_even: Sequence[
         if not (alike := _steps_alike(norms)):
             continue
         first = alike[0]
-        rank = int(np.argmax(norms[first]))
+        of_ranks = np.asarray(norms[first])
+        # the first rank of those whose norms differ by rounding
+        rank = int(np.isclose(of_ranks, of_ranks.max()).argmax())
         of_whole = [whole[step][rank] for step in alike]
         result.find(
             Cause.NORM_WITHOUT_EXPERTS,
