@@ -1,1 +1,2 @@
-"""`lockstep plan`: predicts memory and time of a step under each plan, without the devices."""
+"""`lockstep plan`: predicts the memory and the time of a training step under each plan, without the
+devices."""

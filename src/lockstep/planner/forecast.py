@@ -1,4 +1,4 @@
-"""The text of `lockstep plan`: the plans in order, with intervals, days, cost and goodput. Pure."""
+"""Formats the predictions of `lockstep plan` as text."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from lockstep.planner.prediction import SKEW, Outcome, Prediction
 from lockstep.planner.search import closest
 
 HOURS_BETWEEN_FAILURES = 50_000.0
-"""Mean time between failures of one device: 419 failures in 54 days on 16,384 GPUs (arXiv
-2407.21783, "The Llama 3 Herd of Models")."""
+"""Mean time between failures of one device. A training on 16,384 GPUs had 419 failures in 54 days
+(arXiv 2407.21783, "The Llama 3 Herd of Models")."""
 SAVE_SECONDS = 10.0
-"""Seconds for which training stops while a checkpoint is copied, before it is written in the
-background."""
+"""Training stops for this time while a checkpoint is copied."""
 RESTART_SECONDS = 300.0
 LIMITS = {
     "matmul": "arithmetic",
@@ -34,8 +33,7 @@ LIMITS = {
     "contention": "network (beside computation)",
     "loader": "loader",
 }
-"""A key of `Prediction.by_limit` -> its text. A mesh axis stands for communication along this
-axis."""
+"""Maps the keys of `Prediction.by_limit` to text. The other keys are names of mesh axes."""
 HEAD = (
     *("plan", "step", "80% of such plans", "samples/s", "memory", "limited by"),
     "twice the network",
@@ -50,7 +48,7 @@ class Budget:
     device_hours: float
     cost: float | None
     goodput: float
-    """Fraction of the wall-clock time spent in training steps that no failure undoes."""
+    """Fraction of the wall-clock time that failures and checkpoints do not cost."""
 
 
 def budget(
@@ -63,8 +61,8 @@ def budget(
     save_seconds: float = SAVE_SECONDS,
     restart_seconds: float = RESTART_SECONDS,
 ) -> Budget:
-    """`seconds` is the time of one step. Checkpoints are taken to be saved at the optimal interval
-    (Young, "A first order approximation to the optimum checkpoint interval", 1974)."""
+    """Assume that checkpoints are saved at the optimal interval (Young, "A first order
+    approximation to the optimum checkpoint interval", 1974)."""
     rate = devices / (hours_between_failures * 3600)
     # At the interval √(2 × save_seconds / rate), saving takes as much time as the steps that a
     # failure loses.
@@ -87,7 +85,7 @@ class Forecast:
     cluster: Cluster
     outcomes: Sequence[Outcome]
     interval: Interval
-    """Range of the ratio of measured to predicted step seconds, for 80% of the published
+    """The ratio of measured to predicted step time is in this range for 80% of published
     trainings."""
     tokens: float | None
     price_per_hour: float | None
@@ -187,8 +185,8 @@ class Forecast:
         yield from (f"not {each}" for each in struck(others))
 
     def loader_rate(self, prediction: Prediction) -> float:
-        """Samples per second that the data loaders of one machine must deliver together. Each rank
-        of a tensor-parallel group loads the same samples."""
+        """Return the samples per second that the data loaders of one machine must deliver together.
+        Each rank of a tensor-parallel group loads the same samples."""
         data = Plan.parse(prediction.plan).resolve(self.cluster.count).data_ranks
         return prediction.samples / prediction.seconds / data * self.cluster.devices_per_node
 

@@ -1,5 +1,4 @@
-"""The HTML page of `lockstep plan`: all plans, how they use time and memory, and the plans that
-cannot run or do not fit. Pure."""
+"""Makes the HTML page of `lockstep plan`."""
 
 from __future__ import annotations
 

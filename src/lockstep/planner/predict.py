@@ -1,4 +1,5 @@
-"""Predicts a recipe's step under a plan: traces its ranks, and simulates them on a cluster."""
+"""Predicts the time and memory of a recipe's step under a plan. The step is traced on some ranks,
+then simulated on a cluster."""
 
 from __future__ import annotations
 
@@ -35,13 +36,12 @@ from lockstep.recipe.recipe import Recipe
 from lockstep.training.loop import total_steps_of
 
 PCIE_BYTES_PER_SECOND = 25e9
-"""Copies from pinned memory over PCIe 4.0 x16, for which
-https://en.wikipedia.org/wiki/PCI_Express gives 31.5e9."""
+"""Rate of copies from pinned memory over PCIe 4.0 x16. Its peak is 31.5e9
+(https://en.wikipedia.org/wiki/PCI_Express)."""
 HOST_BYTES_PER_SECOND = 25e9
-"""An eighth of a host's 200e9, because a host has eight devices."""
+"""Memory bandwidth of the host for each of its eight devices, 200e9 / 8."""
 TRACED = 3
-"""Number of microbatches that are traced: the first, one that stands for all in the middle, and the
-last."""
+"""A trace has a first, a middle and a last microbatch. The simulation repeats the middle one."""
 ROUNDS = 3
 
 
@@ -52,15 +52,14 @@ class _Shape:
     """Number of microbatches on the rank with the most."""
     traced: int
     load: float
-    """Total number of microbatches, divided by what it would be if every rank had as many as the
-    busiest."""
+    """Mean number of microbatches of a rank, relative to the rank with the most."""
     recipe: Recipe
     plan: Plan
 
 
 def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = True) -> Prediction:
-    """`is_fake` traces with fake tensors; otherwise the model computes on this CPU. Raises what a
-    run would raise, and `ValueNeeded` if the model reads a fake tensor's value."""
+    """Trace on fake tensors, or on real CPU tensors if `is_fake` is False. Raise `ValueNeeded` if
+    the script reads a fake tensor's value, and any error that a run would raise."""
     if plan.microbatch_splits and not is_splittable(recipe, model_size(recipe)):
         raise RecipeError(
             f"microbatch_splits={plan.microbatch_splits}; half a microbatch of an ls.Stream has"
@@ -105,8 +104,7 @@ def _skewed(shape: _Shape, machine: Machine, is_fake: bool) -> Skewed:
 
 
 def seconds_on_costs(recipe: Recipe, plan: Plan, machine: Machine) -> Callable[[Costs], float]:
-    """Trace a training step. Returns a function that predicts its seconds from costs, so that many
-    costs share one trace."""
+    """Trace a training step once, and return a function that predicts its time from costs."""
     shape = _shape(recipe, plan.resolve(machine.cluster.count))
     whole = _whole(_traces(shape, machine, is_fake=True), shape)
     return lambda costs: _simulated(whole, costs, shape, machine).seconds
@@ -118,8 +116,7 @@ def _whole(traces: Sequence[TracedStep], shape: _Shape) -> Sequence[TracedStep]:
 
 
 def is_splittable(recipe: Recipe, size: ModelSize) -> bool:
-    """False with an `ls.Stream`, BatchNorm, or a balance loss over microbatches: splitting
-    microbatches would change the training."""
+    """Return False if smaller microbatches would change the training, as with BatchNorm."""
     depends = recipe.balance is not None and recipe.balance.is_of_microbatches
     return not (isinstance(recipe.data, Stream) or size.has_batchnorm or depends)
 
@@ -206,7 +203,7 @@ def _offload_seconds(trace: TracedStep, shape: _Shape) -> float:
 
 
 def _extended(step: StepTime, shape: _Shape) -> StepTime:
-    """Extend a pipeline's time from the traced microbatches to all."""
+    """Extend a pipeline's time from the traced microbatches to all microbatches."""
     more = shape.count / shape.traced - 1
     parts = step.by_limit.items()
     added = {name: 0.0 if name == "bubble" else seconds * more for name, seconds in parts}

@@ -1,5 +1,5 @@
-"""The request of `lockstep plan` to the process that runs the user's script, and the predictions
-that the process returns in files. Pure."""
+"""The request of `lockstep plan` to the process of the user's script, and the predictions that the
+process returns."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from lockstep.planner.trace import Peak
 from lockstep.scripts.request import ScriptRequest
 
 MARGIN = 0.08
-"""Fraction of a device's memory that is kept free, for fragmentation and libraries."""
+"""Fraction of a device's memory that must stay free for fragmentation and libraries."""
 SKEW = 2.0
-"""Assumed imbalance of expert routing: rows of the busiest rank's experts, in multiples of the
-mean."""
+"""Assumed load of the busiest rank's experts, in multiples of the mean load."""
 OUTCOMES, ENDED = "outcomes.jsonl", "ended.json"
 
 
@@ -36,8 +35,7 @@ class PlanRequest(ScriptRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The message that a search over plans has ended. If the file is missing, the script has
-    failed."""
+    """The message that the search over plans has ended. A script that fails does not write it."""
 
     devices: int | None = None
     why: str | None = None
@@ -53,7 +51,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skewed:
-    """A step in which one rank's experts get `SKEW` times the mean number of rows."""
+    """A step in which the experts of one rank get `SKEW` times the mean number of tokens."""
 
     seconds: float
     peak_bytes: int
@@ -67,16 +65,17 @@ class Prediction:
     seconds: float
     by_limit: Mapping[str, float]
     seconds_with_twice: Mapping[str, float]
-    """Step seconds if `arithmetic`, `memory` or `network` were twice as fast."""
+    """Step time on a device with twice the FLOP/s (`arithmetic`), memory bandwidth (`memory`) or
+    network bandwidth (`network`)."""
     samples: int
     tokens: float | None
     """Sum of `Recipe.weight` over a step's samples; None without `Recipe.weight`."""
     steps: int | None
-    """Steps of the training; None for epochs of data without a length."""
+    """Total number of training steps; None if the length of the data is unknown."""
     memory: Sequence[Peak]
     capacity_bytes: int | None
     overhead_bytes: int = 0
-    """Device memory of CUDA, cuBLAS, NCCL and the like."""
+    """Device memory of CUDA, cuBLAS and NCCL."""
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
     skewed: Skewed | None = None
     """The step with unbalanced expert routing; None without expert parallelism."""
@@ -91,7 +90,7 @@ class Prediction:
         return self.needed_for(self.peak.bytes)
 
     def needed_for(self, peak_bytes: int) -> int:
-        """Tensors' `peak_bytes`, with the device's libraries and the reserve for fragmentation."""
+        """Add the memory of libraries and `MARGIN` to the peak memory of the tensors."""
         return math.ceil((peak_bytes + self.overhead_bytes) / (1 - MARGIN))
 
     @property
@@ -121,7 +120,7 @@ class Outcome:
     prediction: Prediction | None = None
     reason: str | None = None
     is_refused: bool = False
-    """True if the plan cannot run even with unlimited memory."""
+    """True if the plan is invalid for the recipe, however much memory a device has."""
 
     @property
     def seconds(self) -> float:

@@ -1,5 +1,4 @@
-"""The search for the fastest plan of a recipe on given devices. Pure: the caller passes the
-function that predicts plans."""
+"""Searches the fastest plan of a recipe on given devices."""
 
 from __future__ import annotations
 
@@ -22,42 +21,41 @@ LESS_MEMORY: tuple[dict[str, Any], ...] = (
     {"checkpointing": "full", "microbatch_splits": 2},
     {"checkpointing": "full", "offload": True},
 )
-"""Changes tried in this order on a plan that does not fit. Each needs less memory and more time
-than the one before."""
+"""Changes to a plan that does not fit, in the order in which they are tried. Each needs less memory
+and more time than the previous one."""
 SMALLER: tuple[dict[str, Any], ...] = tuple({"microbatch_splits": splits} for splits in (1, 2, 4))
-"""Smaller microbatches, tried before `LESS_MEMORY` if the recipe does not fix the microbatch: they
-save memory without recomputing activations."""
+"""Smaller microbatches, which are tried before `LESS_MEMORY`. They save memory without recomputing
+activations."""
 FILLED = 4
-"""Microbatches per pipeline stage, if the recipe does not fix the microbatch."""
+"""Microbatches per pipeline stage, if the recipe does not set the microbatch."""
 SCHEDULED = 3
 """Number of the fastest pipeline plans that are also tried with other schedules."""
 SCHEDULES = ("interleaved", "zero-bubble")
 REFINED = 2
-"""Number of the fastest plans that are also tried with each change of `REFINEMENTS`."""
+"""Number of the fastest plans to which each change in `REFINEMENTS` is applied."""
 REFINEMENTS: tuple[dict[str, Any], ...] = ({"sharding": "gradients"}, {"compile": True})
-"""Changes that may make a plan faster. Later ones are also tried on the results of earlier ones."""
+"""Changes that may make a plan faster. They are tried in order, each on the fastest plans so
+far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Devices and recipe for which plans are searched."""
+    """The devices and the recipe for which plans are searched."""
 
     devices: int
     devices_per_node: int
     samples: int
     microbatch: int | None
-    """Samples in a microbatch. None: the plan chooses, at first one microbatch for each
-    data-parallel rank."""
+    """Samples in a microbatch; None if the plan chooses."""
     is_splittable: bool
     state_bytes: int
     capacity_bytes: int | None
     stages: int
-    """Largest number of pipeline stages. With 0 or 1, one pipeline is still tried, to report the
-    reason."""
+    """Largest number of pipeline stages."""
     has_head: bool = False
     chunks: int | None = None
-    """Chunks into which context parallelism can divide a sequence. None if samples are not
-    sequences."""
+    """Largest number of chunks into which context parallelism can divide a sequence; None if
+    samples are not sequences."""
     experts: int = 1
     """Greatest common divisor of the layers' numbers of experts; 1 without experts."""
     expert_bytes: int = 0
@@ -68,8 +66,7 @@ class Space:
 
     @property
     def usable_devices(self) -> int:
-        """Largest number of devices that data and context parallelism can use. Above one node,
-        whole nodes only."""
+        """Largest number of devices that data and context parallelism can use, in whole nodes."""
         sizes = range(self.devices, 0, -1)
         return next(size for size in sizes if self._is_whole(size) and self.contexts(size))
 
@@ -77,7 +74,8 @@ class Space:
         return devices < self.devices_per_node or devices % self.devices_per_node == 0
 
     def contexts(self, devices: int, each: int = 1) -> list[int]:
-        """A context-parallel rank computes at least two chunks of a sequence."""
+        """Return the possible sizes of the mesh axis `context`. Each rank computes at least two
+        chunks of a sequence."""
         most = 1 if self.chunks is None else max(1, self.chunks // 2)
         return [
             size
@@ -108,8 +106,8 @@ Evaluate = Callable[[Sequence[Plan]], Sequence[Outcome]]
 
 
 def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
-    """Return the outcome of each plan; the fastest that fits comes first. A plan that fits is not
-    tried with changes that save memory."""
+    """Return the outcome of each plan, the fastest first. A plan that fits is not tried with
+    changes that save memory."""
     outcomes: list[Outcome] = []
     plans = {plan: _held_bytes(plan, space) for plan in layouts(space)}
     smallest = min(plans.values(), default=0)
@@ -134,8 +132,7 @@ def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
 
 def layouts(space: Space) -> Iterator[Plan]:
     """Yield a plan for each way to divide the devices among mesh axes. Tensor parallelism stays
-    inside a node. `context` has the smallest size that gives each data-parallel rank a
-    microbatch."""
+    inside a node."""
     for tensor in _divisors(space.devices):
         if tensor > space.devices_per_node or space.devices_per_node % tensor:
             continue
@@ -204,8 +201,7 @@ def _held_bytes(plan: Plan, space: Space) -> int:
 
 
 def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -> Iterator[Outcome]:
-    """Evaluate plans. A plan that does not fit is also tried with changes that save memory; if its
-    parameters and optimizer state alone do not fit, only if no other plan fits."""
+    """Evaluate plans. A plan that does not fit is tried again with changes that save memory."""
     remaining, one_fits = list(plans), False
     for change in ({}, *(SMALLER if space.microbatch is None else ()), *LESS_MEMORY):
         able = [plan for plan in remaining if _is_able(plan, change, space)]
@@ -234,7 +230,7 @@ def _is_able(plan: Plan, change: dict[str, Any], space: Space) -> bool:
 
 
 def _may_fit(prediction: Prediction) -> bool:
-    """True if the memory that activation checkpointing cannot free is less than the device's."""
+    """Return True if a device can hold the memory that activation checkpointing does not free."""
     held = sum(prediction.peak.by_cause.get(cause, 0) for cause in (*ON_HOST, "communication"))
     capacity = prediction.capacity_bytes
     return capacity is None or held + prediction.overhead_bytes < capacity

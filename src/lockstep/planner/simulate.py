@@ -1,5 +1,5 @@
-"""Simulates the time of a training step from traces of its ranks, event by event: CUDA streams,
-process groups, and messages between pipeline stages."""
+"""Simulates a training step from traces of its ranks: CUDA streams, process groups, and messages
+between pipeline stages."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ from lockstep.planner.trace import (
 
 PIPELINE = "pipeline"
 PADDED = 16
-"""torch.compile pads rows of operands to a multiple of this number of bytes."""
+"""torch.compile pads the rows of a matrix to a multiple of this number of bytes."""
 COMPUTED = ("matmul", "attention", "convolution", "memory")
 ON_DEVICE = (*COMPUTED, "launches", "bubble")
 
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """Seconds that Python and torch take before a kernel or collective is queued on its stream."""
+    """Time that Python and torch take to queue a kernel or collective on its stream."""
 
     kernel: float = 0.0
     marks: Mapping[str, float] = field(default_factory=dict)
     collectives: Mapping[str, float] = field(default_factory=dict)
-    """Mesh axis -> host seconds to queue a collective; for `pipeline`, a message."""
+    """Maps each mesh axis to the host time of a collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
     operation: Callable[[Operation], float]
     collective: Callable[[Collective], float]
-    """Seconds of a collective once all ranks of its group have called it."""
+    """Returns the time of a collective, from when all ranks of its group have called it."""
     host: HostCosts = field(default_factory=HostCosts)
     is_synchronous: bool = False
-    """True on a CPU: the host computes each operation before it continues."""
+    """True on a CPU, where the host computes each operation itself."""
     processes: int = 1
     load: float = 1.0
     cores: float = math.inf
-    """Processes that can compute at full speed at the same time."""
+    """Number of processes that can compute at full speed at the same time."""
     slice_seconds: float = 0.0
-    """Time slice of the operating system: a waiting process gets a core after it."""
+    """Time slice of the operating system's scheduler."""
 
     @property
     def processes_per_core(self) -> float:
         return self.processes * self.load / self.cores
 
     def lateness(self, seconds: float) -> float:
-        """Seconds by which the slowest process finishes later than with evenly shared cores: a
-        process waits for whole time slices of others."""
+        """Return the delay of the slowest process if processes share cores. A process waits for the
+        whole time slices of other processes."""
         if (shared := self.processes_per_core) <= 1:
             return 0.0
         return min(seconds * (math.ceil(shared) / shared - 1), self.slice_seconds / 2)
@@ -69,8 +69,8 @@ class Costs:
 class StepTime:
     seconds: float
     by_limit: dict[str, float]
-    """Seconds of the slowest rank: `matmul`, `attention`, `convolution`, `memory`, `launches`,
-    `bubble`, and each mesh axis's communication that does not overlap with computation."""
+    """Time of the slowest rank by its limit, such as `matmul`, `memory`, `launches` or `bubble`.
+    Each mesh axis has its exposed communication time."""
     overlapped_seconds: float = 0.0
     marks: dict[str, float] = field(default_factory=dict)
 
@@ -80,8 +80,7 @@ class _Rank:
     place: int
     items: Sequence[Item]
     shift: int
-    """Added to the peer of each message, because the trace was recorded on another pipeline
-    rank."""
+    """Offset to add to the peer ranks in a trace that was recorded on another pipeline rank."""
     position: int = 0
     host: float = 0.0
     streams: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -89,22 +88,21 @@ class _Rank:
     events: dict[int, tuple[float, str]] = field(default_factory=dict)
     ends: dict[int, tuple[float, str]] = field(default_factory=dict)
     late: dict[int, float] = field(default_factory=dict)
-    """Number of a collective -> seconds by which the host queued it late."""
+    """Maps the number of a collective to the delay that the host caused."""
     last_axis: dict[int, str] = field(default_factory=lambda: defaultdict(lambda: "communication"))
     messages: Counter[int] = field(default_factory=Counter)
     received: Counter[int] = field(default_factory=Counter)
     expected: dict[int, tuple[tuple[int, int, int], float]] = field(default_factory=dict)
-    """Number of a message that is requested but not awaited -> ((sender, receiver, index), time of
-    the request)."""
+    """Maps the number of a pending receive to its (sender, receiver, index) and its start time."""
     together: int = 0
-    """Collectives so far with the ranks of other pipeline stages."""
+    """Number of collectives so far over all pipeline stages."""
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     marks: dict[str, float] = field(default_factory=dict)
     latest: tuple[str, float] = ("launches", 0.0)
-    """Kind and seconds of the latest kernel or wait on the default stream."""
+    """Kind and duration of the latest kernel or wait on the default stream."""
     communication: float = 0.0
     computed: float = 0.0
-    """Seconds that the host (on a CPU) has computed since the last collective."""
+    """Compute time of the host since the last collective, on a CPU."""
 
     @property
     def device_end(self) -> float:
@@ -116,7 +114,7 @@ class _Rank:
 
 
 class Simulation:
-    """A simulation of the ranks of one pipeline, or of one rank."""
+    """Simulates one rank, or the ranks of one pipeline."""
 
     def __init__(self, ranks: Sequence[_Rank], costs: Costs) -> None:
         self._ranks, self._costs = ranks, costs
@@ -147,7 +145,7 @@ class Simulation:
         return rank.position > before
 
     def _step(self, rank: _Rank, item: Item) -> bool:
-        """Returns False if another rank must be simulated first."""
+        """Return False if another rank must be simulated first."""
         match item:
             case Compute(operation, stream):
                 self._compute(rank, operation, stream)
@@ -167,7 +165,7 @@ class Simulation:
         return True
 
     def _work(self, rank: _Rank, seconds: float, stream: int = 0) -> None:
-        """Add host time. On a CPU the host is the device, so its stream is delayed too."""
+        """Add host time. On a CPU, the host also delays its stream."""
         rank.host += seconds
         if self._costs.is_synchronous:
             rank.streams[stream] += seconds
@@ -188,8 +186,8 @@ class Simulation:
             rank.computed += seconds
 
     def _count_as_launches(self, rank: _Rank, idle: float) -> None:
-        """Count an idle default stream, and the kernel or wait before it, as `launches`: a faster
-        device would gain nothing."""
+        """Count an idle time of the default stream as `launches`, together with the kernel before
+        it. A faster device would shorten neither."""
         kind, seconds = rank.latest
         rank.spent[kind] -= seconds
         rank.spent["launches"] += idle + seconds
@@ -261,8 +259,7 @@ class Simulation:
 
 
 def simulate(traces: Sequence[TracedStep], costs: Costs) -> StepTime:
-    """`traces`: one for each pipeline stage, in order. Stages may share a trace; its messages then
-    go to each stage's own neighbours."""
+    """Simulate one trace for each pipeline stage. Stages may share a trace."""
     first = {id(trace): place for place, trace in reversed(list(enumerate(traces)))}
     ranks = [_Rank(at, trace.items, at - first[id(trace)]) for at, trace in enumerate(traces)]
     per_core = costs.processes_per_core / len(ranks)
@@ -283,8 +280,8 @@ def simulate(traces: Sequence[TracedStep], costs: Costs) -> StepTime:
 
 
 def fused(trace: TracedStep) -> TracedStep:
-    """Fuse as torch.compile does: consecutive kernels that only move bytes become one, with the
-    bytes of the largest; rows of operands are padded."""
+    """Fuse kernels like torch.compile: consecutive kernels that only move bytes become one kernel.
+    Pad the rows of matrices."""
     items: list[Item] = []
     for item in trace.items:
         last = items[-1] if items else None
@@ -309,8 +306,7 @@ def _fuses(one: Compute, other: Compute) -> bool:
 
 
 def repeated(trace: TracedStep, traced: int, microbatches: int) -> TracedStep:
-    """Extend the trace from `traced` (three) to `microbatches` microbatches by repeating the
-    second."""
+    """Extend a trace of three microbatches to `microbatches` by repeating the second one."""
     if traced == microbatches:
         return trace
     assert traced == 3, "a shorter step is traced with three microbatches"

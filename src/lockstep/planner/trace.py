@@ -1,5 +1,4 @@
-"""The trace of a training step on one rank: the kernels and collectives queued on streams, in
-order, and the memory allocated and freed."""
+"""The trace of a training step on one rank: its kernels, collectives and memory allocations."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ CollectiveKind = Literal[
 ]
 
 ALIGNED = 128
-"""Alignments above the bytes of a cache line are not told apart."""
+"""Bytes of a cache line. A larger alignment makes no difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +22,17 @@ class Operation:
     """One kernel in a trace."""
 
     kind: Kind
-    """The time of a `memory` kernel is the time to move its bytes."""
+    """A `memory` kernel takes the time to move its bytes."""
     dtype: str
     flops: int
     bytes: int
     shape: tuple[int, ...] = ()
-    """matmul: (batch, m, n, k). attention: (batch × heads, queries, keys, head dim). convolution:
-    (groups, m, n, k) of the forward's product. Else empty."""
+    """(batch, m, n, k) for matmul, (batch × heads, queries, keys, head dim) for attention, (groups,
+    m, n, k) for convolution."""
     phase: Phase = "other"
     name: str = ""
     aligned_bytes: int = ALIGNED
-    """For matmul: the largest power of two, up to 128, that divides the bytes of each row."""
+    """Largest power of two, up to 128, that divides the bytes of each row of a matmul."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +42,14 @@ class Collective:
     stride: int
     """Difference between neighbouring ranks of the group."""
     bytes: int
-    """all_reduce, all_gather, reduce_scatter: the full tensor. all_to_all: the larger of this
-    rank's two tensors. broadcast, send: the message."""
+    """Size of the full tensor in all_reduce, all_gather and reduce_scatter. Size of the larger
+    tensor of this rank in all_to_all."""
     axis: str = ""
     phase: Phase = "other"
 
 
 def sent_bytes(collective: Collective) -> int:
-    """Bytes that a rank sends with the ring algorithm, on average over the ranks; for a message,
-    its size."""
+    """Return the mean number of bytes that a rank sends in a ring algorithm."""
     n, total = collective.ranks, collective.bytes
     match collective.kind:
         case "all_reduce":
@@ -76,7 +74,7 @@ Cause = Literal[
     "data",
 ]
 ON_HOST: tuple[Cause, ...] = ("parameters", "gradients", "optimizer")
-"""Causes of memory that CPU offload moves to the host."""
+"""Tensors that CPU offload moves to the host."""
 DEFAULT_STREAM = 0
 DISPATCH, HELD, REDUCED = "dispatch", "held", "reduced"
 
@@ -89,7 +87,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Communicate:
-    """The start of a collective, once its stream has reached this point and its group is free."""
+    """Starts a collective when its stream has reached this item and its group is free."""
 
     collective: Collective
     number: int
@@ -101,7 +99,7 @@ class Communicate:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """A wait of a stream for the collective with this number."""
+    """Makes a stream wait for a collective."""
 
     number: int
     stream: int
@@ -115,7 +113,7 @@ class RecordEvent:
 
 @dataclass(frozen=True, slots=True)
 class AwaitEvent:
-    """A wait of a stream for an event of another stream."""
+    """Makes a stream wait for an event of another stream."""
 
     event: int
     stream: int
@@ -123,9 +121,7 @@ class AwaitEvent:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point that the program reaches: `microbatch` (the start of one, in each pass), `held`
-    (start of the backwards if they wait for all forwards), `dispatch` (DTensor dispatches an
-    operation), `reduced` (DDP's hook for a gradient), `update` (the optimizer's step), `end`."""
+    """A point in the program, such as the start of a microbatch or the optimizer's step."""
 
     name: str
 
@@ -135,12 +131,12 @@ Item = Compute | Communicate | Await | RecordEvent | AwaitEvent | Mark
 
 @dataclass(frozen=True, slots=True)
 class MemoryChange:
-    """An allocated memory block; a freed one if `bytes` is negative."""
+    """An allocation, or a deallocation if `bytes` is negative."""
 
     number: int
     bytes: int
     at: int
-    """Number of `TracedStep.items` before it."""
+    """Number of `TracedStep.items` before the allocation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +155,7 @@ class TracedStep:
         ]
 
     def sent_bytes(self) -> dict[str, int]:
-        """Bytes that this rank sends in a step, by collective and mesh axis."""
+        """Return the bytes that this rank sends in a step, by collective and mesh axis."""
         sent: Counter[str] = Counter()
         for each in self.collectives():
             sent[f"{each.kind} on {each.axis}"] += sent_bytes(each)
@@ -176,8 +172,8 @@ def offloaded(trace: TracedStep) -> TracedStep:
 
 
 def with_more_microbatches(trace: TracedStep, traced: int, count: int) -> TracedStep:
-    """Extend the memory of a trace from `traced` to `count` microbatches: each holds some until the
-    last backward (or the first, if backwards wait for all forwards)."""
+    """Extend the memory of a trace from `traced` to `count` microbatches. Each microbatch holds
+    some memory until the last backward."""
     backward = [
         place
         for place, item in enumerate(trace.items)

@@ -1,5 +1,5 @@
-"""Replaces `ls.train` in the user's script under `lockstep plan`: predicts plans, each in a forked
-process, and ends the script."""
+"""Replaces `ls.train` in the user's script under `lockstep plan`. Each plan is predicted in a
+forked process."""
 
 from __future__ import annotations
 
@@ -36,19 +36,17 @@ from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
 
 MOST_COPIES = 8
-"""A model that fake tensors cannot trace is computed with values only if this many copies fit into
-memory."""
+"""A model that fake tensors cannot trace must fit this many times into the host's memory."""
 LOADER = "loader"
 MEASURED_SECONDS = 1.0
-"""Seconds for which microbatches are loaded to measure the data loader."""
+"""Time for which the data loader is measured."""
 PATIENCE_SECONDS = 60.0
-"""Longest wait for the data loader's first microbatch; then the loader is not measured."""
+"""Timeout of the data loader's first microbatch."""
 MOST_SAMPLES = 32
 
 
 def train(recipe: Recipe) -> None:
-    """Predict the plans that `lockstep plan` asks for, for this recipe, and end the process. It
-    replaces `ls.train`."""
+    """Replaces `ls.train`: predict the requested plans for this recipe, and end the process."""
     request = PlanRequest.read(os.environ)
     assert request is not None, "the command has asked"
     # The command removes the folder, no matter how this process and its forks end.
@@ -66,8 +64,8 @@ def train(recipe: Recipe) -> None:
 
 
 def _fork(path: Path, compute: Callable[[], float | Outcome]) -> int:
-    """Fork a process that writes the result of `compute`, or its error in one line, to `path` as
-    JSON."""
+    """Fork a process that writes the result of `compute` to `path` as JSON. If `compute` raises,
+    the process writes the error."""
     own = os.getpid()
     if process := os.fork():
         return process
@@ -94,8 +92,7 @@ class _Evaluation:
         self._loader = loader if request.is_here else None
 
     def search(self) -> Ended:
-        """If a step has too few microbatches for any plan on all devices, searches plans on fewer
-        devices."""
+        """Search plans on all devices, or on fewer if a step has too few microbatches for all."""
         space = self._space()
         if self._searched(space) or space.usable_devices == space.devices:
             return Ended()
@@ -132,7 +129,7 @@ class _Evaluation:
         )
 
     def evaluate(self, plans: Sequence[Plan]) -> list[Outcome]:
-        """Predict each plan in a fork of this process, at most `PlanRequest.slots` at the same
+        """Predict each plan in a forked process, with at most `PlanRequest.slots` processes at a
         time."""
         waiting, running = list(plans), dict[int, tuple[str, Path]]()
         outcomes: dict[str, Outcome] = {}
@@ -228,8 +225,8 @@ class LoaderTime:
     def added_to(
         self, prediction: Prediction, plan: Plan, *, processes: int, cores: float
     ) -> Prediction:
-        """Add data loading to a prediction. Without loader workers, each process loads, then
-        computes; with workers, the slower of the two counts. `cores`: for all processes."""
+        """Add the time of data loading to a prediction. Loader workers load while the process
+        computes."""
         noted = replace(prediction, note="; ".join(filter(None, (prediction.note, self.note))))
         own, samples = cores / processes, prediction.microbatch * prediction.microbatches
         workers = plan.workers if isinstance(plan.workers, int) else max(1, int(own))
@@ -253,7 +250,7 @@ class LoaderTime:
 
 
 def _ends(process: int, seconds: float) -> bool:
-    """Wait for a child process; kill it if it is late. True if it ended in time."""
+    """Wait for a child process, and kill it after the timeout. Return True if it ended in time."""
     end = time.monotonic() + seconds
     while os.waitpid(process, os.WNOHANG) == (0, 0):
         if time.monotonic() > end:
@@ -277,7 +274,7 @@ def _seconds_of_a_sample(recipe: Recipe, seconds: float) -> float:
 
 
 def _microbatches(recipe: Recipe, size: int) -> Iterator[Microbatch]:
-    """Microbatches of the recipe's data without end, epoch after epoch."""
+    """Yield the microbatches of the recipe's data, epoch after epoch, without end."""
     in_step = -(-(recipe.global_batch or size) // size)
     spans = (
         Span(step=at // in_step, index=at % in_step, start=at * size, stop=(at + 1) * size)

@@ -1,5 +1,5 @@
-"""Seconds of a kernel (a roofline with tiles) and of a collective (latency and bandwidth), from
-data sheets. A rate is the data sheet's peak, times a fitted factor (`fitted.toml`)."""
+"""Computes the time of kernels and collectives from data sheets. The factors in `fitted.toml` were
+fitted to published trainings."""
 
 from __future__ import annotations
 
@@ -20,38 +20,35 @@ from lockstep.planner.trace import ALIGNED, Collective, Operation, sent_bytes
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
     matmul: Mapping[str, float]
-    """Rate of matrix products in a long run, relative to the best in the data sheet, by generation:
-    heat and power limit newer devices more."""
+    """Rate of matrix products in a long run, relative to the best rate of the device. Heat and
+    power limit newer generations more."""
     attention: float
     backward_attention: float
     memory: float
     inner: float
-    """Inner dimension at which a matrix product runs at half its rate."""
+    """Inner dimension at which a matrix product runs at half of its rate."""
     waves: float
-    """Fraction of a partly filled last wave of tiles that is lost."""
+    """Fraction of the idle multiprocessors' time in the last wave of tiles that is lost."""
     misaligned: float
     """Rate of a matrix product whose rows are not a multiple of 16 bytes, relative to an aligned
     one."""
     misaligned_batch: float
-    """Rate of unaligned batched matrix products, as in unfused attention, relative to aligned
-    ones."""
+    """Rate of unaligned batched matrix products, relative to aligned ones."""
     short_lines: float
-    """Fraction of a matrix product's rate lost for each halving, below 128 bytes, of the largest
-    power of two that divides its row size."""
+    """A matrix product loses this fraction of its rate each time that the alignment of its rows is
+    halved, from 128 bytes down."""
     eager: float
     """Bytes that eager element-wise kernels move, relative to the bytes of their tensors."""
     contention: float
     tensor_overlap: float
-    """Fraction of tensor parallelism's communication that overlapping kernels hide."""
+    """Fraction of tensor parallelism's communication that overlaps with computation."""
     jitter: float
-    """Fraction of a step that each doubling of the number of devices adds, because all wait for the
-    slowest."""
+    """A step takes this fraction longer each time that the number of devices doubles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Bounds of the ratio of measured to predicted values for 80% of a source's rows. The fit
-    excluded this source."""
+    """The ratio of measured to predicted values is in this range for 80% of the measurements."""
 
     low: float
     high: float
@@ -72,7 +69,7 @@ TILES = (
     (64, 64, 0.6),
 )
 ATTENTION_KEYS, ATTENTION_HEAD = 400, 32
-"""Number of keys, and head dimension, at which fused attention runs at half its rate."""
+"""Number of keys, and head dimension, at which fused attention runs at half of its rate."""
 LOADED = 16
 CONVOLUTION = 0.6
 """Rate of convolutions, relative to matrix products."""
@@ -81,14 +78,15 @@ OVERHEAD_BYTES = 1_300_000_000
 
 
 def operation_seconds(operation: Operation, device: Device, fitted: Fitted = FITTED) -> float:
-    """The longer of arithmetic and memory traffic, but at least a kernel launch."""
+    """Return the longer of compute time and memory time, but at least the time of a kernel
+    launch."""
     bandwidth = device.memory_bytes_per_second * device.memory_fraction * fitted.memory
     arithmetic = _arithmetic_seconds(operation, device, fitted)
     return max(arithmetic, operation.bytes / bandwidth, device.launch_seconds)
 
 
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
-    """Seconds of a collective that uses its links alone. Ranks of a node are consecutive."""
+    """Return the time of a collective that shares its links with no other collective."""
     n = collective.ranks
     if n < 2:
         return 0.0
@@ -197,7 +195,6 @@ class Machine:
 
 @cache
 def host_costs(*, is_compiled: bool = False) -> HostCosts:
-    """`is_compiled` leaves out the host time of Python and autograd for each operation."""
     sheet = _sheet("host.toml")
     launch, marks = sheet["launch"], dict[str, float](sheet["marks"])
     collectives = {axis: launch + seconds for axis, seconds in sheet["collectives"].items()}

@@ -1,5 +1,4 @@
-"""Devices, links and clusters from data sheets in TOML files (`devices/`, `links/`, or a user's
-file)."""
+"""Reads the data sheets of devices and links from TOML files."""
 
 from __future__ import annotations
 
@@ -33,11 +32,12 @@ class Device:
     name: str
     generation: str
     peak_flops: Mapping[str, float] = field(hash=False)
-    """FLOP/s of dense matrix products by operand dtype."""
+    """FLOP/s of dense matrix products by dtype."""
     matmul_fraction: float
     """Fraction of the peak that the best matrix product reaches."""
     attention_fraction: Mapping[str, float] = field(hash=False)
-    """Fraction of the peak on long sequences, by kernel: `flash`, `cudnn`."""
+    """Fraction of the peak that attention on long sequences reaches, by kernel (`flash`,
+    `cudnn`)."""
     memory_bytes: int
     memory_bytes_per_second: float
     memory_fraction: float
@@ -58,13 +58,14 @@ class Link:
     """Fraction of the bandwidth that large collectives reach."""
     latency_seconds: float
     hop_seconds: float
-    """Time that each further rank adds. For links between nodes, time for each doubling of their
-    number."""
+    """Latency that each rank after the second adds. Between nodes, each doubling of the number of
+    nodes adds it."""
     few_ranks: float = 0.0
-    """Groups of n ranks take 1 + few_ranks / n times as long, because they use fewer channels."""
+    """Collectives of n ranks take 1 + few_ranks / n times as long, because small groups use fewer
+    channels."""
     all_reduce_gain: float = 1.0
-    """Rate of an all-reduce inside a node relative to other collectives. Above 1 if switches
-    compute sums."""
+    """Rate of an all-reduce inside a node, relative to other collectives. It exceeds 1 if the
+    switches compute sums."""
     aliases: tuple[str, ...] = ()
     source: str
 
@@ -75,7 +76,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Equal devices in nodes, with one kind of link inside nodes and one between them."""
+    """Nodes of equal devices, with one kind of link inside the nodes and one between them."""
 
     device: Device
     count: int
@@ -91,8 +92,8 @@ T = TypeVar("T", Device, Link)
 
 
 def parse_target(text: str) -> Cluster:
-    """Parse a text such as `64 x H100` or `16 x B200 over Ethernet`. A path of a TOML file may
-    stand for a name."""
+    """Parse a text such as `64 x H100` or `16 x B200 over Ethernet`. A name may be the path of a
+    TOML file."""
     match = TARGET.fullmatch(text)
     if not match:
         raise PlanError(
@@ -242,15 +243,15 @@ def devices_here(text: str) -> tuple[int, str] | None:
 
 
 def cluster_of(text: str) -> Cluster | int:
-    """Returns an int, the number of this machine's accelerators, if they have no data sheet."""
+    """Return only the number of this machine's accelerators if they have no data sheet."""
     if (here := devices_here(text)) is None:
         return parse_target(text)
     return parse_target(f"{here[0]} x {here[1]}") if is_known_device(here[1]) else here[0]
 
 
 def named(text: str, folder: Path) -> str:
-    """Replace this machine's accelerators in `text` by the name of their data sheet. If there is
-    none, measures them and writes one into `folder`."""
+    """Replace `this` in `text` by the name of the data sheet of this machine's accelerators. If
+    there is no data sheet, measure the accelerators and write one into `folder`."""
     if (here := devices_here(text)) is None:
         return text
     count, name = here

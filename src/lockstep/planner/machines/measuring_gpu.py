@@ -23,34 +23,34 @@ from lockstep.planner.machines.hardware import Device, Link
 from lockstep.planner.trace import Collective, CollectiveKind, sent_bytes
 
 LONG_SECONDS = 5e-3
-"""A call of this length hides the time of its launch."""
+"""The launch time is negligible in a call of this length."""
 REPEATS = 5
 WIDTHS = (512, 1024, 2048, 4096, 8192)
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 HEADS, HEAD_DIM = 16, 128
 COPIED_BYTES = tuple(2**power for power in range(20, 31, 2))
 LAUNCHED = 400
-"""Number of small kernels in one measurement: fewer than a stream accepts before the host waits."""
+"""Small kernels in one measurement. A CUDA stream can queue so many before the host blocks."""
 AHEAD_SECONDS = 0.03
-"""Seconds of device work queued first, so that the host launches the small kernels ahead of the
-device."""
+"""The device is given work for this time first, so the host can queue the small kernels
+meanwhile."""
 GENERATIONS = {70: "Volta", 75: "Turing", 80: "Ampere", 86: "Ampere", 89: "Ada", 90: "Hopper"}
-"""10 × major + minor compute capability -> generation."""
+"""Maps 10 × major + minor compute capability to the GPU's generation."""
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 ALONE, BETWEEN = "PCIe4", "Ethernet-100G"
-"""Links that are assumed, because they cannot be measured: inside a machine with one device, and
-between machines."""
+"""Assumed links inside a machine with one device, and between machines."""
 MEASURED: Mapping[str, CollectiveKind] = {
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
 }
-"""Collectives from which a link's bandwidth is computed, by their names in the doctor."""
+"""The doctor's names of the collectives from which a link's bandwidth is computed."""
 Call = Callable[[], Any]
 Timer = Callable[[Call], float]
 
 
 def write_gpu_sheets(path: Path, devices: int) -> list[Path]:
-    """Measure accelerators. Writes the device's data sheet to `path`, and the link's next to it."""
+    """Measure the accelerators. Write the device's data sheet to `path`, and the link's data sheet
+    next to it."""
     readings = spawn(measure_accelerator, nproc=1)
     sheets: dict[Path, Device | Link] = {}
     inside = ALONE

@@ -1,4 +1,5 @@
-"""A world of which only one process exists: collectives are recorded, and transfer nothing."""
+"""A process group of which only one process exists. Collectives are recorded, and transfer
+nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def _wait(number: int) -> None:
 
 
 class FakeWork(dist.Work):
-    """The handle of a collective, which is already complete."""
+    """The handle of a collective that is already complete."""
 
     def __init__(self, number: int, result: Any) -> None:
         super().__init__()
@@ -97,8 +98,7 @@ class RecordedGroup(PythonProcessGroup):
     pg_name = group_name
 
     def _get_backend(self, device: torch.device) -> RecordedGroup:
-        """Return an object without `supports_coalescing`, which torch 2.15 reads before it sends
-        several messages."""
+        """Return an object without `supports_coalescing`, an attribute that torch 2.15 reads."""
         return self
 
     def _done(
@@ -180,7 +180,7 @@ def _fill(output: Tensor, given: Tensor) -> None:
 
 
 class RecordedMemory(SharedMemoryGroup):
-    """Shared memory of a host without other processes."""
+    """Stands for the shared memory of a host with one process."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size, self._group = group.rank(), group.size(), group
@@ -230,8 +230,7 @@ class RecordedMemory(SharedMemoryGroup):
 
 @dataclass(frozen=True, slots=True)
 class FakeWorld(World):
-    """A `World` in which all ranks have this rank's values. Exchanges of JSON and flags are not
-    recorded."""
+    """A `World` in which all ranks have this rank's values."""
 
     def leave(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Torch's operations as kernels: kind, shape, FLOPs and bytes."""
+"""Maps torch's operations to kernels, with their shape, FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WITHOUT_KERNEL = frozenset(
     ).split()
 )
 READS_ONE_ROW = frozenset({"embedding", "index_select", "gather", "index"})
-"""Operations that read only as much of their first argument as they write."""
+"""Operations that read only as many bytes of their first argument as they write."""
 
 
 def kernel(
@@ -87,14 +87,13 @@ def _aligned_bytes(arguments: Sequence[Any], written: Sequence[Tensor]) -> int:
 
 
 def _row_bytes(matrix: Tensor) -> int:
-    """Bytes between rows; between columns, if columns are contiguous."""
+    """Return the bytes between rows, or between columns if columns are contiguous."""
     *_, rows, columns = matrix.stride() if matrix.dim() > 1 else (1, 1)
     return (rows if columns == 1 and matrix.shape[-1] > 1 else columns) * matrix.element_size()
 
 
 def _convolution_shape(name: str, arguments: Sequence[Any], result: Any) -> tuple[int, ...]:
-    """(groups, m, n, k) of a forward convolution's product: rows are positions; sums run over
-    channels and kernel positions."""
+    """Return (groups, m, n, k) of the matrix product in a convolution's forward."""
     is_backward = "backward" in name
     written, read, weight = arguments[:3] if is_backward else (result, *arguments[:2])
     is_transposed, groups = arguments[7 if is_backward else 6], arguments[9 if is_backward else 8]
@@ -105,7 +104,7 @@ def _convolution_shape(name: str, arguments: Sequence[Any], result: Any) -> tupl
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of distinct tensors. Only distinct elements of an expanded tensor count."""
+    """Count the bytes of each tensor once. An expanded dimension counts as one element."""
 
     def distinct(tensor: Tensor) -> int:
         sizes = zip(tensor.shape, tensor.stride(), strict=True)

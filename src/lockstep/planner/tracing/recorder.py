@@ -1,4 +1,4 @@
-"""Records a step's operations, collectives and allocations, on fake tensors."""
+"""Records the operations, collectives and allocations of a step on fake tensors."""
 
 from __future__ import annotations
 
@@ -54,15 +54,14 @@ P = ParamSpec("P")
 
 
 class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations while the context is entered. `axes`: name of a process group -> mesh
-    axis."""
+    """Records operations inside its `with` block."""
 
     def __init__(self, axes: Mapping[str, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.items: list[Item] = []
         self.phase: Phase = "other"
         self.loss: Cause | None = None
-        """Cause of the memory that the loss allocates."""
+        """Cause to record for memory that the loss function allocates."""
         self._is_recording = False
         self.streams = Streams(self._note)
         self.allocations: list[MemoryChange] = []
@@ -77,7 +76,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def streams_and_storages(self) -> Iterator[None]:
-        """Make torch use recorded streams, and record changes of storages."""
+        """Make torch use recorded streams, and record the sizes of storages."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -159,8 +158,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peer: int | None = None,
         receives: bool = False,
     ) -> int:
-        """`buffers`: tensors that the collective fills, or that were made for sending. Returns the
-        collective's number."""
+        """Record the start of a collective, and return the collective's number."""
         for each in buffers:
             number = self._note_storage(each.untyped_storage())
             if self.causes[number] in WITHOUT_LABEL:
@@ -180,7 +178,8 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note(Await(number, self.streams.current.number))
 
     def wait_for_all(self) -> None:
-        """DDP waits for its buckets in C++, which no hook of ours sees."""
+        """Record waits for all collectives. DDP waits for its buckets in C++, where the wait cannot
+        be recorded."""
         for number in sorted(self._outstanding):
             self.wait(number)
 
@@ -264,8 +263,7 @@ class RecordedEvent:
 
 
 class Streams:
-    """The simulated streams of one process. `note` is called with each event that is recorded or
-    waited for."""
+    """The simulated streams of one process."""
 
     def __init__(self, note: Callable[[Item], object]) -> None:
         self.note = note

@@ -1,4 +1,5 @@
-"""Stand-ins for what a trace lacks: values of tensors, a GPU and other ranks."""
+"""Replaces functions that a trace cannot execute, because they need values of tensors, a GPU or
+other ranks."""
 
 from __future__ import annotations
 
@@ -76,13 +77,13 @@ IN_FLOAT32 = frozenset(
     }.items()
     for name in names.split()
 )
-"""Operations that autocast computes in float32:
-https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference"""
+"""Operations that autocast computes in float32
+(https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference)."""
 IS_CPU = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 PACKED = "find_packed_sequence_indices"
 
 Patch = tuple[Any, dict[str, Any]]
-"""A class or module, and the functions that replace its own in a trace."""
+"""A class or module, and the functions that replace its functions during a trace."""
 
 
 class ValueNeeded(RecipeError):
@@ -119,7 +120,7 @@ def tolist(tensor: torch.Tensor) -> Any:
 
 
 def _value_instead(function: Any, args: Any, error: Exception) -> Any:
-    """Return a finite number to lockstep and torch; raise `ValueNeeded` in the script."""
+    """Return a finite number to torch and lockstep. Raise `ValueNeeded` in the script."""
     frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(2))]
     torchs = (TORCH, TRACING, "<")
     callers = (each for each in frames if not each.f_code.co_filename.startswith(torchs))
@@ -135,7 +136,7 @@ def _value_instead(function: Any, args: Any, error: Exception) -> Any:
 
 
 class GpuSemantics(TorchFunctionMode):
-    """Makes torch choose autocast and attention as on a GPU, for tensors that represent a GPU's."""
+    """Makes CPU tensors use the autocast and attention of a GPU."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -157,7 +158,7 @@ def _widened(value: Any) -> Any:
 
 
 def without_others(boundaries: Sequence[Sequence[Boundary]], skew: float) -> Iterator[Patch]:
-    """Replacements for functions that would communicate with other ranks."""
+    """Yield replacements for functions that communicate with other ranks."""
     # The original compares the values of sharded and of full layers.
     yield FirstForwardCheck, {"compare": lambda *_: None}
     # The originals compare outputs and losses of cut sequences and of whole ones.
@@ -199,7 +200,7 @@ def without_masks() -> Patch:
 
 
 def unrecorded() -> Patch:
-    """Do not record computations that torch makes only for the shapes of DTensors."""
+    """Do not record the operations with which DTensor propagates shapes."""
     return propagation_methods(with_values)
 
 
@@ -257,7 +258,7 @@ def _with_values(owner: type, name: str) -> Patch:
 
 
 def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call `function` with tensors that have values, although a `FakeTensorMode` is entered."""
+    """Wrap `function` so that it runs outside of the `FakeTensorMode`."""
 
     def outside(*arguments: Any, **keywords: Any) -> Any:
         with disable_current_modes():
@@ -280,8 +281,7 @@ def _routed(skew: float) -> Callable[..., tuple[list[int], list[int], Tensor]]:
     def exchange_counts(
         dispatch: Dispatch, world: World, routing: Routing, index: Tensor | None
     ) -> tuple[list[int], list[int], Tensor]:
-        """Choose the first rank's experts `skew` times as often as the mean, all others equally
-        often."""
+        """Route `skew` times the mean number of tokens to the first rank's experts."""
         rows, others = len(routing.order), world.size - 1
         most = min(rows, round(skew * len(contiguous_range(rows, 0, world.size))))
         rest = [len(contiguous_range(rows - most, rank, others)) for rank in range(others)]

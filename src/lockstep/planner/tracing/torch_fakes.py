@@ -1,4 +1,4 @@
-"""Torch's private names for tensors without storage; each has a test."""
+"""Private names of torch that tracing uses. Each has a test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MISSING = object()
 if TYPE_CHECKING:
 
     class PythonProcessGroup:
-        """A process group in Python, whose methods torch calls from C++ too."""
+        """A process group in Python whose methods torch can call from C++."""
 
         def __init__(self, rank: int, size: int) -> None: ...
 
@@ -82,7 +82,7 @@ def cpu_streams(
 
 
 class _Chunks:
-    """The chunks of `torch.chunk`, each made when it is needed."""
+    """The chunks of `torch.chunk`, each computed when it is read."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._dim, self._size = tensor, dim, -(-tensor.shape[dim] // count)
@@ -101,7 +101,7 @@ def chunks_on_demand() -> AbstractContextManager[None]:
 
 
 def mesh_methods(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[str, Any]:
-    """`DeviceMesh`'s methods that read ranks as numbers, wrapped."""
+    """Wrap the methods of `DeviceMesh` that read ranks as numbers."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return {
@@ -120,7 +120,7 @@ def propagation_methods(
 
 
 class _KeepsBuckets:
-    """DDP's reducer, but without new buckets after the first step."""
+    """DDP's reducer, which does not rebuild its buckets after the first step."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer

@@ -1,4 +1,4 @@
-"""Traces one step of a recipe: the production code runs on tensors without storage, on one rank."""
+"""Traces one step of a recipe on one rank. The training code runs on tensors without storage."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ from lockstep.training.train_module import TrainModule
 
 
 class _Traced(Exception):
-    """Raised to end the run after the traced step."""
+    """Ends the run after the traced step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,21 +78,22 @@ class TraceOptions:
     local_size: int = 8
     is_gpu: bool = True
     is_fake: bool = True
-    """False: real tensors, for a script that reads values."""
+    """False to trace on real tensors, for a script that reads values."""
     boundaries: Sequence[Sequence[Boundary]] = ()
     skew: float = 1.0
-    """Rows of the first rank of `expert`, in multiples of the mean over its ranks."""
+    """Tokens for the experts of the first rank, in multiples of the mean over the `expert` axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageSplit:
     boundaries: Sequence[Sequence[Boundary]]
-    """For each forward of the run, the tensors that each stage, except the last, passes on."""
+    """Lists the outputs of each pipeline stage but the last, for each forward."""
     kinds: Sequence[tuple[int, ...]]
 
 
 def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit:
-    """Split the whole model as the pipeline does, and find the tensors that stages pass on."""
+    """Split the model into pipeline stages, and find the tensors that each stage sends to the
+    next."""
     boundaries: dict[str, list[Boundary | Chunks]] = {}
     splits: list[Stages] = []
     ranks = int(plan.pipeline or 1)
@@ -128,7 +129,7 @@ class ModelSize:
     parameter_bytes: int
     parts: int
     has_batchnorm: bool
-    """True if BatchNorm computes statistics over a microbatch, which then cannot be split."""
+    """True if BatchNorm computes the statistics of each microbatch."""
     has_head: bool
     experts: int
     expert_bytes: int
@@ -176,7 +177,7 @@ def _note_boundary(
 def trace_step(
     recipe: Recipe, plan: Plan, options: TraceOptions, watch: Callable[[Run], object] | None = None
 ) -> TracedStep:
-    """Trace the second step on one rank, without other ranks. Raises what the run would raise, and
+    """Trace the second step on one rank. Raise the errors that a run would raise, and
     `ValueNeeded`."""
     with ExitStack() as stack:
         stack.enter_context(PreservedGenerators())
@@ -196,7 +197,7 @@ def trace_step(
 
 
 class LoneSession(RecipeSession):
-    """The session of a recipe in a world of which only one rank exists."""
+    """Runs a recipe in a process group of which only one rank exists."""
 
     STEPS = 3
 
@@ -248,7 +249,7 @@ class LoneSession(RecipeSession):
         return Opened(context, Environment.read({}), (self.hook,), request, plan, fallbacks)
 
     def _enter_modes(self, stack: ExitStack) -> None:
-        """Compute without values from now on, except in torch's meshes, which need them."""
+        """Enter the modes in which torch computes shapes without values."""
         enter, options = stack.enter_context, self._options
         enter(recorded_by(self.hook.recorder))
         enter(self.hook.recorder.streams_and_storages())
@@ -341,8 +342,7 @@ class StepTraceHook(ControlHook):
             self.recorder.mark(REDUCED)
 
     def after_backward(self, run: Run, model: torch.nn.Module) -> None:
-        """Record the memory of summed gradients: DDP's permanent buckets, or this step's
-        gradients."""
+        """Record the memory of the gradients: DDP's buckets, or the gradients of this step."""
         for module in run.training.modules:
             cause: Cause = "communication" if _reduces_in_buckets(module) else "gradients"
             self.recorder.label([each.grad for each in module.parameters], cause)
@@ -363,7 +363,7 @@ class StepTraceHook(ControlHook):
         raise _Traced
 
     def end_recording(self) -> None:
-        """May be called again."""
+        """Stop recording. A second call does nothing."""
         self._stack.close()
 
     def trace(self) -> TracedStep:
@@ -376,7 +376,7 @@ def _reduces_in_buckets(module: TrainModule) -> bool:
 
 
 def axes_of(mesh: Mesh) -> Mapping[str, str]:
-    """Name of a process group -> its mesh axes (`data` for the data ranks)."""
+    """Map the names of process groups to mesh axes."""
     return {
         group_name(world.group or dist.group.WORLD): (
             "data" if len(names) > 1 and world is mesh.data else "_".join(names)
