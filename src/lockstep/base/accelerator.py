@@ -34,10 +34,10 @@ TF32_SINCE = (8, 0)
 FLASH_SINCE = (8, 0)
 _WITH_FLEX = ("cuda", "xpu")
 MIG = "MIG"
-"""Result of `identity` for every MIG instance (a partition of an NVIDIA GPU): NCCL treats all
-instances of a GPU as the same device."""
+"""Result of `identity` for every MIG instance. NCCL treats all MIG instances of a GPU as the same
+device."""
 _ALL_HIDDEN = ("", "-1", "none", "void", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs on purpose; Slurm sets the last."""
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs. Slurm sets the last one."""
 
 
 def kind() -> str | None:
@@ -55,7 +55,7 @@ def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
 
 
 def count() -> int:
-    """Forks of this process can still use the accelerators afterwards."""
+    """Return the number of accelerators. Forked child processes can still use the accelerators."""
     # torch.accelerator's own count would make forks unusable
     built_for = torch.accelerator.current_accelerator()
     if built_for is None:
@@ -76,8 +76,8 @@ def _counted_by_fork(name: str) -> int:
 
 
 def _asked_of_fork(question: Callable[[], object]) -> str:
-    """Call `question` in a forked process: a process that initializes the GPU's driver cannot fork
-    usable processes any more."""
+    """Call `question` in a forked process, because a process that has initialized CUDA cannot fork
+    child processes that use it."""
     read, write = os.pipe()
     process = os.fork()
     if process == 0:
@@ -120,8 +120,8 @@ def hiding(environ: Mapping[str, str]) -> str:
 
 
 def unseen(environ: Mapping[str, str], folder: Path = Path("/dev")) -> str:
-    """Return why torch sees none of this machine's NVIDIA GPUs; "" if it sees one, if there are
-    none, or if they are hidden on purpose."""
+    """Return the reason why torch sees none of this machine's NVIDIA GPUs. Returns "" if torch sees
+    a GPU, if the machine has none, or if CUDA_VISIBLE_DEVICES hides them."""
     files = sorted(path.name for path in folder.glob("nvidia[0-9]*"))
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if not files or count() or (named is not None and named in _ALL_HIDDEN):
@@ -146,8 +146,7 @@ def unseen(environ: Mapping[str, str], folder: Path = Path("/dev")) -> str:
 
 
 def identity(device: torch.device, environ: Mapping[str, str]) -> str:
-    """Return text that is equal for two processes on this machine if they use the same
-    accelerator."""
+    """Return a text that identifies the accelerator on this machine."""
     if environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         return MIG
     properties = getattr(_module(device.type), "get_device_properties", None)
@@ -162,8 +161,8 @@ def identity(device: torch.device, environ: Mapping[str, str]) -> str:
 
 
 def is_initialized() -> bool:
-    """True if this process has initialized its accelerator; processes that it forks then cannot use
-    it."""
+    """True if this process has initialized its accelerator. Its forked child processes cannot use
+    the accelerator."""
     name = kind()
     return name is not None and bool(getattr(_module(name), "is_initialized", lambda: False)())
 
@@ -187,8 +186,8 @@ def process_group_backend(device: torch.device) -> str:
 
 
 def process_group_device(device: torch.device, backend: str) -> torch.device | None:
-    """Return the `device_id` for `init_process_group`. With one, NCCL connects at once and can
-    split groups. None for other backends, which cannot split."""
+    """Return the `device_id` for `init_process_group`. With a `device_id`, NCCL connects at once
+    and can split groups. None for backends that cannot split groups."""
     return device if backend == "nccl" else None
 
 
@@ -211,7 +210,7 @@ def library_versions() -> dict[str, str]:
 
 
 def traits(device: torch.device) -> dict[str, str]:
-    """Return the properties of a device by which results can differ bitwise."""
+    """Return the properties of a device that can change results bitwise."""
     if device.type == "cpu":
         return {"instructions": torch.backends.cpu.get_cpu_capability()}
     properties = getattr(_module(device.type), "get_device_properties", None)
@@ -321,7 +320,6 @@ def event(device: torch.device, *, timed: bool = False) -> torch.Event:
 
 
 def recorded_event(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """`Event.record` alone would use the stream of the current device."""
     made = event(device, timed=timed)
     made.record(current_stream(device))
     return made
@@ -361,8 +359,8 @@ def current(device: torch.device) -> Iterator[None]:
 
 
 def future(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    """Waiting for the future makes the current stream wait for the kernels that compute its
-    result."""
+    """Return a CUDA-aware future. `wait` on it makes the current stream wait for the kernels that
+    compute `tensor`."""
     return torch.futures.Future(devices=[tensor.device] if has_streams(tensor.device) else None)
 
 
@@ -392,7 +390,7 @@ def can_register_memory(device: torch.device) -> bool:
 
 
 def register_memory(memory: Tensor, device: torch.device) -> str | None:
-    """Pin memory of the host. Returns None, or the reason why it failed."""
+    """Pin host memory. Returns None, or the error as text."""
     status = (
         _module(device.type).cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
     )
@@ -405,8 +403,8 @@ def register_memory(memory: Tensor, device: torch.device) -> str | None:
 
 
 def unregister_memory(memory: Tensor, device: torch.device, timeout_seconds: float) -> bool:
-    """Undo `register_memory`. Returns False if the device may still copy to it; the memory must
-    then not be freed."""
+    """Unpin host memory. Returns False if the device may still copy to the memory, which must then
+    not be freed."""
     with suppress(RuntimeError):
         if is_reached(recorded_event(device), timeout_seconds):
             return int(_module(device.type).cudart().cudaHostUnregister(memory.data_ptr())) == 0

@@ -1,5 +1,5 @@
-"""Analyses the bytecode of a module's `forward`, to find the attributes and variables whose value
-from an earlier call it uses."""
+"""Analyses the bytecode of a module's `forward`, to find attributes and variables that carry a
+value from one call to the next."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
 
 
 def names_read(model: Any) -> set[str] | None:
-    """Return the attributes and variables that the model's forwards read. A name does not count if
-    a function sets it first or only adds to it (`self.calls += 1`). None if the code of a forward
-    is unknown."""
+    """Return the names of attributes and variables that the model's forwards read. Omits names that
+    a function sets before it reads them. Omits names that a function only adds to (`self.calls +=
+    1`). None if the code of a forward is unknown."""
     return names_read_by_all(functions_of(model))
 
 
@@ -38,8 +38,8 @@ def names_read_by(function: FunctionType) -> set[str]:
 
 
 def functions_of(model: Any) -> Iterator[FunctionType | None]:
-    """Yield the forwards of the model's modules, and what they call. Yields None for one that is no
-    Python function."""
+    """Yield the forwards of the model's modules, and the functions that they call. Yields None for
+    a forward that is not a Python function."""
     seen: set[tuple[type, Any]] = set()
     for module in model.modules():
         forward = getattr(module.forward, "__func__", module.forward)
@@ -49,8 +49,8 @@ def functions_of(model: Any) -> Iterator[FunctionType | None]:
 
 
 def functions_called(kind: type, first: Any) -> Iterator[FunctionType | None]:
-    """Yield `first`, a method of the class `kind`, and the methods and the user's functions that it
-    calls, directly or not. Yields None for one whose code is unknown."""
+    """Yield the method `first`, and every method and user function that it calls. Yields None for a
+    function whose code is unknown."""
     left, seen = [first], set[FunctionType]()
     while left:
         function = inspect.unwrap(left.pop())

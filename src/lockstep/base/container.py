@@ -1,7 +1,5 @@
-"""The limits of the container in which this process runs (control groups, versions 1 and 2), the
-CPUs, memory and tasks that are left, and the container's namespaces. `os.cpu_count`, /proc/meminfo
-and torch show the whole machine instead. The argument `root` of the functions is `/`, except in
-tests."""
+"""Reads the CPU, memory and process limits of the container in which this process runs (cgroups v1
+and v2). `os.cpu_count`, /proc/meminfo and torch show the limits of the whole machine."""
 
 from __future__ import annotations
 
@@ -14,14 +12,14 @@ from pathlib import Path
 
 ROOT = Path("/")
 _UNLIMITED = 2**60
-"""A control group's limit of at least this means that there is none: version 1 writes about
-2**63."""
+"""A cgroup limit of at least this value means that there is no limit. Version 1 of cgroups writes
+about 2**63."""
 _MEMORY = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Memory files of each version of control groups: controller, files with limit and usage, and the
-entry of memory.stat for memory that the kernel can reclaim."""
+"""Memory files of cgroups v1 and v2: controller, limit file, usage file, and the entry of
+memory.stat for reclaimable memory."""
 
 
 def usable_cpus(root: Path = ROOT) -> int:
@@ -31,8 +29,7 @@ def usable_cpus(root: Path = ROOT) -> int:
 
 
 def whole_cpus(scheduled: int, quota: float | None) -> int:
-    """Round the quota down: with more threads, the quota of each scheduling period would be used up
-    early, and all would pause."""
+    """Round the CPU quota down. With more threads than the quota, the kernel pauses all threads."""
     return max(1, scheduled if quota is None else min(scheduled, int(quota)))
 
 
@@ -41,7 +38,7 @@ def scheduled_cpus() -> int:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the CPU quota of this process's control groups, which may be a fraction."""
+    """Return the CPU quota of this process's cgroups, which may be a fraction."""
     quotas = []
     for file in _files(root, "", "cpu.max"):
         with suppress(OSError, ValueError):
@@ -79,7 +76,7 @@ def available_memory_bytes(root: Path = ROOT) -> int:
 
 
 def free_tasks(root: Path = ROOT) -> int | None:
-    """Return the number of processes and threads that may still be started; None without a
+    """Return the number of processes and threads that the cgroup still allows. None if it has no
     limit."""
     free = []
     for controller in ("", "pids"):
@@ -99,8 +96,8 @@ def number_in(path: Path) -> float | None:
 
 
 def _files(root: Path, controller: str, name: str) -> list[Path]:
-    """Return the paths of a file in each control group of this process, innermost first. Some may
-    not exist: a container may see its path on the host."""
+    """Return the paths of a file in each cgroup of this process, innermost first. Some paths may
+    not exist in the container."""
     mounted = root / "sys/fs/cgroup" / controller
     if not controller and not (mounted / "cgroup.controllers").exists():
         mounted /= "unified"  # both versions are mounted
@@ -146,18 +143,17 @@ VOLUME = (
     " persistentVolumeClaim), and give --run-dir there"
 )
 _FIRST_NAMESPACES = {"pid": 4026531836, "ipc": 4026531839, "uts": 4026531838, "cgroup": 4026531835}
-"""The inode numbers that the kernel gives to the host's own namespaces
-(include/linux/proc_ns.h)."""
+"""Inode numbers of the host's namespaces (include/linux/proc_ns.h)."""
 _LAYERS = ("overlay", "fuse-overlayfs", "fuse.fuse-overlayfs", "aufs")
 _TEMPORARY = (*_LAYERS, "tmpfs", "ramfs")
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
-"""An escaped byte, such as a space, in the fields of /proc/mounts."""
+"""An escaped byte in a field of /proc/mounts."""
 
 
 def container_engine(environ: Mapping[str, str], root: Path = ROOT) -> str | None:
-    """Return the name of the engine that made this process's container; None outside of containers.
-    /.dockerenv may come from an image of a virtual machine, so the process must also be in
-    namespaces other than the host's."""
+    """Return the name of the container engine (such as docker). None if this process runs outside
+    of a container. The file /.dockerenv alone is not sufficient, because an image of a virtual
+    machine may have it."""
     if "KUBERNETES_SERVICE_HOST" in environ:
         return "Kubernetes"
     if "APPTAINER_CONTAINER" in environ or "SINGULARITY_CONTAINER" in environ:
@@ -209,8 +205,7 @@ def ends_with_container(path: Path, environ: Mapping[str, str], root: Path = ROO
 
 
 def process_id_space() -> list[str | int]:
-    """Two processes with equal values are on the same host and can use each other's ids; host names
-    do not show that."""
+    """Return a value that is equal for two processes if they can use each other's process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return [boot, os.stat("/proc/self/ns/pid").st_ino]

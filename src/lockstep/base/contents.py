@@ -1,5 +1,5 @@
-"""Reads any object as a sequence of (path, bytes), to compare objects of two processes, or the
-states of one object at two times. Imports neither torch nor numpy."""
+"""Reads any Python object as a sequence of (path, bytes), to compare objects of two processes.
+Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 Part = tuple[str, Iterable[bytes] | None]
-"""The path of a value inside the object, and the value's bytes (None if they cannot be read)."""
+"""The path of a value in an object, and the value's bytes (None if they cannot be read)."""
 MOST_OBJECTS = 100_000
-"""Largest number of nested objects that are read; the remaining ones count as unreadable."""
+"""Maximum number of nested objects that are read. The remaining objects count as unreadable."""
 MOST_LEVELS = 60
 _MOST_CODE = 4096
 _CACHED = type(functools.cache(len))
@@ -34,19 +34,19 @@ class _TooManyError(Exception): ...
 
 
 class Reader:
-    """Reads containers, tensors and arrays, and functions with the values that they use. Other
-    objects are read as `pickle` would read them."""
+    """Reads containers, tensors, arrays, and functions with their variables. Reads all remaining
+    objects in the same way as `pickle`."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
-        """`most_bytes`: if a tensor or array is longer, only half of this is read at each end."""
+        """Reads only `most_bytes` bytes of a longer tensor or array: one half at its beginning, one
+        half at its end."""
         self._most_bytes = most_bytes
         self._open: set[int] = set()  # the objects around the one that is being read
         self._seen: dict[int, Any] = {}  # functions and classes that have been read
         self._left = MOST_OBJECTS
 
     def parts(self, value: Any, path: str = "") -> Iterator[Part]:
-        """Yield the parts of `value`, whose own path is `path`. Several parts may have the same
-        path."""
+        """Yield the parts of `value`. Several parts may have the same path."""
         try:
             yield from self.read(value, path)
         except _TooManyError:
@@ -249,8 +249,7 @@ class Reader:
         yield path, [name_of(value)]
 
     def _function(self, function: FunctionType, path: str) -> Iterator[Part]:
-        """Line numbers and docstrings are left out, and so are the globals of a library's
-        functions."""
+        """Omits line numbers, docstrings, and the globals of a library's functions."""
         if id(function) in self._seen:
             yield path, [b"again"]
             return
@@ -287,7 +286,7 @@ class Reader:
 
 
 class CodeReader(Reader):
-    """Also reads the methods of the user's classes."""
+    """Reads the methods of the user's classes, too."""
 
     def _object(self, value: Any, path: str) -> Iterator[Part]:
         yield from self.read(type(value), path)
@@ -310,7 +309,7 @@ def digest_parts(
     parts: Iterable[Part], most: int = sys.maxsize
 ) -> tuple[dict[str, str], list[str]]:
     """Return the digest of the bytes at each path, and the paths whose values cannot be read. All
-    paths beyond the first `most` share one digest."""
+    paths after the first `most` share one digest."""
     hashed: dict[str, Any] = {}
     unread = dict[str, None]()
     for path, pieces in parts:
@@ -344,7 +343,8 @@ def attributes(value: Any) -> dict[str, Any]:
 
 @functools.cache
 def is_users(module: str | None) -> bool:
-    """True unless the module is Python's, installed, or lockstep's."""
+    """False if the module belongs to the standard library, to an installed package, or to
+    lockstep."""
     if module in ("__main__", "__mp_main__"):
         return True
     # getattr may import further modules
@@ -430,8 +430,8 @@ def inner_code(code: CodeType) -> Iterator[CodeType]:
 
 
 def _attributes_used(code: CodeType, variable: str) -> Set[str] | None:
-    """Return the attributes of a variable that code uses; None if the code uses the variable in
-    another way too."""
+    """Return the attributes of a variable that the code reads. None if the code uses the variable
+    itself."""
     return _attributes_by_variable(code).get(variable)
 
 

@@ -1,6 +1,5 @@
-"""Finds numbers that each call of the user's code changes, such as a counter of forwards. Each rank
-calls the code for its own microbatches, so a model that uses such a number trains differently on
-another number of ranks."""
+"""Finds Python numbers that each call of the user's code changes, such as a counter of forwards.
+Each rank calls the code for its own microbatches, so such a counter depends on the world size."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ _ITEMS = 16  # number of a list's items that are read
 
 
 def numbers_of_model(model: Any) -> Numbers:
-    """Return, by name, the numbers in attributes of the model's modules, of the user's objects in
-    them, and in variables of the user's forwards."""
+    """Return the Python numbers, by name, in attributes of the model's modules and in variables of
+    their forwards."""
     found: dict[str, float] = {}
     of_objects: dict[str, float] = {}
     for prefix, module in model.named_modules():
@@ -51,7 +50,8 @@ def carried(model: Any, names: Iterable[str]) -> list[str]:
 
 
 def numbers_of_functions(functions: Iterable[Callable[..., Any]]) -> Numbers:
-    """A number that the functions only add to is left out, because it is for a log."""
+    """Return the Python numbers, by name, in variables of the functions. Omits numbers that the
+    functions only add to."""
     found: dict[str, float] = {}
     for function in functions:
         while isinstance(function, functools.partial):
@@ -86,7 +86,7 @@ def numbers_of_dataset(dataset: Any) -> Numbers:
 
 
 def changed_each_time(before: Numbers, between: Numbers, after: Numbers) -> list[str]:
-    """Return the names of the numbers that two consecutive calls each changed."""
+    """Return the names of numbers that two consecutive calls both changed."""
     return [
         name
         for name, value in after.items()

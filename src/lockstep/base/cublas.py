@@ -1,5 +1,5 @@
-"""The setting CUBLAS_WORKSPACE_CONFIG, with which cuBLAS is deterministic. This module does not
-import torch, which reads the setting only once."""
+"""Sets CUBLAS_WORKSPACE_CONFIG, which makes cuBLAS deterministic. Does not import torch, which
+reads the variable only once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ VARIABLE, WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def set_workspace(environ: MutableMapping[str, str]) -> None:
-    """Make cuBLAS deterministic, unless CUBLAS_WORKSPACE_CONFIG is set, or torch may have read
-    it."""
+    """Make cuBLAS deterministic. Does nothing if CUBLAS_WORKSPACE_CONFIG is set, or if torch may
+    have read it already."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_initialized():

@@ -1,6 +1,7 @@
-"""The exceptions that lockstep raises. A `UserError` is a mistake that the user can fix: every rank
-raises it, and the script ends with status 2. The others are failures of processes, machines or
-storage; the script ends with status 1. Each is printed as one message without a traceback."""
+"""The exceptions that lockstep raises. A `UserError` is a mistake that the user can fix. Every rank
+raises it, and the script ends with status 2. All other exceptions are failures of processes,
+machines or storage, and the script ends with status 1. Each is printed as one message without a
+traceback."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ E = TypeVar("E", bound=LockstepError)
 
 
 class UserError(LockstepError):
-    """A mistake in the user's input or script. It ends the script with status 2."""
+    """A mistake in the user's input or script. The script ends with status 2."""
 
 
 class RecipeError(UserError):
-    """A recipe that contradicts itself, or whose model, loss or optimizer breaks a rule of
+    """A recipe that contradicts itself, or a model, loss or optimizer that breaks a rule of
     recipes."""
 
 
@@ -37,27 +38,27 @@ class PlanError(UserError):
 
 
 class DataError(UserError):
-    """A dataset, a batch or a metric that does not have the form that the recipe needs."""
+    """A dataset, batch or metric that does not have the form that the recipe needs."""
 
 
 class LossError(UserError):
-    """A loss or a gradient with which no step can be taken: the loss is not a scalar or has no
-    gradient, or a value is NaN or infinite."""
+    """A loss or gradient from which no optimizer step can be taken. The loss is not a scalar, the
+    loss has no gradient, or a value is NaN or infinite."""
 
     def __init__(self, text: str, *, not_finite_in: int | None = None) -> None:
-        """`not_finite_in`: the step, counted as in metrics.jsonl, whose loss or gradient is NaN or
+        """`not_finite_in` is the step, as in metrics.jsonl, whose loss or gradient is NaN or
         infinite."""
         super().__init__(text)
         self.not_finite_in = not_finite_in
 
 
 class RunDirectoryError(UserError):
-    """A run directory that cannot be used: a live run holds it, it contains another run, or it is
+    """A run directory that cannot be used: a live run uses it, it contains another run, or it is
     not writable."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be used for this run, or a state that cannot be saved."""
+    """A checkpoint that cannot be loaded into this run, or a state that cannot be saved."""
 
 
 def first_few(names: Sequence[object]) -> str:
@@ -66,7 +67,7 @@ def first_few(names: Sequence[object]) -> str:
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown name.
+    """Return the suggestion at the end of an error about an unknown name.
 
     >>> did_you_mean("tesnor", ["tensor", "shard"])
     '; did you mean tensor?'
@@ -84,23 +85,23 @@ def cannot_write(path: object, error: OSError) -> RunDirectoryError:
 
 
 class LaunchError(UserError):
-    """Processes cannot be started or cannot connect: the script is missing, the count is
+    """Processes cannot be started or cannot connect. The script is missing, the count is
     impossible, or a port is in use."""
 
 
 class MismatchError(LockstepError):
-    """Ranks called different collectives; `--check` detects it. The text has every rank's call and
-    line."""
+    """Ranks called different collectives, which `--check` detects. The text has the call and the
+    line of every rank."""
 
 
 class DivergenceError(LockstepError):
-    """Replicas hold different parameters. The text has the ranks, the steps and the first
+    """Replicas hold different parameters. The text names the ranks, the steps and the first
     tensor."""
 
 
 class WrongResultError(LockstepError):
     """Ranks computed different gradients of one microbatch under bitwise numerics. The text names
-    the wrong rank (or the ranks of which one is wrong), and the first tensor."""
+    the ranks that may be wrong, and the first tensor."""
 
 
 class HangError(LockstepError):
@@ -136,7 +137,7 @@ def exit_status(error: BaseException) -> int:
 
 
 def say(text: str) -> None:
-    """Print on stderr. A closed pipe or terminal does not end the run."""
+    """Print to stderr. Ignores a closed pipe or terminal."""
     if sys.stderr is not None:
         with suppress(OSError):
             print(printable(text), file=sys.stderr, flush=True)
@@ -144,7 +145,7 @@ def say(text: str) -> None:
 
 def install_excepthook() -> None:
     """Print an uncaught `LockstepError` as one message, and exit with its status. Call it again
-    after torch has installed its own hook, which prints nothing if an earlier hook exits."""
+    after the import of torch, which installs its own hook."""
     previous = sys.excepthook
     if getattr(previous, "is_lockstep", False):
         return

@@ -90,11 +90,11 @@ EVENTS: Mapping[Severity, Mapping[str, str]] = {
         "profiled": "a profile was written",
     },
 }
-"""Severity -> event -> what happened. The docs' table is made from it."""
+"""Describes each event, by severity and name. The table in the docs is made from it."""
 
 
 def severity(name: str) -> Severity:
-    """Return an event's severity; `info` for an event that the user's script has recorded."""
+    """Return an event's severity: `info` for an event that the user's script has recorded."""
     return next((each for each, events in EVENTS.items() if name in events), "info")
 
 
@@ -104,16 +104,16 @@ class Event:
     taken."""
 
     name: str
-    """The kind of event, in the past tense and with dashes: `run-started`, `step-skipped`."""
+    """The kind of event, in the past tense with dashes: `run-started`, `step-skipped`."""
     step: int
-    """Number of optimizer steps done when it happened."""
+    """Number of optimizer steps done at the time of the event."""
     details: dict[str, Any] = field(default_factory=dict)
     """The event's details, as JSON values."""
 
 
 class EventLog:
-    """Appends events to `events.jsonl`, each flushed as it is written. `path=None` keeps them in
-    memory only."""
+    """Appends events to `events.jsonl`, and flushes each. With `path=None` the events stay in
+    memory."""
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
         self.events: list[Event] = []
@@ -121,7 +121,7 @@ class EventLog:
         self._file = path.open("a", encoding="utf-8") if path is not None else None
 
     def record(self, event: Event) -> None:
-        """Raises `OSError` if the event cannot be written; later events are then kept in memory
+        """Raises `OSError` if the event cannot be written. All later events are kept in memory
         only."""
         self.events.append(event)
         if self._file is not None and not self._file.closed:

@@ -11,15 +11,12 @@ Class = TypeVar("Class", bound=type)
 
 
 def with_field_docs(cls: Class) -> Class:
-    """Decorate a dataclass with slots so that `help()` shows the string below each of its
-    fields."""
+    """Decorate a dataclass with slots, so that `help()` shows the docstring of each field."""
     cls.__slots__ = _FieldDocs(cls)  # type: ignore[attr-defined]
     return cls
 
 
 class _FieldDocs(dict[str, str]):
-    """Docstrings of a class's slots, read from the source when they are needed."""
-
     def __init__(self, cls: type) -> None:
         super().__init__(dict.fromkeys(vars(cls)["__slots__"], ""))
         self._class = cls

@@ -1,6 +1,5 @@
-"""Files that are written whole or not at all, locks that end with their process, and safe reads of
-files that others wrote. A link, FIFO or device is refused without blocking. Errors are
-`OSError`s."""
+"""Atomic file writes, file locks, and safe reads of untrusted files. Refuses links, FIFOs and
+devices without blocking. All errors are `OSError`s."""
 
 from __future__ import annotations
 
@@ -21,16 +20,16 @@ from lockstep.base.system import BINARY
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Readers and crashes see the old content or the new. After an `OSError` the old content is
-    still there, unless only syncing the folder failed."""
+    """Write a file, so that readers see either the old content or the new content. After a crash
+    the file also has one of the two contents."""
     with replace_atomically(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
-    """Yield the path of an empty temporary file, which is synced and renamed to `path` at the end
-    of the `with`."""
+    """Yield the path of an empty temporary file. At the end of the `with`, the file is synced and
+    renamed to `path`."""
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
     try:
         temporary.touch(exist_ok=False)
@@ -53,13 +52,13 @@ def sync(path: Path) -> None:
 
 
 _LOCKED_BYTE = 1 << 30
-"""Position of the byte that is locked. Windows hides locked bytes from other processes, so it is
-one after the content."""
+"""Position of the locked byte. It is after the content, because Windows hides locked bytes from all
+other processes."""
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> None:
-    """Lock a file until it is closed. Raises `BlockingIOError` if another process holds the lock,
-    `OSError` if the file system has no locks. Windows has no shared locks."""
+    """Lock a file until it is closed. Raises `BlockingIOError` if another process holds the lock.
+    Raises `OSError` if the file system has no locks. Windows has no shared locks."""
     if sys.platform == "win32":
         import msvcrt
 
@@ -76,7 +75,7 @@ def try_lock(descriptor: int, *, shared: bool = False) -> None:
 
 T = TypeVar("T")
 MOST_BYTES = 4 << 20
-"""Largest size of a JSON file such as `run.json`, and of one line in other files."""
+"""Maximum size of a JSON file such as `run.json`, and of one line of a log."""
 MOST_DEPTH = 64
 MOST_BITS = 62
 NUMBER = (int, float)
@@ -88,12 +87,12 @@ _SAFE = (
 )
 _FOLDER = getattr(os, "O_DIRECTORY", 0)
 _BY_FOLDER = os.open in os.supports_dir_fd
-"""True if a file can be opened relative to an open folder: no part of its path can then be replaced
-by a link."""
+"""True if the system can open a file relative to an open folder. No part of the file's path can
+then be replaced by a link."""
 
 
 def open_below(folder: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """Open a regular file; no part of its path below `folder` may be a link."""
+    """Open a regular file. No part of its path below `folder` may be a link."""
     path = folder / name
     if not _BY_FOLDER:
         return _checked(_open_unless_link(path, flags, mode), path)
@@ -147,8 +146,8 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def finite(value: Any, not_finite: dict[str, str] | None = None, path: str = "") -> Any:
-    """Return JSON values with None for each NaN and infinity. `not_finite` gets its path in `value`
-    -> its text, such as "nan"."""
+    """Return JSON values with None for each NaN and infinity. `not_finite` gets the text of each
+    replaced value (such as "nan"), by path."""
     if isinstance(value, Mapping):
         prefix = f"{path}." if path else ""
         return {key: finite(item, not_finite, f"{prefix}{key}") for key, item in value.items()}
@@ -162,8 +161,8 @@ def finite(value: Any, not_finite: dict[str, str] | None = None, path: str = "")
 
 
 def check_kinds(found: Mapping[str, Any], kinds: Mapping[str, Any], path: str = "") -> None:
-    """`kinds`: for each key a type, a tuple of types, or a mapping for a nested object. None and
-    missing values are accepted."""
+    """Raise an error unless the values have the given types. None and missing values are
+    accepted."""
     for name, kind in kinds.items():
         value, inside = found.get(name), isinstance(kind, Mapping)
         if value is None:
@@ -181,7 +180,8 @@ def check_kinds(found: Mapping[str, Any], kinds: Mapping[str, Any], path: str = 
 
 
 def lines_below(folder: Path, name: str, most_bytes: int) -> Iterator[str]:
-    """A line longer than `most_bytes` is yielded as "", and ends the iteration."""
+    """Yield the lines of a file. A line longer than `most_bytes` is yielded as "" and ends the
+    iteration."""
     with open(open_below(folder, name), encoding="utf-8", errors="replace") as file:
         while line := file.readline(most_bytes):
             if len(line) == most_bytes and not line.endswith("\n"):
@@ -216,7 +216,8 @@ def _checked(descriptor: int, path: Path) -> int:
 
 
 def from_json(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Raises `ValueError` if the values do not fit the dataclass's fields."""
+    """Make a dataclass from JSON values. Raises `ValueError` if the values do not fit the
+    fields."""
     known = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(values.keys() - known.keys()):
         raise ValueError(f"it has no field {unknown[0]!r}")

@@ -1,5 +1,5 @@
-"""Shows text from untrusted sources (names, error messages, output of scripts) so that a terminal
-does not execute control codes in it."""
+"""Shows text from untrusted sources, and escapes its control codes. The text may be a name, an
+error message, or the output of a script."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CODES = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""Remove colours, and escape other control characters as Python does: \x1b."""
+    """Remove colours, and escape all remaining control characters."""
     if text.isascii() and text.isprintable():
         return text
     plain = _COLOURS.sub("", text).replace("\r\n", "\n")
@@ -25,7 +25,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """A second line could be mistaken for a message of lockstep."""
+    """Join the lines of a text. A second line could be mistaken for a message of lockstep."""
     return printable(text).replace("\n", "\\n")
 
 
@@ -34,7 +34,7 @@ def show(text: str) -> None:
 
 
 def console(width: int) -> Console:
-    """Return a console on stdout that interprets no markup. `width`: its columns, unless it is a
+    """Return a console on stdout that interprets no markup. `width` is used unless stdout is a
     terminal."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment

@@ -1,4 +1,4 @@
-"""Python's garbage collector: paused during large imports, and told to ignore long-lived
+"""Pauses Python's garbage collector during large imports, and makes it ignore long-lived
 objects."""
 
 from __future__ import annotations
@@ -31,5 +31,6 @@ def freeze_for_good() -> None:
 
 
 def is_frozen() -> bool:
-    """`gc.get_freeze_count` would take 25 ms for 300,000 objects."""
+    """True if `gc.freeze` was called. `gc.get_freeze_count` would take 25 ms for 300,000
+    objects."""
     return _is_frozen or gc.get_freeze_count() > 0

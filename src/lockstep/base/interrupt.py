@@ -1,4 +1,4 @@
-"""Ctrl-C while the command line is imported."""
+"""Handles Ctrl-C while the command line is imported."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_end() -> Iterator[None]:
-    """End the process at once at Ctrl-C, with status 130. In an import, `KeyboardInterrupt` prints
-    a traceback, or is lost. Use this only while there is nothing to clean up."""
+    """End the process at Ctrl-C with status 130. During an import, a `KeyboardInterrupt` would
+    print a traceback, or be lost."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return

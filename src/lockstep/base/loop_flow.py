@@ -1,5 +1,5 @@
-"""Analyses the source of a script's training loop, to find variables whose value from one step is
-used in the loss of a later step."""
+"""Analyses the source of a script's training loop, to find variables that carry a value from one
+step into the loss of a later step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import textwrap
 from collections.abc import Iterable, Iterator, Set
 
 _SINKS = ("backward", "compute")
-"""Methods of a step object that take the loss, or the function that computes it."""
+"""Methods of a step object that take the loss or a function that computes it."""
 _FILLS = ("zero_", "fill_", "copy_")
-"""Methods of a tensor that replace all of its values."""
+"""Methods of a tensor that replace all its values."""
 _EMPTIES = ("clear", "reset")
-"""Methods of a container, or of a buffer of episodes, that remove what it has collected."""
+"""Methods that remove all items of a container or of a replay buffer."""
 _TEXTS = ("__init__", "__repr__", "__str__")
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
@@ -40,27 +40,26 @@ def _around(node: ast.AST, line: int) -> Iterator[ast.AST]:
 
 
 def set_anew(loop: ast.For) -> set[str]:
-    """Return the variables that the loop's body sets, or clears and fills, before it reads them."""
+    """Return the variables that the loop's body sets before it reads them."""
     flow = _flow_of(loop)
     return flow.changed - flow.read
 
 
 def carried_into_loss(loop: ast.For) -> list[str]:
-    """Return the variables, such as `baseline` or `self.baseline`, that the loop's body changes and
-    whose value at the beginning of a step goes into `step.backward` or `step.compute`."""
+    """Return the variables that the loop's body changes and that affect the loss of the next step,
+    such as `baseline` or `self.baseline`."""
     flow = _flow_of(loop)
     return sorted(flow.used & flow.changed)
 
 
 def used_by_loss(loop: ast.For) -> list[str]:
-    """Return the variables whose value at the beginning of a step goes into the loss."""
+    """Return the variables whose value at the beginning of a step affects the loss."""
     return sorted(_flow_of(loop).used)
 
 
 def kept_by_methods(sources: Iterable[str], names: Set[str]) -> dict[str, bool]:
-    """Return the attributes through which an object's methods carry values from one call to a later
-    one. Maps each to True if methods only set its items. `sources`: the code of its class and its
-    base classes. `names`: the attributes and methods that the loop uses."""
+    """Return the attributes through which an object's methods carry values from one call to the
+    next. Maps an attribute to True if the methods only set its items."""
     methods: dict[str, _Flow] = {}
     for source in sources:
         for name, flow in _methods_of(source):
@@ -104,12 +103,10 @@ def _flow_of(loop: ast.For) -> _Flow:
 
 
 class _Flow:
-    """Follows values through the body of a loop or of a method, statement after statement. Inner
-    loops are taken to run at least once."""
+    """Follows values through the statements of a loop or method. Assumes that each nested loop runs
+    at least once."""
 
     def __init__(self, given: set[str], own: str | None = None) -> None:
-        """`given`: the loop's targets (a step), or the method's arguments; `own`: the method's
-        object, `self`."""
         self._given, self._own = given, own
         self.used: set[str] = set()
         self.read: set[str] = set()
@@ -277,7 +274,7 @@ def _path(node: ast.AST) -> str | None:
 
 
 def _paths(node: ast.AST) -> Iterator[str]:
-    """Yield the variables and attributes that a piece of code reads: the longest paths."""
+    """Yield the variables and attributes that the code reads."""
     if (path := _path(node)) is not None:
         yield path
         return
@@ -287,8 +284,7 @@ def _paths(node: ast.AST) -> Iterator[str]:
 
 
 def _bound_by(node: ast.AST) -> set[str]:
-    """Names that a nested function or comprehension binds are not the loop's variables of the same
-    names."""
+    """Return the names that a nested function or comprehension binds."""
     if isinstance(node, _FUNCTION):
         return {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
     targets = (each.target for each in getattr(node, "generators", ()))

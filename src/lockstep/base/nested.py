@@ -1,4 +1,4 @@
-"""Tensors in dicts, lists, tuples and dataclasses, such as a batch."""
+"""Maps functions over tensors in dicts, lists, tuples and dataclasses, such as a batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 def map_parts(
     value: Any, of_tensor: Callable[[Tensor], Tensor], of_thing: Callable[[Any], Any]
 ) -> Any:
-    """`of_thing` replaces every other object that has a method `to`."""
+    """Apply `of_tensor` to every tensor, and `of_thing` to every object that has a method `to` and
+    is not a tensor."""
     if isinstance(value, Tensor):
         return of_tensor(value)
     if isinstance(value, type):

@@ -1,5 +1,4 @@
-"""Output to a notebook's cell, which the kernel process and the worker processes that it forks
-share."""
+"""Writes output of the kernel process and its forked worker processes to a notebook cell."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from typing import TextIO
 
 
 class WholeLines(io.TextIOBase):
-    """A text stream that writes whole lines to `stream`: `print` makes several writes for a line,
-    so the lines of several processes would mix in a notebook."""
+    """A text stream that writes whole lines to `stream`. `print` makes several writes for a line,
+    so the lines of several processes would mix."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -40,12 +39,12 @@ class WholeLines(io.TextIOBase):
 
 
 def is_notebook(stream: object) -> bool:
-    """True if the stream belongs to a notebook cell, where a carriage return restarts the line."""
+    """True if the stream belongs to a notebook cell."""
     if isinstance(stream, WholeLines):
         stream = stream.stream
     return type(stream).__module__.partition(".")[0] == "ipykernel"
 
 
 def progress_stream() -> TextIO | None:
-    """Return stderr, but stdout in a notebook, which shows stderr on red."""
+    """Return stdout in a notebook, which shows stderr on red. Otherwise return stderr."""
     return sys.stdout if is_notebook(sys.stdout) else sys.stderr

@@ -1,5 +1,5 @@
-"""Command lines for lockstep's own processes, finding and killing descendants, and ending a process
-when its parent ends."""
+"""Starts lockstep's processes, finds and kills descendant processes, and ends a process with its
+parent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.02
 
 
 def parents() -> dict[int, int]:
-    """Return process id -> parent's id for each running process, without zombies."""
+    """Return the parent's id of each running process, by process id. Omits zombies."""
     if sys.platform != "linux":
         listed = subprocess.run(
             ["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=False
@@ -50,8 +50,8 @@ def descendants(roots: Collection[int]) -> set[int]:
 
 
 def with_marker(*markers: str) -> set[int]:
-    """Return the processes whose environment has one of the entries "NAME=value", and their
-    descendants. This also finds orphans. Linux only."""
+    """Return the ids of processes whose environment has one of the entries "NAME=value", and of
+    their descendants. Also finds orphans. Linux only."""
     if sys.platform != "linux" or not markers:
         return set()
     wanted = set(map(os.fsencode, markers))
@@ -66,8 +66,8 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def kill_all(find: Callable[[], set[int]], seconds: float) -> dict[int, str]:
-    """Kill until `find` returns no process, for at most `seconds`. Returns the names of the killed
-    processes, by id."""
+    """Kill processes until `find` returns none, for at most `seconds`. Returns the names of the
+    killed processes, by id."""
     killed: dict[int, str] = {}
     until = time.monotonic() + seconds
     while (found := find()) and time.monotonic() < until:
@@ -86,14 +86,14 @@ def _name(pid: int) -> str:
 
 
 def shell_status(returncode: int) -> int:
-    """Return the exit status that a shell shows: 128 + N for a process that signal N has killed, as
-    `subprocess` tells by a negative `returncode`."""
+    """Return the exit status that a shell shows. It is 128 + N for a process that signal N has
+    killed."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 def own_python(*arguments: str) -> list[str]:
-    """`python -m` and `-c` would import from the working directory, whose files cannot be
-    trusted."""
+    """Return the command line of a Python process that imports nothing from the working
+    directory."""
     return [sys.executable, "-P", *arguments]
 
 
@@ -106,8 +106,8 @@ _folder: str | None = None
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends. `parent`: the id that the parent has
-    passed on, in case it has ended already. Linux only."""
+    """Let the kernel kill this process when its parent ends. `parent` is the process id of the
+    parent. Linux only."""
     global _parent
     _parent = parent
     if sys.platform == "linux":
@@ -119,13 +119,9 @@ def die_with_parent(parent: int) -> None:
 def outlive_parent(
     seconds: float, busy_seconds: float, is_busy: Callable[[], bool], may_go_on: Callable[[], bool]
 ) -> None:
-    """Let this process get SIGTERM instead of SIGKILL when its parent ends, so that it can save.
-    Its process group is killed `seconds` later, or `busy_seconds` later if `is_busy()`; at once
-    unless `may_go_on()`. Linux only, after `die_with_parent`, in the main thread.
-
-    A thread of this process sends the signal: the kernel would send one for each thread of the
-    parent, and a second signal means to end at once.
-    """
+    """Send SIGTERM to this process when its parent ends, so that the process can save. Kills the
+    process group `seconds` later, or `busy_seconds` later if `is_busy()`. Kills it at once if
+    `may_go_on()` returns False. Linux only, in the main thread, after `die_with_parent`."""
     global _is_watched
     if _parent is None or sys.platform != "linux":
         return
@@ -145,13 +141,13 @@ def outlive_parent(
 
 
 def end_with_parent_again() -> None:
-    """If the parent has already ended, the time limit of `outlive_parent` still applies."""
+    """Undo `outlive_parent`. If the parent has already ended, its time limit still applies."""
     if _is_watched:
         _signal_after_parent(signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its descendants whose own parent ends. Linux only."""
+    """Make this process the parent of its orphaned descendants. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -184,16 +180,15 @@ def _end_after_parent(
 
 
 def use_parents_folder(folder: Path) -> None:
-    """Put this process's temporary files into `folder`, which its parent removes, or the next
-    launcher if the parent is killed."""
+    """Put this process's temporary files into `folder`, which the parent process removes."""
     global _folder
     _folder = str(folder)
     hold_folder(folder.parent)
 
 
 def temporary_folder(most_bytes: int) -> str:
-    """Return the folder for temporary files that the parent has made if its path has at most
-    `most_bytes` bytes, else the system's."""
+    """Return the parent's folder for temporary files. Returns the system's folder if the path is
+    longer than `most_bytes` bytes."""
     if _folder is not None and len(os.fsencode(_folder)) <= most_bytes and os.path.isdir(_folder):
         return _folder
     return tempfile.gettempdir()

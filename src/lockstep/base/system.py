@@ -1,4 +1,4 @@
-"""Features that not every operating system has, and parsing of shell words."""
+"""Operating system features that not every system has, and a parser of shell words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BINARY: int = getattr(os, "O_BINARY", 0)
 """Without this flag, Windows writes a carriage return before each newline."""
 
 LEAST_OPEN_FILES = 64
-"""Fewest open files with which lockstep starts; one worker needs about 30."""
+"""Minimum limit of open files. One worker needs about 30 files."""
 
 
 def signals(*names: str) -> tuple[signal.Signals, ...]:
@@ -47,7 +47,7 @@ def require_linux(what: str) -> None:
 
 
 def check_surroundings() -> None:
-    """Without a working directory, or with few open files, torch aborts."""
+    """Check the working directory and the limit of open files, because torch would abort."""
     try:
         os.getcwd()
     except OSError as error:
@@ -105,7 +105,8 @@ def shell_words(option: str, text: str) -> list[str]:
 def signals_handled(
     numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
 ) -> Iterator[None]:
-    """Signals that this process ignores (nohup, a background job) stay ignored."""
+    """Handle signals in a `with` block. Signals that this process ignores (under nohup, or in a
+    background job) stay ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -122,7 +123,8 @@ def signals_handled(
 
 @contextmanager
 def signals_blocked(*numbers: signal.Signals) -> Iterator[None]:
-    """A process that is started here begins with the signals blocked. Does nothing on Windows."""
+    """Block signals in a `with` block. A child process that is started in the block begins with
+    these signals blocked. Does nothing on Windows."""
     if sys.platform == "win32":
         yield
         return

@@ -1,6 +1,5 @@
-"""Temporary folders. The process that made one removes it; if that process was killed, the next
-process that makes a folder does. Other users may put anything next to them, so only this user's
-folders and files are read, without following links and without blocking."""
+"""Makes temporary folders, and removes folders of killed processes. Reads only folders and files
+that this user owns, without following links and without blocking."""
 
 from __future__ import annotations
 
@@ -21,12 +20,11 @@ from lockstep.base.system import signals_blocked
 
 _NAME = re.compile(r"lockstep-([a-z]+-)?[a-z0-9_]{8}")
 _ALIVE = "alive"
-"""The file that each process keeps locked while it needs the folder."""
+"""The file that a process keeps locked while it uses the folder."""
 _NEW = "new"
 """The name of the file `_ALIVE` until it is locked."""
 _EMPTY_SECONDS = 60.0
-"""A folder without a locked file for so long was left by a process that was killed while making or
-removing it."""
+"""Age after which a folder without a locked file is removed, because its process was killed."""
 _REGULAR_ONLY: int = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
@@ -54,7 +52,7 @@ _own: list[_OwnFolder] = []
 
 @contextmanager
 def locked_folder(prefix: str = "lockstep-") -> Iterator[Path]:
-    """Also removes the folders that killed processes have left."""
+    """Make a temporary folder for a `with` block. Also removes the folders of killed processes."""
     with ExitStack() as stack:
         with signals_blocked():
             folder = _make(prefix)
@@ -89,14 +87,14 @@ def _remove(folder: _OwnFolder) -> None:
 
 
 def remove_own_folders() -> None:
-    """Remove folders that a signal's exception has left. Runs at the end of the interpreter; a
-    process that ends by `os._exit` calls it first."""
+    """Remove this process's temporary folders. Registered with atexit. A process that ends by
+    `os._exit` must call it before."""
     for folder in list(_own):
         _remove(folder)
 
 
 def hold_folder(folder: Path) -> int | None:
-    """Keep the `locked_folder` of another process even if that process is killed. Returns the
+    """Keep the `locked_folder` of another process, even if that process is killed. Returns the
     descriptor of the lock."""
     with suppress(OSError):
         descriptor = _open_own(folder / _ALIVE)
@@ -131,8 +129,7 @@ def _remove_if_left(folder: Path) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Remove everything except `alive`: if this process is killed meanwhile, the next one still
-    recognises the folder."""
+    """Remove everything except the file `alive`."""
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in list(entries):
             if entry.is_dir(follow_symlinks=False):

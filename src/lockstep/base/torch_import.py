@@ -1,4 +1,4 @@
-"""The import of torch by a `lockstep` command, which takes seconds."""
+"""Imports torch for a `lockstep` command, which takes seconds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lockstep.base.system import signals_blocked
 
 @contextmanager
 def importing_torch() -> Iterator[None]:
-    """Delay Ctrl-C: an import that it interrupts may swallow it, or fail with another error."""
+    """Delay Ctrl-C while torch is imported. An import may swallow a `KeyboardInterrupt`, or fail
+    with another error."""
     with signals_blocked(), collector_paused():
         yield

@@ -1,6 +1,6 @@
 """Every private name of torch that lockstep uses, except `torch._foreach_*`. Each name exists in
 torch 2.13 to 2.15, and has a test in tests/base/test_torch_private.py. If the test fails with
-another version of torch, fix the function here."""
+another version of torch, fix the function in this file."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ BatchNormBase = batchnorm._BatchNorm
 DropoutBase = dropout._DropoutNd
 disable_current_modes = _python_dispatch._disable_current_modes
 unsafe_view = torch.ops.aten._unsafe_view.default
-"""Like `Tensor.view`, for a tensor that nothing else refers to: autograd does not track the result
-as a view."""
+"""A `Tensor.view` that autograd does not track as a view. No other reference to the tensor may
+exist."""
 
 _FSDP = ("DefaultAllGather", "DefaultReduceScatter")
-"""Imported when first used, because this takes long."""
+"""Imported at the first use, because the import is slow."""
 
 IMPORTED_IN_TRAINING = (
     *("torch._dynamo", "torch._subclasses.fake_tensor", "torch.distributed.device_mesh"),
@@ -94,18 +94,18 @@ SUBCLASSED: Mapping[str, frozenset[str]] = {
     ),
     "torch.nn:SyncBatchNorm": frozenset({"_check_input_dim"}),
 }
-"""Class of torch -> its private methods and attributes that a subclass in lockstep overrides or
-uses."""
+"""Private methods and attributes that a subclass in lockstep overrides or uses, by class of
+torch."""
 
 RECURRENT_CACHES = frozenset({"_flat_weights", "_flat_weight_refs"})
-"""Attributes that recurrent modules recreate if their parameters are replaced."""
+"""Attributes that recurrent modules recreate when their parameters are replaced."""
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 ITEM = "_local_scalar_dense"
 
 FAKE_PARAMETER_MARK = "_is_param"
-"""The attribute by which a `FakeTensor` counts as an `nn.Parameter`."""
+"""The attribute that makes a `FakeTensor` an `nn.Parameter`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -118,19 +118,19 @@ def __getattr__(name: str) -> Any:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """True for a `DTensor`. Does not import it, which takes half a second."""
+    """True for a `DTensor`. Does not import `DTensor`, which takes half a second."""
     return hasattr(tensor, "_local_tensor")
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard itself, not a view, outside of autograd."""
+    """Return this rank's shard, not a view of it. Autograd does not record the call."""
     part: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
     return part
 
 
 def set_item_of_distributed(item: Callable[[Tensor], Any]) -> None:
-    """Let `item()`, `float()`, `int()` and `bool()` of a `DTensor` return `item(tensor)`. Torch's
-    own versions return the value of the local tensor on this rank."""
+    """Let `item()`, `float()`, `int()` and `bool()` of a `DTensor` return `item(tensor)`. Torch
+    returns the value of the local tensor."""
     from torch.distributed.tensor import DTensor
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
@@ -138,8 +138,8 @@ def set_item_of_distributed(item: Callable[[Tensor], Any]) -> None:
 
 
 def version(tensor: Tensor) -> int:
-    """Autograd counts no writes through `.data`, nor to tensors created under
-    `torch.inference_mode()`."""
+    """Return the version counter of a tensor. Writes through `.data` do not change it, nor do
+    writes to inference tensors."""
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
@@ -156,17 +156,18 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """The storage's C++ object has an address even if the storage has no memory."""
+    """Return the address of the storage's C++ object."""
     return int(storage._cdata)
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Callable[[Tensor], Any]]:
-    """Return torch's own dict of the hooks of `Tensor.register_hook`."""
+    """Return torch's dict of the hooks of `Tensor.register_hook`."""
     return getattr(tensor, "_backward_hooks", None) or {}
 
 
 def set_gradient_hooks(tensor: Tensor, hooks: dict[int, Callable[[Tensor], Any]]) -> None:
-    """Share another tensor's hooks: removing a hook by its handle removes it from both tensors."""
+    """Share the hooks of another tensor. Removing a hook by its handle removes it from both
+    tensors."""
     tensor._backward_hooks = hooks
 
 
@@ -182,18 +183,21 @@ def post_accumulate_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], Non
 
 
 def make_subclass(kind: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tensor:
-    """The tensor shares the memory of `tensor`. The constructor of `kind` is not called."""
+    """Return a tensor of class `kind` that shares the memory of `tensor`. Does not call the
+    constructor of `kind`."""
     made: Tensor = torch.Tensor._make_subclass(kind, tensor, requires_grad)
     return made
 
 
 def swap_implementations(one: Tensor, other: Tensor) -> None:
-    """`torch.utils.swap_tensors` would exchange the Python classes and attributes too."""
+    """Exchange the C++ objects of two tensors. `torch.utils.swap_tensors` would also exchange their
+    Python classes and attributes."""
     torch._C._swap_tensor_impl(one, other)
 
 
 def assert_async(condition: Tensor, text: str) -> None:
-    """On a GPU this does not wait for the value: a false value makes a later CUDA call fail."""
+    """Assert a condition on the device. On a GPU, a failed assertion makes a later CUDA call
+    fail."""
     torch._assert_async(condition, text)
 
 
@@ -205,12 +209,13 @@ def schema(operation: Any) -> Any:
 
 
 def in_backward() -> bool:
-    """A forward in a backward is a recomputation by activation checkpointing."""
+    """True while this thread runs a backward. A forward in a backward is a recomputation by
+    activation checkpointing."""
     return backward_number() != -1
 
 
 def backward_number() -> int:
-    """The id of the graph task that this thread runs; -1 if it runs none."""
+    """Return the id of the graph task that this thread runs. -1 outside of a backward."""
     return int(torch._C._current_graph_task_id())
 
 
@@ -226,7 +231,7 @@ def without_torch_function_modes() -> Iterator[None]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """A context whose operations the innermost FlopCounterMode does not count."""
+    """Return a context whose operations the innermost FlopCounterMode does not count."""
     mode = _python_dispatch._get_current_dispatch_mode()
     if type(mode).__name__ != "_FlopCounterMode":
         yield
@@ -265,8 +270,8 @@ def current_modes() -> Callable[[], AbstractContextManager[None]]:
 
 
 def saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor]]:
-    """Yield the tensors that an autograd node has saved for the backward, each after its
-    `SavedTensor`. Tensors that a `pack` hook has replaced are left out."""
+    """Yield the tensors that an autograd node has saved for the backward, each with its
+    `SavedTensor`. Omits tensors that a `pack` hook has replaced."""
     kind: Any = type(node)
     for name in _saved_names(kind):
         try:
@@ -290,7 +295,7 @@ def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Any]]
 
 
 def checkpoints_saved_tensors() -> bool:
-    """True under non-reentrant `torch.utils.checkpoint`, or in its recomputation."""
+    """True under non-reentrant `torch.utils.checkpoint`, and in its recomputation."""
     hooks = saved_tensor_hooks()
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
@@ -325,13 +330,14 @@ def cpu_multiplies_bf16() -> bool:
 def update_loss_scale(
     scale: Tensor, in_a_row: Tensor, found_inf: Tensor, *, steps_to_double: int
 ) -> None:
-    """Halve the scale if `found_inf` is set, double it after `steps_to_double` consecutive steps
-    without. `in_a_row` counts these steps."""
+    """Halve the loss scale if `found_inf` is set. Double it after `steps_to_double` consecutive
+    finite steps, which `in_a_row` counts."""
     torch._amp_update_scale_(scale, in_a_row, found_inf, 2.0, 0.5, steps_to_double)
 
 
 def set_allocator_settings(settings: str) -> bool:
-    """Settings are as in PYTORCH_ALLOC_CONF. Returns False if this version of torch cannot."""
+    """Apply settings in the format of PYTORCH_ALLOC_CONF. Returns False if this version of torch
+    does not support it."""
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if configure is None:
         return False
@@ -400,8 +406,7 @@ def step_is_profiled() -> bool:
 
 
 def divides_gradients(optimizer: Optimizer) -> bool:
-    """Fused optimizers divide gradients by `optimizer.grad_scale`, and do nothing if `found_inf` is
-    set."""
+    """True if the optimizer divides gradients by `optimizer.grad_scale`, as fused optimizers do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -432,8 +437,7 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
 
 
 def active_collectives_json() -> bytes:
-    """Return the flight recorder's entries of Gloo's unfinished collectives. Entries marked
-    "retired" have finished meanwhile."""
+    """Return the flight recorder's entries of Gloo's unfinished collectives."""
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
     recorded: bytes = _dump_fr_trace_json(onlyActive=True)
@@ -441,8 +445,7 @@ def active_collectives_json() -> bytes:
 
 
 def accelerator_collectives_json() -> list[bytes]:
-    """Return the contents of NCCL's own flight recorder and, in torch 2.15, of the one that torch
-    keeps for each backend."""
+    """Return NCCL's flight recorder and, in torch 2.15, the flight recorder of each backend."""
     from torch._C import _distributed_c10d
 
     recorded = []
@@ -457,7 +460,8 @@ def accelerator_collectives_json() -> list[bytes]:
 
 
 def accelerator_groups_failed() -> bool:
-    """After an error, NCCL's kernels may have ended early, with wrong results."""
+    """True if an NCCL process group has an error. Its kernels may have ended early, with wrong
+    results."""
     for backend in _accelerator_backends():
         with suppress(AttributeError, RuntimeError):  # not every backend can tell
             if backend.get_error().name != "SUCCESS":
@@ -466,18 +470,19 @@ def accelerator_groups_failed() -> bool:
 
 
 def forget_process_groups(mesh: DeviceMesh) -> None:
-    """Sockets of the groups are closed when no other reference is left."""
+    """Drop the mesh's references to its process groups. The last reference to a group keeps its
+    sockets open."""
     mesh._get_root_mesh()._pg_registry.clear()
 
 
 def clone_store(store: Store) -> Store:
-    """Return a store with the same keys; for a `TCPStore`, with a new connection."""
+    """Return a store with the same keys. A `TCPStore` gets a new connection."""
     clone: Store = store.clone()  # type: ignore[attr-defined]
     return clone
 
 
 def process_group_count() -> int:
-    """The next process group is named by this number."""
+    """Return the number that the next process group has in its name."""
     import torch.distributed as dist
 
     return int(dist.distributed_c10d._world.group_count)
@@ -493,7 +498,8 @@ ABORT_SECONDS = 10.0
 
 
 def abort_accelerator_groups() -> bool:
-    """Returns True if there was a group. This has never been tested with several GPUs."""
+    """Abort the process groups of accelerators. Returns True if such a group exists. Never tested
+    with several GPUs."""
     found = _accelerator_groups()
     if not found:
         return False
@@ -518,7 +524,7 @@ def abort_accelerator_groups() -> bool:
 
 
 def _accelerator_groups() -> list[tuple[Any, Any]]:
-    """Newest first."""
+    """Return the process groups of accelerators, newest first."""
     import torch.distributed as dist
 
     names = dict(dist.distributed_c10d._world.pg_names)
@@ -536,7 +542,8 @@ def _accelerator_backends() -> list[Any]:
 
 @contextmanager
 def rendezvous_polls_every(seconds: float) -> Iterator[None]:
-    """Torch's elastic rendezvous looks for newly joined machines every second."""
+    """Set how often torch's elastic rendezvous looks for new machines. The default is every
+    second."""
     module: Any = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     before = module._delay
     module._delay = lambda *_, **__: time.sleep(seconds)
@@ -554,8 +561,8 @@ def refresh_rendezvous_state_after(holder: Any, seconds: float) -> None:
 def judge_heartbeats_by(
     holder: Any, lost: Callable[[Mapping[Any, datetime]], Collection[Any]]
 ) -> None:
-    """Torch would compare heartbeats by other machines' clocks with this machine's clock. `lost`:
-    gets each machine's last heartbeat whenever the state was read."""
+    """Let `lost` choose the machines that count as lost. It gets the time of each machine's last
+    heartbeat. Torch would compare heartbeats by the clocks of several machines."""
     drop_old = holder._sanitize
     old, new = (each.replace(tzinfo=UTC) for each in (datetime.min, datetime.max))
 
@@ -571,16 +578,16 @@ def judge_heartbeats_by(
 
 
 def skip_rendezvous_records(handler: Any) -> None:
-    """For each event record, torch walks the whole stack twice, between a read and a write of the
-    shared state. If this takes longer than the time between two heartbeats of another machine, no
-    write ever succeeds. Torch's own handler for the records is a `NullHandler`."""
+    """Skip the event records of torch's rendezvous, whose default handler is a `NullHandler`. Each
+    record walks the whole stack between a read and a write of the shared state. A slow record makes
+    every write fail."""
     for part in (handler, handler._state_holder, handler._op_executor):
         assert callable(part._record)
         part._record = lambda *_, **__: None
 
 
 def forget_distributed_operations() -> None:
-    """Torch's cache of operations on `DTensor`s does not distinguish meshes that are equal."""
+    """Clear torch's cache of operations on `DTensor`s. The cache confuses equal meshes."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -588,7 +595,8 @@ def forget_distributed_operations() -> None:
 
 
 def changed_grad_tensors(structure: Any, change: Callable[..., Sequence[Tensor]]) -> Any:
-    """Replace the tensors that require a gradient by `change(*tensors)`; None if there are none."""
+    """Replace the tensors that require a gradient by `change(*tensors)`. Returns None if no tensor
+    requires a gradient."""
     from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
 
     tensors = collect_grad_tensors(structure)
@@ -600,13 +608,13 @@ def fsdp_parameter_group(module: Any) -> Any:
 
 
 def unmark_sharded(module: nn.Module) -> None:
-    """Other libraries recognise a module of FSDP2 by this attribute."""
+    """Delete the attribute by which libraries recognise an FSDP2 module."""
     vars(module).pop("_is_fsdp_managed_module", None)
 
 
 def remove_forward_hooks(module: Any) -> None:
-    """FSDP2 then neither all-gathers the module's parameters nor reduce-scatters their
-    gradients."""
+    """Remove FSDP2's forward hooks. FSDP2 then neither all-gathers the module's parameters nor
+    reduce-scatters their gradients."""
     state = module._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
@@ -617,8 +625,8 @@ def gathers_in_forward(module: Any) -> bool:
 
 
 def owners_of(parameter: Any) -> list[tuple[nn.Module, str]]:
-    """`parameter`: an `FSDPParam`, which several modules may share. Returns the modules, with its
-    name in each."""
+    """Return the modules that share an `FSDPParam`, each with the parameter's name in the
+    module."""
     info = parameter._module_info
     return [
         (info.module, info.param_name),
@@ -627,13 +635,12 @@ def owners_of(parameter: Any) -> list[tuple[nn.Module, str]]:
 
 
 def gathered(parameter: Any) -> Tensor | None:
-    """Return an `FSDPParam`'s unsharded tensor, whose memory is freed between uses. None before the
-    first forward."""
+    """Return the unsharded tensor of an `FSDPParam`. None before the first forward."""
     return getattr(parameter, "_unsharded_param", None)
 
 
 def parameter_name(parameter: Any) -> str:
-    """`parameter`: an `FSDPParam`; it has no name before the first forward."""
+    """Return the name of an `FSDPParam`, which the first forward sets."""
     return str(parameter._param_fqn)
 
 
@@ -643,14 +650,14 @@ def begins_forward_of(parameters: Any, node: Any) -> bool:
 
 
 def gather_in(parameter: Any, dtype: torch.dtype) -> None:
-    """Make FSDP2 all-gather an `FSDPParam` in `dtype`. Gradients are still reduced in the dtype of
-    the shards."""
+    """Make FSDP2 all-gather an `FSDPParam` in `dtype`. Gradients are reduced in the dtype of the
+    shards."""
     parameter.__class__ = _gathered_in(dtype)
 
 
 def gathered_short(parameter: Any) -> tuple[str, Tensor] | None:
-    """Return the name and unsharded tensor of an `FSDPParam` for which `gather_in` was called. None
-    before the first forward."""
+    """Return the name and the unsharded tensor of an `FSDPParam` after `gather_in`. None before the
+    first forward."""
     gathered = getattr(parameter, "_unsharded_param", None)
     return (
         (parameter._param_fqn, gathered)
@@ -682,14 +689,14 @@ def _gathered_in(dtype: torch.dtype) -> type[Any]:
 
 
 def is_fsdp_root(module: Any) -> bool:
-    """False before the first forward, and if that failed because a submodule was called before the
-    root."""
+    """True if the first forward has made this module the root of FSDP2."""
     state = module._get_fsdp_state()
     return bool(state._is_root) and hasattr(state._comm_ctx, "all_gather_state")
 
 
 def reduce_gradients(root: Any) -> None:
-    """Reduce-scatter what backwards under `set_requires_gradient_sync(False)` have accumulated."""
+    """Reduce-scatter the gradients that were accumulated under
+    `set_requires_gradient_sync(False)`."""
     state = root._get_fsdp_state()
     for each in reversed(state._state_ctx.all_states):
         for group in reversed(each._fsdp_param_groups):
@@ -706,14 +713,14 @@ def set_unshard_async(root: Any, enabled: bool) -> None:
 
 
 def stage_input_gradients(stage: Any) -> dict[int, tuple[Any, ...]]:
-    """Return the gradients that the stage has yet to send to the previous one, by microbatch."""
+    """Return the gradients, by microbatch, that the stage has yet to send to the previous stage."""
     cache: dict[int, tuple[Any, ...]] = stage.bwd_cache
     return cache
 
 
 def keep_gradients(stage: Any) -> None:
-    """Torch clears gradients in the first call of a schedule, because it assumes that it has run a
-    forward and a backward to infer shapes. A stage that is given the shapes has run neither."""
+    """Keep the gradients in the first call of a pipeline schedule. Torch clears them, because it
+    may have run a forward and a backward to infer shapes."""
     stage._post_metadata_inference_cleanup = lambda: None
 
 
@@ -723,8 +730,7 @@ def schedule_losses(schedule: Any) -> list[Tensor]:
 
 
 def loader_classes() -> tuple[type[Any], tuple[type[Any], ...]]:
-    """Return the base class of a `DataLoader`'s iterators, and its fetcher classes, whose `fetch`
-    reads a batch."""
+    """Return the base class of a `DataLoader`'s iterators, and its fetcher classes."""
     from torch.utils.data import _utils, dataloader
 
     return dataloader._BaseDataLoaderIter, (
@@ -734,8 +740,8 @@ def loader_classes() -> tuple[type[Any], tuple[type[Any], ...]]:
 
 
 def saved_factors(node: Any) -> list[Tensor]:
-    """Return what a product's node (`mul`, `dot`) has saved. Tensors that a `pack` hook has
-    replaced are left out: unpacking them may recompute a forward."""
+    """Return the tensors that the autograd node of a product (`mul`, `dot`) has saved. Omits
+    tensors that a `pack` hook has replaced."""
     kept = [
         getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
         for name in ("self", "other", "tensor")
@@ -751,7 +757,8 @@ def run_first(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
 
 
 def divisor(node: Any) -> float | None:
-    """Return the divisor of a division's node; None if it is not a single number on the CPU."""
+    """Return the divisor that the autograd node of a division has saved. None if it is not a single
+    number on the CPU."""
     other = getattr(node, "_saved_other", None)
     return (
         float(other)

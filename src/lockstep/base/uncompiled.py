@@ -1,4 +1,4 @@
-"""A wrapper of functions that torch.compile does not trace."""
+"""Hides functions from torch.compile."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 
 
 class Uncompiled:
-    """Calls a function that torch.compile does not trace. Unlike with `torch.compiler.disable`
-    alone, a deep copy of it calls a deep copy of the function: if that is a bound method of a
-    model, the method of the copied model."""
+    """Calls a function that torch.compile does not trace. A deep copy of it calls a deep copy of
+    the function, unlike with `torch.compiler.disable` alone."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._set(function)

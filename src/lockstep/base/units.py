@@ -1,4 +1,4 @@
-"""Parsing and formatting of durations and sizes, such as "90s" and "1.97 kB"."""
+"""Parses and formats durations and sizes, such as "90s" and "1.97 kB"."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from lockstep.base.errors import UserError
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 _SIZES = ("B", "kB", "MB", "GB", "TB", "PB")
 ROUNDS = 0.9995
-"""With three digits, a number of at least this is rounded to 1,000, and is shown as 1.00 of the
-next unit."""
+"""Three digits round a number of at least this value to 1,000, which is shown in the next unit."""
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 
 
 def seconds(text: str, name: str, raises: type[UserError]) -> float:
-    """Parse a duration such as "90s", "55m" or "1h30m". `name` and `raises` are for the error."""
+    """Parse a duration such as "90s", "55m" or "1h30m"."""
     if not (duration := parse_duration(text)):
         raise raises(
             f"{name}={text!r}; it must be a time with its unit, more than none: 90s, 55m, 1h30m"

@@ -1,4 +1,4 @@
-"""Finds passwords in URLs, even mistyped ones, and removes them from text that is shown."""
+"""Finds passwords in URLs, and removes them from text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def without_password(url: str) -> str:
 
 
 def _split(url: str) -> tuple[str, list[tuple[str, str]]]:
-    """Split a URL into its base and its arguments. A question mark before an @ belongs to a
+    """Split a URL into its base and its query arguments. A question mark before an @ belongs to a
     password."""
     login, at, rest = url.rpartition("@")
     before, question, query = rest.partition("?")

@@ -1,4 +1,4 @@
-"""Numbers and lists in sentences."""
+"""Formats numbers and lists in sentences."""
 
 from __future__ import annotations
 

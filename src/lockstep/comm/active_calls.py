@@ -1,5 +1,5 @@
-"""The collectives that this process is executing now, for hang reports, from torch's flight
-recorders and from shared-memory groups."""
+"""Lists the collectives that this process is executing, for hang reports. Reads torch's flight
+recorders and shared-memory groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CollectiveCall:
     sequence: int
     tensors: str
     on_device: bool = False
-    """True if the device executes the call, which the process has only queued."""
+    """True if the call is queued on the device, and the process does not wait for it."""
     label: str = ""
     """The purpose of the call, such as "gathers block 'a'"."""
 
@@ -42,8 +42,8 @@ def announce(call: CollectiveCall) -> Iterator[None]:
 
 
 def active_calls() -> list[CollectiveCall]:
-    """The collectives that this process is executing, then those that its device has not finished,
-    oldest first. Any thread may call it."""
+    """Return the collectives that this process is executing, and then the unfinished collectives of
+    its device, oldest first. Any thread may call it."""
     calls = [
         *_announced,
         *(
@@ -66,9 +66,8 @@ def active_calls() -> list[CollectiveCall]:
 
 
 def open_entries(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The unfinished collectives in an accelerator's flight recorder. A group's collectives run in
-    order, so an entry before a finished one is finished too, even if it is not marked so (in a
-    coalesced call)."""
+    """Return the unfinished collectives in an accelerator's flight recorder. The collectives of a
+    group run in order, so an entry before a finished entry is finished too."""
     latest: dict[Hashable, int] = {}
     for entry in entries:
         if _is_done(entry):

@@ -1,4 +1,4 @@
-"""Makes every rank raise an error that one rank has raised, so that no rank waits for it."""
+"""Raises the error of one rank on all ranks, so that no rank waits for a rank that has failed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ E = TypeVar("E", bound=LockstepError)
 
 def raise_on_all_ranks(world: World, compute: Callable[[], T], base: type[LockstepError]) -> T:
     """Return this rank's `compute()`. If it raises an error of class `base` on some ranks, every
-    rank raises the first rank's error. Every rank calls it."""
+    rank raises the error of the first of these ranks. Every rank calls it."""
     mine, message = None, None
     try:
         result = compute()
@@ -27,8 +27,8 @@ def raise_on_all_ranks(world: World, compute: Callable[[], T], base: type[Lockst
 
 
 def on_rank_0(world: World, compute: Callable[[], T], base: type[LockstepError]) -> T:
-    """Broadcast the JSON value that rank 0 computes, or its error of class `base`. Every rank calls
-    it."""
+    """Broadcast the JSON value that rank 0 computes. If rank 0 raises an error of class `base`,
+    every rank raises it. Every rank calls it."""
     mine: LockstepError | None = None
 
     def outcome() -> list[Any]:

@@ -1,5 +1,4 @@
-"""Compares an integer digest between ranks by a sum, which can be part of an all-reduce that is
-made anyway."""
+"""Compares an integer digest between ranks by a sum, which can be part of another all-reduce."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ BITS = 24
 
 
 def compared_bits(digest: int, *, rank: int, size: int) -> list[float]:
-    """Encode a digest as `BITS` numbers whose sums over all ranks are 0 if and only if all ranks'
-    digests agree."""
+    """Encode a digest as `BITS` numbers. Their sums over all ranks are 0 if and only if all ranks
+    have the same digest."""
     factor = size - 1 if rank == 0 else -1
     return [float(factor * (digest >> bit & 1)) for bit in range(BITS)]

@@ -1,4 +1,4 @@
-"""All-reduce of float32 vectors that sends the numbers in fewer bytes: as bf16, fp16 or int8."""
+"""All-reduces float32 vectors, and sends the numbers as bf16, fp16 or int8."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from lockstep.comm.world import World
 BLOCK = 256
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 _LARGEST = {"fp16": 32752.0, "int8": 127.0}
-"""A block's largest number is scaled to this. For fp16, half of the dtype's maximum, so that
-rounding stays in range."""
+"""The number to which the largest number of a block is scaled. For fp16 it is half of the dtype's
+maximum, because rounding may increase it."""
 _INT8_DIVISOR = 127.0001
-"""With 127 itself, 127 times the scale of float32's largest number would be infinite."""
+"""Slightly more than 127, because 127 times the scale of the largest float32 would be infinite."""
 _LEAST_SCALE = 2.0**-126
 _EXPONENT = 0x7F800000
 _SCALE_BYTES = 4
 
 
 class Rounding:
-    """Encodes float32 numbers as `bf16`, `fp16` or `int8`. `fp16` and `int8` have a scale for each
-    block of `BLOCK` numbers. The relative error of `bf16` is at most 2**-8; numbers close to
-    float32's largest become infinite. The error of `fp16`, whose scale is a power of two, is at
-    most 2**-11 of the number or 2**-38 of the block's largest number. The error of `int8` is at
-    most 1/254 of the block's largest number, or 2**-127. A non-finite number makes its whole block
-    non-finite; with `bf16`, only itself."""
+    """Encodes float32 numbers as `bf16`, `fp16` or `int8`. `fp16` and `int8` have one scale for
+    each block of `BLOCK` numbers.
+
+    The relative error of `bf16` is at most 2**-8. Numbers close to the largest float32 become
+    infinite. The error of `fp16` is at most 2**-11 of the number, or 2**-38 of the largest number
+    in the block. The error of `int8` is at most 1/254 of the largest number in the block, or
+    2**-127. With `fp16` and `int8`, a non-finite number makes its whole block non-finite.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -44,8 +46,8 @@ class Rounding:
         return numbers * self._dtype.itemsize + scales
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Encode float32 of shape (rows, numbers) as uint8 of shape (rows, bytes). `numbers` is a
-        multiple of `BLOCK`."""
+        """Encode float32 of shape (rows, numbers) as uint8 of shape (rows, bytes). `numbers` must
+        be a multiple of `BLOCK`."""
         if self.name == "bf16":
             return rows.to(self._dtype).view(torch.uint8)
         blocks = rows.reshape(len(rows), rows.shape[1] // BLOCK, BLOCK)
@@ -73,7 +75,6 @@ class Rounding:
 
 
 def _numbers_in(sent: Tensor, dtype: torch.dtype) -> Tensor:
-    """`sent` may have any memory layout."""
     flat = torch.empty(sent.numel(), dtype=torch.uint8, device=sent.device)
     flat.view(sent.shape).copy_(sent)
     return flat.view(dtype).view(len(sent), sent.shape[1] // dtype.itemsize)
@@ -81,17 +82,17 @@ def _numbers_in(sent: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Senders:
-    """The ranks that exchange compressed numbers. If several ranks share a host, only one of them
-    sends: the sum of its host's ranks."""
+    """The ranks that exchange compressed numbers. If several ranks share a host, one rank of the
+    host sends the sum of all of them."""
 
     group: Any
-    """None means all processes."""
+    """None for all processes."""
     rank: int
-    """This rank's number among the senders; 0 if it is not a sender."""
+    """This rank's index among the senders. 0 if it is not a sender."""
     size: int
     shared_memory: SharedMemoryGroup | None
     hierarchy: HierarchicalAllReduce | None
-    """None if every rank sends."""
+    """None if every rank is a sender."""
 
     @classmethod
     def of(cls, world: World) -> Senders:
@@ -107,12 +108,14 @@ class Senders:
         return self.hierarchy is None or self.hierarchy.leader_group is not None
 
     def sum_on_host(self, tensor: Tensor) -> None:
-        """All-reduce `tensor` over the ranks of this host, unless every rank sends."""
+        """All-reduce `tensor` over the ranks of this host. Does nothing if every rank is a
+        sender."""
         if self.hierarchy is not None and self.hierarchy.shared_memory is not None:
             self.hierarchy.shared_memory.all_reduce(tensor)
 
     def broadcast_on_host(self, tensor: Tensor) -> None:
-        """Replace `tensor` by the one of this host's sender, unless every rank sends."""
+        """Broadcast `tensor` from this host's sender to the ranks of the host. Does nothing if
+        every rank is a sender."""
         if self.hierarchy is not None and self.hierarchy.shared_memory is not None:
             self.hierarchy.shared_memory.broadcast(tensor, 0)
 
@@ -122,11 +125,11 @@ class Senders:
 
 class CompressedAllReduce:
     """The compressed all-reduce of one vector, with the same bits on every sender. All senders call
-    `start`, `fold` and `finish` in the same order. Each sender sums a slice of all senders' vectors
-    in float32 in rank order. Each number is rounded twice, for any number of senders."""
+    `start`, `fold` and `finish` in the same order. Each sender sums one slice of the vectors in
+    float32, in rank order. Each number is rounded twice, for any number of senders."""
 
     def __init__(self, rounding: Rounding, senders: Senders, *, keeps_residual: bool) -> None:
-        """`keeps_residual`: keep the rounding errors, for error feedback."""
+        """With `keeps_residual`, the rounding errors are kept for error feedback."""
         self._rounding = rounding
         self._senders = senders
         self._keeps_residual = keeps_residual
@@ -139,8 +142,8 @@ class CompressedAllReduce:
         sent = self._rounding.encode(rows)
         if self._keeps_residual:
             self.residual = rows - self._rounding.decode(sent)
-            """The rounding errors of this sender's numbers, and of its slice of the sum: shape
-            (senders, numbers for each sender)."""
+            """Rounding errors of this sender's numbers, and of its slice of the sum. The shape is
+            (senders, numbers of each sender)."""
         outgoing = torch.cat([_in_rows(exact, size, 1).view(torch.uint8), sent], dim=1)
         self._exact_bytes = outgoing.shape[1] - sent.shape[1]
         self._received = torch.empty_like(outgoing)

@@ -1,8 +1,6 @@
-"""Chooses the device and the backend of each process, and compares the devices of all ranks.
-
-NCCL detects two ranks on one GPU only while it connects, and if ranks have different backends, all
-wait. So the ranks compare their devices through torch's store before they make the process group.
-"""
+"""Chooses the device and the backend of each process, and compares the devices of all ranks. The
+ranks compare their devices through torch's store before they make the process group. NCCL detects
+two ranks on one GPU only while it connects. Ranks with different backends would wait forever."""
 
 from __future__ import annotations
 
@@ -37,20 +35,20 @@ ONE_HOST_EACH = {
     "NCCL_MNNVL_ENABLE": "0",
     "NCCL_MAX_NCHANNELS": "2",
 }
-"""Environment variables that make NCCL exchange through sockets alone."""
+"""Environment variables that make NCCL communicate through sockets only."""
 _SHARE = "--share-devices (LOCKSTEP_SHARE_DEVICES=1)"
 _NOT_FOR_TRAINING = ("undefined", "fake")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDevice:
-    """A rank's device, as the rank describes it to the other ranks."""
+    """The device of one rank. The rank sends this description to all ranks."""
 
     host: str
     type: str
-    """Empty if the device cannot be used."""
+    """Empty if the rank cannot use its device."""
     id: str = ""
-    """Equal for two ranks if and only if they are on one device. Empty for the CPU."""
+    """Equal for two ranks if and only if they use the same device. Empty for the CPU."""
     visible: int = 0
     why: str = ""
     """The environment variable that hides devices from the process, or an error."""
@@ -60,8 +58,8 @@ class RankDevice:
 
 
 def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDevice]:
-    """A process that sees fewer accelerators than the machine has ranks takes one of them: each
-    process may see a different one."""
+    """Return the device of this process, and its description. A process that sees fewer
+    accelerators than the machine has ranks takes one of them."""
     host, cpu = socket.gethostname(), torch.device("cpu")
     visible, hidden = accelerator.count(), accelerator.hiding(os.environ)
     if not visible:
@@ -86,15 +84,15 @@ def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDev
 
 
 def _boot_id() -> str:
-    """Distinguishes this machine from another with the same name, as NCCL does."""
+    """Return the boot id of the machine. Two machines may have the same host name."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""
 
 
 def gather_devices(store: Store, rank: int, size: int, mine: RankDevice) -> list[RankDevice]:
-    """Every rank calls it equally often. Rank 0 returns last: its process may hold the store, and
-    may end if the devices are refused."""
+    """All-gather the descriptions of the ranks' devices through the store. Rank 0 returns last,
+    because its process may host the store."""
     # a script may continue after the devices were refused, with another group and store
     turn = store.add(f"lockstep/devices/{rank}", 1)
     key = f"lockstep/devices/{turn}"
@@ -108,7 +106,8 @@ def gather_devices(store: Store, rank: int, size: int, mine: RankDevice) -> list
 
 
 def check_devices(everyone: Sequence[RankDevice]) -> int:
-    """Return the number of ranks on the busiest device."""
+    """Raise an error if two ranks cannot use their devices together. Returns the number of ranks on
+    the busiest device."""
     for rank, each in enumerate(everyone):
         who = f"rank {rank} on {each.host}"
         if not each.type:
@@ -161,8 +160,8 @@ def unusable(device: RankDevice, who: str) -> str:
 
 
 def be_a_host_of_its_own(everyone: Sequence[RankDevice], environ: MutableMapping[str, str]) -> None:
-    """NCCL refuses two ranks of one host on one GPU, so it must take this process for a separate
-    host and exchange through sockets. Call it before the process group is made."""
+    """Make NCCL treat this process as a separate host. NCCL refuses two ranks of one host on one
+    GPU. Call it before the process group is made."""
     environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{os.getpid()}")
     if len({each.host for each in everyone}) == 1:
         environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -218,8 +217,8 @@ def chosen_backend(
 
 
 def check_own_group(asked: str | None, device: torch.device) -> None:
-    """Refuse `--backend`, and a process group that cannot send CPU tensors, which the ranks use to
-    agree."""
+    """Refuse a process group of the user that cannot send CPU tensors. Refuse `--backend` with a
+    process group of the user."""
     if asked is not None:
         raise LaunchError(
             f"--backend {asked!r}; the script has made a process group, and lockstep uses it"
@@ -237,8 +236,8 @@ def check_own_group(asked: str | None, device: torch.device) -> None:
 
 
 def check_carries(plan: Plan, device: torch.device) -> None:
-    """On a GPU, a thread of Gloo crashed at the end of a run with `shard` (torch 2.11), and torch's
-    documentation does not list send and receive of GPU tensors for Gloo."""
+    """Refuse a plan with sharded state if Gloo is the backend of GPU tensors. Torch's documentation
+    does not list send and receive of GPU tensors for Gloo."""
     beyond = plan.state_divided
     if not beyond or not accelerator.is_accelerator(device):
         return

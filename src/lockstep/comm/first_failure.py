@@ -1,5 +1,5 @@
-"""Sends the first error of any rank in a run to the other ranks, which would otherwise see only
-that a collective failed."""
+"""Sends the first error of any rank to all ranks. Without it, the other ranks see only that a
+collective failed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PeerError:
 
 
 class FirstFailure:
-    """Reports this rank's error to the other ranks of a run, and finds the first one reported."""
+    """Reports this rank's error to all ranks of a run, and finds the first reported error."""
 
     def __init__(self, world: World) -> None:
         self._rank = world.rank
@@ -58,7 +58,8 @@ class FirstFailure:
         _bounded(tell)
 
     def cause(self, *, wait_seconds: float) -> PeerError | None:
-        """Return the error that another rank has reported, or reports within `wait_seconds`."""
+        """Return the error that another rank has reported. Waits up to `wait_seconds` for a
+        report."""
         errors: list[PeerError] = []
         end = time.monotonic() + wait_seconds
 
@@ -76,7 +77,8 @@ class FirstFailure:
 
 
 def _bounded(request: Callable[[], None]) -> None:
-    """A store whose process is lost answers late or not at all."""
+    """Run a request to the store with a time limit, because the process of the store may be
+    lost."""
 
     def call() -> None:
         with suppress(Exception):

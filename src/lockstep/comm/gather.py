@@ -1,5 +1,5 @@
-"""Gathers over ranks: of rows with gradients, of values for their mean, and of rows in the order of
-microbatches or samples."""
+"""Gathers rows of all ranks, with gradients or in the order of microbatches or samples, and
+computes means over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.comm.world import World, exact_sum
 
 
 def gather(rows: Tensor, world: World) -> Tensor:
-    """Gradients flow back to the ranks that gave the rows. Every rank calls it."""
+    """All-gather rows. Gradients flow back to the rank of each row. Every rank calls it."""
     gathered: Tensor = _Gather.apply(rows, world)  # type: ignore[no-untyped-call]
     return gathered
 
@@ -36,13 +36,14 @@ class _Gather(torch.autograd.Function):
 
 
 def mean(values: Tensor, world: World) -> float:
-    """The exact mean of all ranks' values; NaN if there are none. Every rank calls it."""
+    """Return the exact mean of all ranks' values. NaN if there are no values. Every rank calls
+    it."""
     everyone = world.gather_ragged(values.detach().reshape(-1).double().cpu())
     return exact_sum(everyone.tolist()) / len(everyone) if len(everyone) else math.nan
 
 
 def in_order(rows: Tensor, count: int, assignment: MicrobatchAssignment, data: World) -> Tensor:
-    """All-gather one row per microbatch, in the order of a step's `count` microbatches."""
+    """All-gather one row per microbatch, in the order of the `count` microbatches of a step."""
     everyone = data.gather_rows(rows, [len(share) for share in assignment.indices_by_rank(count)])
     if not assignment.round_robin:
         return everyone
@@ -55,8 +56,8 @@ def in_order(rows: Tensor, count: int, assignment: MicrobatchAssignment, data: W
 def samples_in_order(
     rows: Tensor | None, sizes: Sequence[int], assignment: MicrobatchAssignment, data: World
 ) -> Tensor:
-    """All-gather one row per sample on the CPU, in the order of the samples. `sizes`: number of
-    samples in each microbatch of all ranks."""
+    """All-gather one row per sample on the CPU, in the order of the samples. `sizes` has the number
+    of samples in each microbatch."""
     everyone = data.gather_ragged(rows)
     if not assignment.round_robin:
         return everyone

@@ -1,9 +1,9 @@
-"""Shuts down the connected sockets of this process's Gloo process groups, or of its connection to a
-store, to wake the threads that wait for them. Linux only.
+"""Shuts down the sockets of this process's Gloo process groups, or of its connection to a store.
+This wakes the threads that wait for them. Linux only.
 
-On torch 2.13 and 2.15 neither `abort` nor `shutdown` of a Gloo group wakes a thread in one of its
-collectives, but the end of a connection does. Each Gloo group has a thread with a known name, which
-sleeps in epoll. The kernel shows the sockets of this epoll in /proc/self.
+On torch 2.13 and 2.15 neither `abort` nor `shutdown` of a Gloo group wakes a thread in a
+collective, but the end of a connection does. Each Gloo group has a thread with a known name, which
+sleeps in epoll. The kernel lists the sockets of an epoll in /proc/self.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from lockstep.base.torch_private import PrefixStore, Store, TCPStore, clone_stor
 T = TypeVar("T")
 GLOO_THREAD = "gloo_tcp_loop"
 _EPOLL_CALLS = frozenset({22, 232, 281, 441})
-"""epoll_wait, epoll_pwait and epoll_pwait2, on x86-64 and other processors."""
+"""System call numbers of epoll_wait, epoll_pwait and epoll_pwait2, on x86-64 and other
+processors."""
 _FILE_IN_EPOLL = re.compile(r"^tfd:\s*(\d+).*\bino:([0-9a-f]+)", re.MULTILINE)
 _PROCESS = Path("/proc/self")
 # A running thread shows no system call, so it is read several times.
@@ -35,8 +36,9 @@ def gloo_threads() -> list[str]:
 
 
 def shut_down_gloo_sockets() -> bool:
-    """End the connections of every Gloo group of this process, so that its collectives raise. Any
-    thread may call it. Returns False if some connections could not be found: call it again."""
+    """Close the connections of every Gloo group of this process, so that its collectives raise. Any
+    thread may call it. Returns False if some connections could not be found. Call it again in this
+    case."""
     waiting = gloo_threads()
     for attempt in range(_LOOKS):
         if attempt:
@@ -48,8 +50,8 @@ def shut_down_gloo_sockets() -> bool:
 
 
 def with_own_connection(store: Store) -> tuple[Store, int | None]:
-    """Clone the store with a connection of its own. Also returns the inode of its socket, or None
-    for a store without a `TCPStore`."""
+    """Clone the store with a new connection. Also returns the inode of the connection's socket, or
+    None for a store without a `TCPStore`."""
     server = store
     while isinstance(server, PrefixStore):
         server = server.underlying_store
@@ -69,7 +71,7 @@ def with_own_connection(store: Store) -> tuple[Store, int | None]:
 
 
 def shut_down(inode: int) -> None:
-    """End the connection of the socket with that inode. Any thread may call it."""
+    """Close the connection of the socket with this inode. Any thread may call it."""
     number = _sockets().get(inode)
     if number is not None:
         _with_socket(number, inode, _end)
@@ -118,7 +120,7 @@ def _leads_to(number: int, inode: int, port: int) -> bool:
 
 
 def _sockets() -> dict[int, int]:
-    """Inode -> file descriptor of each socket of this process."""
+    """Return the file descriptor of each socket of this process, by inode."""
     return {inode: number for inode, number in _descriptors() if inode}
 
 

@@ -1,8 +1,9 @@
-"""Hierarchical all-reduce over several hosts: ranks are summed through shared memory inside each
-host, and then through torch between one leader rank per host. Each host sends as many bytes as one
-rank would.
+"""Hierarchical all-reduce over several hosts. The ranks of a host are summed through shared memory.
+One leader rank of each host then sums over the hosts through torch. Each host sends as many bytes
+as one rank would.
 
-(No `from __future__ import annotations` here: DDP reads its hooks' annotations, and needs classes.)
+This module has no `from __future__ import annotations`, because DDP reads the annotations of its
+hooks.
 """
 
 import functools
@@ -25,7 +26,7 @@ class HierarchicalAllReduce:
     every rank."""
 
     def __init__(self, shared_memory: SharedMemoryGroup | None, leaders: Sequence[int]) -> None:
-        """`leaders`: the first rank of each host, numbered among all processes."""
+        """`leaders` has the first rank of each host."""
         self.shared_memory = shared_memory
         """None if this host has one rank."""
         self.leader_group: Any = None
@@ -34,8 +35,8 @@ class HierarchicalAllReduce:
 
     @classmethod
     def create(cls, group: Any, hosts: Sequence[int]) -> "HierarchicalAllReduce | Unavailable":
-        """Every rank of `group` calls it, and every process then calls `connect`. `hosts`: the
-        number of each rank's host."""
+        """`hosts` has the number of each rank's host. Every rank of `group` calls it. Every process
+        must call `connect` afterwards."""
         if len(set(hosts)) == len(hosts):
             return Unavailable("no two of its ranks are on one host")
         host = hosts[dist.get_rank(group)]
@@ -53,7 +54,7 @@ class HierarchicalAllReduce:
     def connect(
         leaders_of_all: Iterable[tuple[int, ...]], created_here: "Iterable[HierarchicalAllReduce]"
     ) -> None:
-        """Make the process groups of hosts' leaders. Every process calls it."""
+        """Make the process groups of the leader ranks. Every process calls it."""
         for leaders in leaders_of_all:
             group = _new_group(leaders)
             for each in created_here:
@@ -95,7 +96,8 @@ class HierarchicalAllReduce:
 
     @contextmanager
     def abort_on_error(self) -> Iterator[None]:
-        """The host's other ranks must not wait for a leader that failed."""
+        """Abort shared memory after an error, so that no rank of the host waits for a failed
+        leader."""
         try:
             yield
         except BaseException:
@@ -110,7 +112,7 @@ class HierarchicalAllReduce:
 
 @functools.cache
 def _new_group(ranks: tuple[int, ...]) -> Any:
-    """Every process calls it, because torch numbers the groups."""
+    """Make a process group. Every process calls it."""
     return dist.new_group(ranks, timeout=TIMEOUT, group_desc="hosts")
 
 

@@ -1,5 +1,5 @@
-"""The device mesh of a run: its processes on the axes of its plan (data parallelism, sharding,
-tensor parallelism, pipeline and so on), and the process groups along these axes."""
+"""The device mesh of a run, and its process groups. The mesh has one dim for each axis of the plan,
+such as `replicate`, `shard`, `tensor` or `pipeline`."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ class Mesh:
     larger: Sequence[Axis]
     """The axes with more than one rank, outermost first."""
     torch_mesh: DeviceMesh | None
-    """Axes over which parameters are sharded together are one dim, such as `shard_context`. None if
-    there is at most one axis and the model's state is not sharded."""
+    """Torch's `DeviceMesh` of the run. Axes over which FSDP2 shards parameters together are one
+    dim, such as `shard_context`. None if there is at most one axis and no parameter is sharded."""
     expert_mesh: DeviceMesh | None
-    """Torch's mesh for the parameters of experts. Differs from `torch_mesh` if the plan has both
-    `shard` and `expert`, because the axis `expert` divides experts instead of sharding them."""
+    """Torch's `DeviceMesh` for the parameters of experts. It differs from `torch_mesh` if the plan
+    has both `shard` and `expert`, because the axis `expert` distributes whole experts."""
     groups: Mapping[tuple[str, ...], World]
-    """Names of one axis, or of several together -> the processes along it."""
+    """The processes along one axis or along several axes, by the names of the axes."""
     without_shared_memory: Mapping[str, str]
-    """Axis -> the reason why some of its ranks do not share memory."""
+    """The reason why some ranks of an axis do not share memory, by axis."""
     bitwise: bool = False
-    """True if the ranks that divide a microbatch's tokens sum losses and gradients in each
-    microbatch's backward (numerics=bitwise)."""
+    """True if the ranks that divide a microbatch's tokens sum gradients in the backward of each
+    microbatch (numerics=bitwise)."""
     alone: World = field(init=False)
     data: World = field(init=False)
-    """The data-parallel ranks: together they compute all microbatches of a step."""
+    """The data-parallel ranks, which together compute all microbatches of a step."""
     replicas: World = field(init=False)
     """The ranks that hold the same parameters and optimizer state."""
     stages: World = field(init=False)
-    """The ranks of this rank's pipeline: together they hold all layers of the model."""
+    """The ranks of this rank's pipeline, which together hold all layers of the model."""
     tokens: World = field(init=False)
     """The ranks that divide the tokens of each microbatch (the axis `context`)."""
     loss_parts: World = field(init=False)
-    """The ranks that each have a part of a microbatch's loss."""
+    """The ranks that each compute a part of a microbatch's loss."""
     parts: World = field(init=False)
-    """The ranks over which FSDP2 shards a pipeline stage's parameters or, without sharding, over
-    which its experts are divided."""
+    """The ranks over which FSDP2 shards the parameters of a pipeline stage. Without sharding, the
+    ranks over which experts are distributed."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "alone", replace(self.world, rank=0, size=1, owns_group=False))
@@ -78,8 +78,8 @@ class Mesh:
 
     @classmethod
     def of(cls, world: World, plan: Plan) -> Mesh:
-        """`plan` has a size for every axis. Every rank calls it, because it makes process
-        groups."""
+        """Make the mesh of a plan, in which every axis has a size. Every rank calls it, because it
+        makes process groups."""
         atexit.unregister(_at_exit)  # register only one handler
         atexit.register(_at_exit)
         larger = plan.larger
@@ -124,8 +124,8 @@ class Mesh:
         return self.groups[names] if names else self.alone
 
     def summed(self, parameter: Tensor | None = None) -> World:
-        """The processes over which a parameter's gradient is summed after the backward. `None`: a
-        parameter that no axis divides."""
+        """Return the processes over which a parameter's gradient is summed after the backward. With
+        `None`, the parameter belongs to no expert."""
         is_expert = parameter is not None and self.is_expert(parameter)
         axes = [axis for axis in self.larger if self.sums_over(axis)]
         return self._along(_summed(axes, of_expert=is_expert))
@@ -138,8 +138,8 @@ class Mesh:
         return any(name in dims for name in _dividing("experts", self.larger))
 
     def shards(self, parameter: Tensor | None = None) -> World:
-        """The processes over which FSDP2 shards a parameter. `None`: any parameter that belongs to
-        no expert."""
+        """Return the processes over which FSDP2 shards a parameter. With `None`, the parameter
+        belongs to no expert."""
         is_expert = parameter is not None and self.is_expert(parameter)
         return self._along((_sharded_experts if is_expert else _sharded)(self.larger))
 
@@ -165,8 +165,8 @@ class Mesh:
         )
 
     def union(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the state dict of the whole model. `state`: this rank's part of a pipeline. Every
-        rank calls it."""
+        """Return the state dict of the whole model from the state dicts of all pipeline stages.
+        Every rank calls it."""
         return state if self.stages.size == 1 else PipelineStateDict(state, self.stages)
 
 
@@ -179,7 +179,6 @@ def _with_same_state(axes: Sequence[Axis]) -> tuple[str, ...]:
 
 
 def _summed(axes: Sequence[Axis], *, of_expert: bool = False) -> tuple[str, ...]:
-    """Names of the axes over which a gradient is summed."""
     return tuple(
         axis.name
         for axis in axes
@@ -199,13 +198,13 @@ def _sharded_experts(axes: Sequence[Axis]) -> tuple[str, ...]:
 
 
 def _copies_of_dense(axes: Sequence[Axis]) -> tuple[str, ...]:
-    """Names of the axes whose ranks hold the same part of a tensor that belongs to no expert."""
+    """Return the names of the axes whose ranks hold the same part of a tensor. The tensor belongs
+    to no expert."""
     copied = {*_with_same_state(axes), *(() if _sharded(axes) else _dividing("experts", axes))}
     return tuple(axis.name for axis in axes if axis.name in copied)
 
 
 def _dims(axes: Sequence[Axis], sharded: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """All `sharded` axes are one dim."""
     dims: list[tuple[str, ...]] = [(axis.name,) for axis in axes if axis.name not in sharded]
     if sharded:
         at = next(place for place, axis in enumerate(axes) if axis.name in sharded)
@@ -217,7 +216,7 @@ _JOIN = "_"
 
 
 def divided_over(tensor: Tensor) -> set[str]:
-    """Names of the axes over which a DTensor is sharded; none for a plain tensor."""
+    """Return the names of the axes over which a DTensor is sharded. Empty for a plain tensor."""
     return {axis for dim in _divided_dims(tensor) for axis in dim.split(_JOIN)}
 
 
@@ -235,8 +234,8 @@ def shard_dim_over(tensor: Tensor, axis: str) -> int | None:
 
 
 class PipelineStateDict(Mapping[str, Tensor]):
-    """The state dict of a model in pipeline stages, with full tensors on every rank. Every rank
-    reads the same entries in the same order, because reading an entry is a broadcast."""
+    """The state dict of a model in pipeline stages, with full tensors on every rank. Reading an
+    entry is a broadcast, so every rank reads the same entries in the same order."""
 
     def __init__(self, mine: Mapping[str, Any], pipeline: World) -> None:
         self._mine = mine
@@ -271,7 +270,7 @@ class PipelineStateDict(Mapping[str, Tensor]):
 
 
 _meshes: dict[Any, tuple[list[DeviceMesh], Mapping[tuple[str, ...], Any]]] = {}
-"""Torch caches meshes of DTensors and confuses equal ones, so each is made once."""
+"""Each mesh is made once, because torch caches the meshes of DTensors and confuses equal meshes."""
 _Dims = tuple[tuple[str, ...], ...]
 
 
@@ -281,10 +280,9 @@ def _make_meshes(
     wanted: tuple[tuple[str, ...], ...],
     meshes: tuple[_Dims, ...],
 ) -> tuple[list[DeviceMesh], Mapping[tuple[str, ...], Any]]:
-    """If torch's mesh made the process groups itself, it would split them from a group that is
-    bound to a device, and give Gloo the options of NCCL (torch 2.13 to 2.15): Gloo would then have
-    neither the timeout nor the network interface. `meshes`: for each mesh, the axes of each of its
-    dims."""
+    """Make the meshes from process groups that lockstep has made. Torch would split the groups from
+    a group that is bound to a device. Gloo would then get the options of NCCL, and lose its timeout
+    and network interface (torch 2.13 to 2.15)."""
     from torch.distributed.device_mesh import DeviceMesh
 
     set_item_of_distributed(lambda tensor: full_tensor(tensor.detach()).item())
@@ -315,10 +313,10 @@ def _merged(ranks: Tensor, dims: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _group(ranks: Tensor, dims: Sequence[int], axis: str) -> Any:
-    """All ranks make each group, and get their own. With `use_local_synchronization` only the
-    members would make it, and torch would name it by the number of groups that the rank has. If a
-    script had made groups of some ranks before, members would use different names and wait for
-    ever."""
+    """Make all process groups of an axis on all ranks, and return this rank's group.
+    `use_local_synchronization` is not used, because it names a group by the number of groups that a
+    rank has. After a script has made groups of some ranks, the names would differ, and the ranks
+    would wait forever."""
     size = math.prod(ranks.shape[dim] for dim in dims)
     rows = ranks.movedim(list(dims), list(range(-len(dims), 0))).reshape(-1, size).tolist()
     if len(rows) == 1:
@@ -335,7 +333,8 @@ def _with_shared_memory(
     data: tuple[str, ...],
     summed: tuple[str, ...],
 ) -> tuple[dict[tuple[str, ...], World], dict[str, str]]:
-    """Give shared memory to groups. Also returns why the ranks of a group cannot share memory."""
+    """Give shared memory to groups. Also returns the reason why the ranks of an axis cannot share
+    memory."""
     with_memory = dict(groups)
     mine, hierarchies = dict[str, str](), dict[str, HierarchicalAllReduce]()
     by_label = {
@@ -378,8 +377,8 @@ def forget_meshes() -> None:
 
 
 def _at_exit() -> None:
-    """Drop torch's meshes before the default process group is destroyed. A group's threads end only
-    with the last reference to it, which a module in a reference cycle may hold."""
+    """Drop torch's meshes before the default process group is destroyed. The threads of a group end
+    when the last reference to the group is dropped."""
     forget_meshes()
     gc.collect()
 
@@ -389,8 +388,7 @@ def _part(world: World, group: Any) -> World:
 
 
 def shard_as(like: Tensor, full: Tensor) -> Tensor:
-    """Shard a tensor that every rank has as the DTensor `like`, without communication. Returns this
-    rank's part."""
+    """Shard a full tensor like the DTensor `like`, without communication."""
     if not hasattr(like, "full_tensor"):
         return full
     from torch.distributed.tensor import DTensor, distribute_tensor

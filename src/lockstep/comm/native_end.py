@@ -1,5 +1,5 @@
-"""Calls a Python function before C++ code ends this process by `std::terminate`, as Gloo does if
-ranks exchange tensors of different sizes. Linux with libstdc++ only."""
+"""Calls a Python function before C++ ends this process by `std::terminate`. Gloo does so if ranks
+exchange tensors of different sizes. Linux with libstdc++ only."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A sum of vectors (such as gradients) over microbatches in a fixed order, so that its bits do not
-depend on the number of processes. The order is that of a binary tree whose leaves are the
-microbatches. An all-to-all sends each slice of all nodes' vectors to one rank, which adds them in
-the tree's order; an all-gather distributes the sums. A rank with k nodes of the tree sends k times
-as much in the all-to-all."""
+"""Sums vectors (such as gradients) over microbatches in a fixed order, so that the bits do not
+depend on the world size. The order is a binary tree whose leaves are the microbatches. An
+all-to-all sends each slice of the vectors to one rank, which adds them in the order of the tree. An
+all-gather distributes the sums. A rank with k nodes of the tree sends k times as many bytes in the
+all-to-all."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lockstep.comm.world import World
 
 @dataclass(frozen=True, slots=True)
 class TreeNodes:
-    """The nodes of the summation tree over `count` microbatches that each rank can compute
-    alone."""
+    """The nodes of the summation tree over `count` microbatches that each rank can compute without
+    communication."""
 
     count: int
     nodes: tuple[tuple[tuple[int, int], ...], ...]
-    """For each rank, its nodes, each as the range [start, stop) of microbatches below it."""
+    """The nodes of each rank. A node is the range [start, stop) of its microbatches."""
 
     @classmethod
     def of(cls, shares: Sequence[range]) -> TreeNodes:
-        """`shares`: each rank's microbatches, as consecutive ranges."""
+        """`shares` has each rank's microbatches, as consecutive ranges."""
         count = sum(map(len, shares))
         return cls(
             count, tuple(tuple(tree.cover(share.start, share.stop, count)) for share in shares)
@@ -46,7 +46,7 @@ class OrderedSum:
         tree_nodes: TreeNodes,
         world: World,
     ) -> None:
-        """`nodes`: the vectors of this rank's nodes of the summation tree."""
+        """`nodes` has the vectors of this rank's nodes of the summation tree."""
         self._shared_memory = world.shared_memory
         self._group = world.group
         self._rank = world.rank
@@ -54,7 +54,7 @@ class OrderedSum:
         self._nodes = nodes
 
     def start(self, length: int, like: Tensor) -> None:
-        """`like`: a tensor with the vector's dtype and device, for a rank without nodes."""
+        """`like` is a tensor with the vector's dtype and device, for a rank without nodes."""
         world = len(self._tree_nodes.nodes)
         self._chunk = -(-length // world)
         self._length = length

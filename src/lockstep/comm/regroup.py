@@ -61,7 +61,7 @@ class CollectivesAborted(LockstepError): ...
 
 
 class _Abort:
-    """Aborts this process's collectives, again and again until the process leaves its groups."""
+    """Aborts this process's collectives repeatedly, until the process leaves its groups."""
 
     def __init__(self) -> None:
         self.is_set = threading.Event()
@@ -90,20 +90,19 @@ class _Abort:
 _abort = _Abort()
 _lock = threading.Lock()
 _store_connection: int | None = None
-"""The inode of the socket that connects the current process group to its store."""
+"""The inode of the socket between the current process group and its store."""
 _names_used = 0
-"""Number of process group names that this process has used. Torch numbers the groups in their
-names."""
+"""Number of process group names that this process has used. Torch's group names contain this
+number."""
 
 
 def abort_collectives() -> None:
-    """Make every collective of this process on an existing group raise soon, whether it runs now or
-    is called later: in shared memory, in Gloo and on an accelerator. Any thread may call it. A wait
-    in shared memory ends within 20 ms; a wait in Gloo may in rare cases continue, see [Note: A lost
-    wake-up].
+    """Make every collective of this process raise soon, in shared memory, in Gloo and on an
+    accelerator. Any thread may call it. A wait in shared memory ends within 20 ms. A wait in Gloo
+    may in rare cases continue, see [Note: A lost wake-up].
 
-    Not tested on an accelerator. NCCL's abort ends its kernels, so synchronizing the device returns
-    normally, but with wrong numbers: call `is_aborted` before you use them.
+    Not tested on an accelerator. NCCL's abort ends its kernels, so a synchronization of the device
+    returns normally, but with wrong numbers. Call `is_aborted` before you use them.
     TORCH_NCCL_ASYNC_ERROR_HANDLING=0 keeps NCCL's watchdog from ending the process.
     """
     with _lock:
@@ -118,9 +117,9 @@ def is_aborted(within_seconds: float = 0.0) -> bool:
 
 
 class abortable:
-    """Replaces the error of a collective by `CollectivesAborted`, if collectives are aborted before
-    the error or within `within_seconds` after it: a lost peer may cause the error before this
-    process learns of the loss. The new exception keeps no variables of the body alive."""
+    """Replaces the error of an aborted collective by `CollectivesAborted`. A lost peer may cause
+    the error before `abort_collectives` is called, so an abort up to `within_seconds` after the
+    error counts too. The new exception keeps no variables of the body alive."""
 
     def __init__(self, within_seconds: float = 0.0) -> None:
         self._within_seconds = within_seconds
@@ -152,9 +151,8 @@ def _drop_tracebacks(error: BaseException | None) -> None:
 
 def leave_groups(*, collect: bool = True) -> int:
     """Leave all process groups and shared memory, so that `join` can be called again. The main
-    thread calls it, independently of the other processes. Returns the number of Gloo groups that
-    something still refers to. `collect`: also free groups in reference cycles, which takes about
-    0.3 s."""
+    thread calls it, without the other ranks. Returns the number of Gloo groups that still have
+    references. With `collect`, also frees groups in reference cycles, which takes about 0.3 s."""
     global _abort, _names_used, _store_connection
     if dist.is_initialized() and not owns_group():
         raise LaunchError(
@@ -189,9 +187,10 @@ def join_over(
     timeout: timedelta = TIMEOUT,
     share_devices: bool = False,
 ) -> World:
-    """Join the processes that meet at `store`, a `PrefixStore` with a new prefix over a `TCPStore`
-    that outlives every process of the group. Every rank calls it. The group's name has a number
-    that no process has used before, so that a mesh of an earlier group finds no group."""
+    """Join the processes that meet at `store`. It is a `PrefixStore` with a new prefix, over a
+    `TCPStore` that outlives every process of the group. Every rank calls it. The group's name has a
+    number that no process has used before, because a mesh of an earlier group must not find the new
+    group."""
     global _store_connection
     with abortable():
         own, connection = gloo_sockets.with_own_connection(store)

@@ -1,12 +1,11 @@
-"""A shared memory segment of the processes of one host.
+"""A shared memory segment for the processes of one host. The memory is a memfd of rank 0, which the
+other ranks open through /proc. The kernel frees it with the last process that maps it, even if
+processes are killed. The limit of /dev/shm (64 MB in a container) does not apply. All pages are
+allocated at the start, so a later write cannot fail.
 
-The memory is a memfd of rank 0, which the other ranks open through /proc. The kernel frees it with
-the last process that maps it, even if processes are killed. The limit of /dev/shm (64 MB in a
-container) does not apply. Its pages are allocated at the start, so a later write cannot fail.
-
-The memory starts with 64-bit words, each written by one rank only. On x86-64 stores become visible
-in order, so a counter that is stored after its data needs no barrier. Other processors reorder
-stores, so they are refused.
+The memory starts with 64-bit words. Only one rank writes each word. On x86-64 stores become visible
+in order, so a counter that is stored after its data needs no barrier. Processors that reorder
+stores are refused.
 """
 
 from __future__ import annotations
@@ -54,15 +53,15 @@ _EXCHANGE_BYTES = 4096
 
 
 class ExchangeError(LockstepError):
-    """A collective through shared memory failed. Its group is unusable."""
+    """A collective through shared memory failed. The shared-memory group is unusable."""
 
     def __init__(self, ranks: Sequence[int], text: str) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
-        """The ranks at fault, numbered in their group."""
+        """The ranks at fault, numbered in the shared-memory group."""
 
     def copy(self) -> ExchangeError:
-        """Return an equal error without a traceback, to be raised again."""
+        """Return an equal error without a traceback."""
         return type(self)(self.ranks, str(self))
 
 
@@ -74,15 +73,16 @@ class PeersLate(ExchangeError):
 
 
 class CallsDiffer(ExchangeError):
-    """Ranks called different collectives, or gave different sizes, dtypes or labels."""
+    """Ranks called different collectives, or the same collective with different sizes, dtypes or
+    labels."""
 
     def __init__(
         self, ranks: Sequence[int], text: str, calls: Mapping[int, str] | None = None
     ) -> None:
         super().__init__(ranks, text)
         self.calls = calls
-        """For two ranks that differ (numbered among all processes), the labels of their calls. None
-        if the calls have no labels, or if another rank has found the difference."""
+        """The labels of two calls that differ, by global rank. None if the calls have no labels, or
+        if another rank has found the difference."""
 
     def copy(self) -> CallsDiffer:
         return CallsDiffer(self.ranks, str(self), self.calls)
@@ -103,16 +103,17 @@ _ERRORS: dict[int, tuple[type[ExchangeError], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Unavailable:
-    """The reason why the processes of a group cannot share memory. The same on every rank."""
+    """The reason why the processes of a group cannot share memory. Every rank has the same
+    reason."""
 
     reason: str
     hosts: tuple[int, ...] = ()
-    """The number of each rank's host, if the ranks are on several hosts."""
+    """The host number of each rank, if the ranks are on several hosts."""
 
 
 class Segment:
-    """One rank's view of the shared memory of a group of ranks. Used by one thread at a time,
-    except for `stop`."""
+    """One rank's view of the shared memory. Only one thread may use it at a time, except for
+    `stop`."""
 
     def __init__(
         self,
@@ -123,16 +124,16 @@ class Segment:
         *,
         names: Sequence[int],
     ) -> None:
-        """`ends`: for each rank, a file descriptor that becomes readable when the rank's process
-        ends (-1 for this rank)."""
+        """`ends` has a file descriptor for each rank, which becomes readable when the rank's
+        process ends (-1 for this rank)."""
         self.rank = rank
         self.names = names
-        """For each rank of the segment, its rank among all processes."""
+        """The global rank of each rank of the segment."""
         self.size = len(ends)
         self.memory = memory
         self.words = memoryview(memory)[: _words_bytes(self.size)].cast("q")
         self.data_bytes = _words_bytes(self.size)
-        """Offset in bytes, in the memory, of the ranks' data buffers."""
+        """Offset in bytes of the data buffers."""
         self.peers = [peer for peer in range(self.size) if peer != rank]
         self.counters = [_line(peer) + _COUNTER for peer in range(self.size)]
         # nobody may call `close` before the segment is freed
@@ -160,8 +161,8 @@ class Segment:
         self._futex(_FUTEX, self._address + 8 * place, _FUTEX_WAKE, _ALL, None)
 
     def calls(self, buffer: int, rank: int) -> int:
-        """Index, in `words`, of the `size` + 1 words that describe a rank's call. `buffer`: the
-        data buffer (0 or 1) that the call uses first."""
+        """Return the index, in `words`, of the `size` + 1 words that describe a rank's call.
+        `buffer` is the index (0 or 1) of the data buffer that the call uses first."""
         return _line(self.size) + (buffer * self.size + rank) * _call_words(self.size)
 
     def wait(self, target: int) -> None:
@@ -233,8 +234,8 @@ class Segment:
                 self.words[_line(self.rank) + _STATE] = kind
 
     def close(self) -> None:
-        """Release the memory. Other ranks can still read the data that this rank has sent. May be
-        called again."""
+        """Release the memory. The other ranks can still read the data of this rank. May be called
+        several times."""
         if self._closed:
             return
         if self.words[_line(self.rank) + _STATE] == _LIVE:
@@ -264,8 +265,8 @@ def open_segment(
     timeout: timedelta,
     among: Sequence[int] | None = None,
 ) -> Segment | Unavailable:
-    """Every rank of `group` calls it; all get a segment, or all get the same `Unavailable`.
-    `among`: the ranks of `group` that share a segment with this one."""
+    """Make a shared memory segment. Every rank of `group` calls it, and all ranks get a segment or
+    the same `Unavailable`. `among` has the ranks of `group` that share a segment with this rank."""
     here, everyone_size = dist.get_rank(group), dist.get_world_size(group)
     if everyone_size == 1:
         return Unavailable("there is one process, which has nobody to share memory with")
@@ -308,7 +309,8 @@ def _why_not_shared(rank: int, hosts: Sequence[Sequence[str | int]]) -> str:
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
-    """Return an error as text: a rank that fails must still call the collective that follows."""
+    """Return the result of `call`, or its error as text. A failed rank must still call the next
+    collective."""
     try:
         return call(), ""
     # AttributeError if this is not Linux, or an old version
@@ -361,8 +363,8 @@ def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str
 
 
 def _open(everyone: Sequence[dict[str, Any]], rank: int) -> tuple[mmap.mmap, list[int]]:
-    """Map rank 0's memory. Also returns, for each other rank, a descriptor that becomes readable
-    when its process ends."""
+    """Map rank 0's memory. Also returns a descriptor for each rank, which becomes readable when the
+    rank's process ends."""
     first = everyone[0]
     descriptor = os.open(
         f"/proc/{first['process']}/fd/{first['descriptor']}", os.O_RDWR | os.O_CLOEXEC

@@ -1,5 +1,5 @@
-"""Collectives on CPU tensors through memory that the processes of one host share: 0.02 to 0.2 ms,
-where Gloo takes 1 to 2 ms."""
+"""Collectives on CPU tensors through memory that the processes of one host share. They take 0.02 to
+0.2 ms, and Gloo takes 1 to 2 ms."""
 
 import functools
 import weakref
@@ -51,8 +51,8 @@ _DIRECT_BYTES = 256 << 10
 def _collective(
     method: Callable[Concatenate["SharedMemoryGroup", P], None],
 ) -> Callable[Concatenate["SharedMemoryGroup", P], None]:
-    """If the method raises on this rank, the other ranks' collectives raise too, and the group is
-    unusable."""
+    """Decorate a collective. If it raises on this rank, the collectives of all ranks raise, and the
+    group is unusable."""
 
     @functools.wraps(method)
     def wrapped(self: "SharedMemoryGroup", *args: P.args, **kwargs: P.kwargs) -> None:
@@ -68,24 +68,24 @@ class PendingAllGather(dist.Work):
         self._group = group
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """`timeout` is ignored: the group has its own timeout."""
+        """Ignores `timeout`, because the group has a timeout."""
         if self._group.pending is self:
             self._group.finish()
         return True
 
 
 class SharedMemoryGroup(Closing):
-    """The collectives of a process group's ranks on one host, for contiguous CPU tensors. Used by
-    one thread at a time. Sums are added in the order of the ranks, so they have the same bits on
-    every rank, in every run. After any exception in a collective, the group is unusable, and every
-    rank raises an `ExchangeError`."""
+    """The collectives of a process group's ranks on one host, for contiguous CPU tensors. Only one
+    thread may use it at a time. Sums are added in rank order, so they have the same bits on every
+    rank in every run. After an exception in a collective the group is unusable, and every rank
+    raises an `ExchangeError`."""
 
     def __init__(self, segment: Segment, buffer_bytes: int, name: str) -> None:
         self.rank = segment.rank
         self.size = segment.size
         self.name = name
         self.pending: PendingAllGather | None = None
-        """A started all-gather, which the group's next collective completes first."""
+        """A started all-gather, which the next collective of the group completes."""
         self.is_closed = False
         self._segment = segment
         self._rounds = Rounds(segment, buffer_bytes)
@@ -97,7 +97,7 @@ class SharedMemoryGroup(Closing):
 
     @classmethod
     def active_calls(cls) -> "list[tuple[str, str, int, str, str]]":
-        """The calls in progress, each as (collective, name of the group, number of the call in the
+        """Return the calls in progress as (collective, name of the group, number of the call in the
         group, dtype and size, label). Any thread may call it."""
         calls = []
         for group in _groups_now():
@@ -117,9 +117,9 @@ class SharedMemoryGroup(Closing):
         buffer_bytes: int = BUFFER_BYTES,
         among: Sequence[int] | None = None,
     ) -> "SharedMemoryGroup | Unavailable":
-        """Every rank of `group` calls it; all get a group, or all get the same `Unavailable`.
-        `among`: the ranks of `group` that share memory with this one. Tensors larger than a buffer
-        are sent in pieces."""
+        """Make a shared-memory group. Every rank of `group` calls it, and all ranks get a group or
+        the same `Unavailable`. `among` has the ranks of `group` that share memory with this rank.
+        Tensors larger than a buffer are sent in pieces."""
         group = dist.group.WORLD if group is None else group
         if group is None:
             return Unavailable("there is no process group")
@@ -132,9 +132,9 @@ class SharedMemoryGroup(Closing):
         return cls(segment, buffer_bytes, f"shared memory{of}")
 
     def label(self, text: str) -> int:
-        """Return the number of a call's label, such as "gathers block 'a'". The ranks' numbers are
-        compared, so that ranks that exchange different tensors of one size raise `CallsDiffer`.
-        Every rank calls it with the same texts in the same order."""
+        """Return a number for the label of a call, such as "gathers block 'a'". Calls with
+        different labels raise `CallsDiffer`. Every rank calls this method with the same texts in
+        the same order."""
         labels = self._rounds.labels
         if text not in labels:
             labels.append(text)
@@ -151,7 +151,7 @@ class SharedMemoryGroup(Closing):
 
     @_collective
     def reduce_scatter(self, output: Tensor, tensor: Tensor, label: int = 0) -> None:
-        """`output` must not overlap `tensor`."""
+        """`output` and `tensor` must not overlap."""
         into, numbers = flat(output), flat(tensor)
         if len(into) * self.size != len(numbers) or tensor.dtype is not output.dtype:
             raise ValueError(
@@ -180,8 +180,8 @@ class SharedMemoryGroup(Closing):
             pass
 
     def start_all_gather(self, output: Tensor, tensor: Tensor, label: int = 0) -> PendingAllGather:
-        """`output` is complete, and `tensor` may be changed, after `wait` on the result or after
-        the group's next collective."""
+        """Start an all-gather. `wait` on the result, or the next collective of the group, completes
+        it. Do not change `tensor` before."""
         rest = self._gathering(output, tensor, label)
         self._call("all_gather", next, rest)
         self.pending = PendingAllGather(self, rest)
@@ -216,7 +216,8 @@ class SharedMemoryGroup(Closing):
             self._is_called = False
 
     def _gathering(self, output: Tensor, tensor: Tensor, label: int) -> Iterator[None]:
-        """Run an all-gather as a generator that yields before its first wait for other ranks."""
+        """Run an all-gather as a generator that yields before its first wait for the other
+        ranks."""
         into, mine = flat(output), flat(tensor)
         if len(into) != len(mine) * self.size or tensor.dtype is not output.dtype:
             raise ValueError(
@@ -263,8 +264,8 @@ class SharedMemoryGroup(Closing):
         sizes: Sequence[int],
         label: int = 0,
     ) -> None:
-        """`output_sizes`, `sizes`: number of elements from and to each rank. The tensors must not
-        overlap."""
+        """`output_sizes` has the number of elements from each rank, and `sizes` the number of
+        elements to each rank. The tensors must not overlap."""
         into, numbers = flat(output), flat(tensor)
         fits = sum(output_sizes) == into.numel() and sum(sizes) == numbers.numel()
         if not fits or tensor.dtype is not output.dtype:
@@ -304,7 +305,7 @@ class SharedMemoryGroup(Closing):
             )
 
     def close(self) -> None:
-        """Release the memory, without waiting for other ranks. May be called again."""
+        """Release the memory, without waiting for the other ranks. May be called several times."""
         self.is_closed = True
         self._segment.close()
         self._rounds.forget_views()
@@ -315,7 +316,7 @@ class SharedMemoryGroup(Closing):
 
     @staticmethod
     def abort_all() -> None:
-        """Any thread may call it."""
+        """Abort all groups of this process. Any thread may call it."""
         for group in _groups_now():
             group.abort()
 
@@ -348,8 +349,8 @@ class SharedMemoryGroup(Closing):
             add(parts, piece)
 
     def _reduce_by_slices(self, numbers: Tensor, views: BufferViews) -> None:
-        """Every rank adds one slice of a piece, and writes the slice's sum for the other ranks in
-        the round of the next piece."""
+        """All-reduce a tensor in pieces. Every rank adds one slice of a piece, and shares the sum
+        in the round of the next piece."""
         room = views.results[0][0].numel()
         pieces = split(numbers, room * self.size)
         earlier: tuple[Tensor, ...] = ()

@@ -1,10 +1,7 @@
-"""The rounds of which each collective through shared memory consists.
+"""The rounds of a collective through shared memory.
 
-[Note: Rounds] In round n a rank writes into its buffer n % 2, sets its counter to n, waits until
-all counters have reached n, and reads the other ranks' buffers n % 2. A rank whose counter is n has
-finished reading round n - 1. So once all counters have reached n, the buffers of round n - 1 are
-free for round n + 1. Counters are never reset, and a round has one wait. In the first round of a
-call all ranks also compare their collectives: a mismatch is an error, not a wrong sum.
+[Note: Rounds]
+In round n a rank writes into its buffer n % 2, sets its counter to n, waits until all counters have reached n, and reads the other ranks' buffers n % 2. A rank whose counter is n has finished reading round n - 1. After all counters have reached n, the buffers of round n - 1 are free for round n + 1. Counters are never reset, and a round has one wait. In the first round of a call, all ranks compare their collectives. A mismatch is an error, not a wrong sum.
 """
 
 from __future__ import annotations
@@ -34,25 +31,25 @@ class BufferViews:
 
     dtype_code: int
     elements_per_line: int
-    """The slices of two ranks lie in different cache lines."""
+    """Number of elements in a cache line. The slices of two ranks are in different cache lines."""
     whole: list[list[Tensor]]
     results: list[list[Tensor]]
-    """The end of each buffer, for the sum of the slice that the rank adds."""
+    """The end of each buffer, for the sum of one slice."""
     sent: list[list[Tensor]]
-    """The cells of this rank's buffer for data to each other rank."""
+    """The cells of this rank's buffer, one for each receiving rank."""
     received: list[list[Tensor]]
-    """The cell of each rank's buffer for data to this rank."""
+    """The cell of each rank's buffer that this rank reads."""
 
 
 class Rounds:
-    """One rank's side of a shared-memory group's rounds. Used by one thread at a time."""
+    """The rounds of a shared-memory group on one rank. Only one thread may use it at a time."""
 
     def __init__(self, segment: Segment, buffer_bytes: int) -> None:
         self.others = segment.peers
         self.number = 0
-        """The last round whose data this rank has written and announced."""
+        """The number of the last round whose data this rank has written."""
         self.signature = 0
-        """This rank's current or latest collective, as one number."""
+        """This rank's latest collective, as one number."""
         self._rank = segment.rank
         self._size = segment.size
         self._segment = segment
@@ -67,16 +64,16 @@ class Rounds:
 
     @property
     def buffer(self) -> int:
-        """The buffer (0 or 1) into which this rank writes in the next round. Until `announce`, no
-        other rank reads it."""
+        """The index (0 or 1) of the buffer into which this rank writes in the next round. No rank
+        reads this buffer before `announce`."""
         return self.number & 1
 
     def start(
         self, collective: str, tensor: Tensor, detail: int = 0, sizes: Sequence[int] | None = None
     ) -> BufferViews:
-        """Write a description of this rank's call, which the other ranks compare with theirs.
-        `detail`: the source rank of a broadcast; for other collectives, the number of their label.
-        `sizes`: for an all_to_all."""
+        """Write a description of this rank's call, which all ranks compare. For a broadcast,
+        `detail` is the source rank. For all other collectives, it is the number of the label.
+        `sizes` is for all_to_all."""
         views = self._views.get(tensor.dtype) or self._make_views(tensor.dtype)
         length = tensor.numel() if sizes is None else 0
         self.signature = signature_of(collective, views.dtype_code, length, detail)
@@ -88,7 +85,8 @@ class Rounds:
         return views
 
     def meet(self, *, first: bool = False) -> None:
-        """`first`: True in the first round of a collective, to compare the ranks' calls."""
+        """Wait for all ranks. With `first`, in the first round of a collective, also compare the
+        calls."""
         self.announce()
         self.wait(first=first)
 
@@ -111,8 +109,8 @@ class Rounds:
                     raise self._difference(peer, [words[place] for place in calls])
 
     def most_sent(self, buffer: int, output_sizes: Sequence[int]) -> int:
-        """The length of the longest chunk that any rank sends to another in this all_to_all. Raises
-        `CallsDiffer` unless the ranks send this one `output_sizes` elements."""
+        """Return the length of the longest chunk that any rank sends to another rank in an
+        all_to_all. Raises `CallsDiffer` unless the ranks send this rank `output_sizes` elements."""
         most = 0
         for rank, place in enumerate(self._calls[buffer]):
             sizes = self._words[place + 1 : place + 1 + self._size].tolist()
@@ -128,11 +126,11 @@ class Rounds:
         return most
 
     def forget_views(self) -> None:
-        """The shared memory is unmapped when nothing views it."""
+        """Drop the views of the shared memory, which is unmapped with its last view."""
         self._views.clear()
 
     def _difference(self, peer: int, signatures: Sequence[int]) -> CallsDiffer:
-        """The error's text is the same on all ranks."""
+        """Return an error with the same text on all ranks."""
         other = next(rank for rank, each in enumerate(signatures) if each != signatures[0])
         pair = [(self._segment.names[rank], signatures[rank]) for rank in (0, other)]
         texts = [f"rank {name} called {{}} of {{}}".format(*called(each)) for name, each in pair]
@@ -182,14 +180,14 @@ class Rounds:
 
 
 def add(parts: Sequence[Tensor], out: Tensor) -> None:
-    """`out` may be one of the first two parts."""
+    """Add tensors. `out` may be one of the first two parts."""
     torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out.add_(part)
 
 
 def split(tensor: Tensor, length: int) -> tuple[Tensor, ...]:
-    """An empty tensor has one empty piece."""
+    """Split a tensor into pieces of `length` elements. An empty tensor has one empty piece."""
     pieces: tuple[Tensor, ...] = tensor.split(length)  # type: ignore[no-untyped-call]
     return pieces
 
@@ -226,13 +224,13 @@ def size_text(tensor: Tensor) -> str:
 
 
 def signature_of(collective: str, dtype_code: int, length: int, detail: int) -> int:
-    """Return a collective call as one 64-bit word, which ranks can compare. `length` is below
-    2**39. `detail`: the source rank of a broadcast, else the number of the call's label."""
+    """Return a collective call as one 64-bit word, which ranks can compare. `length` must be below
+    2**39."""
     return ((length << 16 | detail) << 4 | dtype_code) << 4 | NAMES.index(collective)
 
 
 def label_of(signature: int) -> int:
-    """The number of a call's label; 0 if it has none."""
+    """Return the number of a call's label. 0 if it has no label."""
     return 0 if NAMES[signature & 15] == "broadcast" else signature >> 8 & 65535
 
 

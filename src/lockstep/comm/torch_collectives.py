@@ -1,5 +1,5 @@
-"""Contexts around torch's collectives: they measure waits, hide the process group from user code,
-or refuse collectives."""
+"""Contexts that measure waits in torch's collectives, hide the process group from user code, or
+refuse collectives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Waits:
 
 
 waits = Waits()
-"""The time that this process has waited in collectives, except inside torch's C++ code, as in a
+"""The time that this process has waited in collectives. Omits waits in torch's C++ code, as in a
 tensor-parallel layer."""
 
 
@@ -50,9 +50,9 @@ class CollectiveCalled(Exception):
 
 @contextmanager
 def as_one_process(*, watched: bool = True) -> Iterator[None]:
-    """For a user's function that each rank calls separately. `is_initialized()` returns False, so
-    that torchmetrics and similar code do not synchronise. `watched`: also raise `CollectiveCalled`
-    for a collective."""
+    """Hide the process group from a user's function. `is_initialized()` returns False, so
+    torchmetrics and similar libraries do not synchronise. With `watched`, a collective raises
+    `CollectiveCalled`."""
     is_initialized = dist.is_initialized
     dist.is_initialized = lambda: False
     try:
@@ -63,8 +63,8 @@ def as_one_process(*, watched: bool = True) -> Iterator[None]:
 
 
 class CollectivesRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises `CollectiveCalled` if the body calls a collective of torch. Slows down every operation
-    of the body."""
+    """Raises `CollectiveCalled` if the body calls a torch collective. Slows down every operation of
+    the body."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

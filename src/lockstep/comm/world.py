@@ -1,5 +1,5 @@
-"""A group of processes (all processes of a run, or those along a mesh axis) with its collectives,
-and `join`, which makes the process group of a run."""
+"""A group of processes with its collectives, and `join`, which makes the process group of a run.
+The group has all processes of a run, or the processes along a mesh axis."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.shared_memory import SharedMemoryGroup
 
 BUCKET_NUMBERS = 2**22
-"""`World.sum_each` adds no more tensors to a bucket that has at least this many elements."""
+"""Number of elements at which `World.sum_each` starts a new bucket."""
 _HEAD_BYTES = 64
-"""Size of the message before a JSON text. It has the text's length, and the text itself if it fits,
-else its digest."""
+"""Size of the message before a JSON text. The message has the length of the text. It also has the
+text if it fits, or else the digest."""
 _IN_HEAD_BYTES = _HEAD_BYTES - 8
 IN_PLACE_BYTES = 2**17
-"""With shared memory, and on accelerators, a tensor of at least this size is summed in place, not
-in a bucket."""
+"""A tensor of at least this size is summed in place instead of in a bucket, in shared memory and on
+accelerators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ class World:
     owns_group: bool
     """True if lockstep made the process group."""
     group: Any = None
-    """None means all processes."""
+    """None for all processes."""
     shared_memory: SharedMemoryGroup | None = None
     """None if the processes do not share memory."""
     hierarchy: HierarchicalAllReduce | None = None
-    """Used for CPU tensors over several hosts of which some have several processes, except with
+    """All-reduces CPU tensors over several hosts. None if no host has several processes, or with
     numerics=bitwise."""
     ranks_per_device: int = 1
     """Number of ranks on the busiest device. It is more than 1 only with `--share-devices`."""
@@ -83,19 +83,19 @@ class World:
         return memory if memory is not None and tensor.is_cpu and not memory.is_closed else None
 
     def leave(self) -> None:
-        """Wait for all ranks at the end of a run that succeeded."""
+        """Wait for all ranks at the end of a successful run."""
         if self.owns_group:
             dist.barrier()
 
     def end_process(self) -> NoReturn:
-        """The ranks wait for each other, because the rendezvous store may end with the first
+        """Wait for all ranks, and end the process. The rendezvous store may end with the first
         process."""
         if self.size > 1:
             dist.barrier()
         raise SystemExit(0)
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """All-gather rows in rank order. `counts`: each rank's number of rows."""
+        """All-gather rows in rank order. `counts` has the number of rows of each rank."""
         if self.size == 1:
             return rows
         padded = rows.contiguous()
@@ -130,9 +130,9 @@ class World:
         *,
         label: int = 0,
     ) -> Tensor:
-        """Send rows of a contiguous tensor to each rank. `sent`, `received`: number of rows to and
-        from each rank; None: the same number for all. Shared memory raises `CallsDiffer` if the
-        ranks' labels differ."""
+        """Send rows of a contiguous tensor to each rank. `sent` and `received` have the number of
+        rows to and from each rank. With None, all numbers are equal. Shared memory raises
+        `CallsDiffer` if the ranks' labels differ."""
         if self.size == 1:
             return tensor
         rows = len(tensor) if received is None else sum(received)
@@ -152,7 +152,8 @@ class World:
         return [width * each for each in rows]
 
     def sum_each(self, tensors: Sequence[Tensor]) -> None:
-        """All-reduce tensors on any device in place. Small ones are summed together, in buckets."""
+        """All-reduce tensors in place, on any device. Small tensors are summed together, in
+        buckets."""
         together: list[Tensor] = []
         pending: list[dist.Work] = []
         for tensor in tensors:
@@ -187,8 +188,8 @@ class World:
         return bool(count.item())
 
     def gather_values(self, value: Any) -> list[Any]:
-        """All-gather JSON values, for set-up and rare events. Equal values may be one object. Short
-        or equal values take one collective, others two."""
+        """All-gather JSON values, for set-up and rare events. Equal values may be the same object.
+        Short or equal values take one collective, and all others take two."""
         if self.size == 1:
             return [value]
         text = json.dumps(value).encode()
@@ -207,7 +208,7 @@ class World:
         return [values[each] for each in texts]
 
     def value_of(self, rank: int, value: Any) -> Any:
-        """Broadcast a JSON value, for set-up and rare events. Every rank calls it."""
+        """Broadcast a JSON value from `rank`, for set-up and rare events. Every rank calls it."""
         if self.size == 1:
             return value
         text = json.dumps(value).encode() if rank == self.rank else b""
@@ -221,7 +222,7 @@ class World:
         return json.loads(bytes(full_text.numpy()))
 
     def value_from(self, rank: int, compute: Callable[[], Any]) -> Any:
-        """Broadcast the JSON value that rank `rank` computes. Every rank calls it."""
+        """Broadcast the JSON value that `rank` computes. Every rank calls it."""
         return self.value_of(rank, compute() if rank == self.rank else None)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -233,8 +234,8 @@ class World:
             dist.broadcast(tensor, group=self.group, group_src=source)
 
     def gather_ragged(self, rows: Tensor | None) -> Tensor:
-        """All-gather rows on the CPU. Each rank may have another number of rows, or None; at least
-        one rank has rows."""
+        """All-gather rows on the CPU. Each rank may have a different number of rows, or None. At
+        least one rank must have rows."""
         kinds = self.gather_values(
             None if rows is None else [str(rows.dtype).removeprefix("torch."), *rows.shape]
         )
@@ -249,7 +250,7 @@ _compared: tuple[weakref.ref[Any], int] | None = None
 """The process group whose ranks have compared their devices, and the number of ranks on the busiest
 device."""
 _excepthooks: tuple[Any, Any] = (None, None)
-"""`sys.excepthook` before `join` made the process group, and after it."""
+"""`sys.excepthook` before and after `join` made the process group."""
 
 
 def join(
@@ -264,8 +265,8 @@ def join(
     share_devices: bool = False,
 ) -> World:
     """Meet the other processes of the run, and make the default process group or use the existing
-    one. Every rank calls it. `backend`: another backend for tensors on this rank's device. `store`:
-    None means the store at MASTER_ADDR:MASTER_PORT."""
+    one. Every rank calls it. `backend` replaces the default backend for tensors on this rank's
+    device. Without a `store`, the processes meet at MASTER_ADDR:MASTER_PORT."""
     global _made, _compared, _excepthooks
     if local_size > 1 and accelerator.is_for_one_process():
         device, mine = torch.device("cpu"), RankDevice(host="", type="cpu")
@@ -333,7 +334,8 @@ def join(
 
 
 def leave() -> None:
-    """The process group's sockets and threads end with the last reference to the group."""
+    """Drop all references to the process group. Its sockets and threads end with the last
+    reference."""
     global _made, _excepthooks
     if owns_group():
         dist.destroy_process_group()
@@ -355,8 +357,8 @@ def owns_group() -> bool:
 
 
 def _at_exit() -> None:
-    """A process that ends with an error aborts the group, because NCCL's shutdown waits for other
-    ranks, which may wait for this one in a collective."""
+    """Abort the process group of a process that ends with an error. NCCL's shutdown would wait for
+    the other ranks, which may wait for this rank in a collective."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
     if owns_group() and not (has_failed and abort_accelerator_groups()):
@@ -414,7 +416,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def exact_sum(values: Sequence[float]) -> float:
-    """The result does not depend on the order of `values`. NaN and infinity propagate."""
+    """Return the exact sum of `values`, in any order. NaN and infinity propagate."""
     try:
         return math.fsum(values)
     # infinities of both signs, or a sum outside a float's range
