@@ -25,7 +25,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Join the lines of a text. A second line could be mistaken for a message of lockstep."""
+    """Escape line breaks. A second line could be mistaken for a message of lockstep."""
     return printable(text).replace("\n", "\\n")
 
 

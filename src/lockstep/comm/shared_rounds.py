@@ -1,7 +1,10 @@
 """The rounds of a collective through shared memory.
 
-[Note: Rounds]
-In round n a rank writes into its buffer n % 2, sets its counter to n, waits until all counters have reached n, and reads the other ranks' buffers n % 2. A rank whose counter is n has finished reading round n - 1. After all counters have reached n, the buffers of round n - 1 are free for round n + 1. Counters are never reset, and a round has one wait. In the first round of a call, all ranks compare their collectives. A mismatch is an error, not a wrong sum.
+[Note: Rounds] In round n a rank writes into its buffer n % 2, sets its counter to n, waits until
+all counters have reached n, and reads the other ranks' buffers n % 2. A rank whose counter is n has
+finished reading round n - 1. After all counters have reached n, the buffers of round n - 1 are free
+for round n + 1. Counters are never reset, and a round has one wait. In the first round of a call,
+all ranks compare their collectives. A mismatch is an error, not a wrong sum.
 """
 
 from __future__ import annotations

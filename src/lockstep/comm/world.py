@@ -69,7 +69,7 @@ class World:
     shared_memory: SharedMemoryGroup | None = None
     """None if the processes do not share memory."""
     hierarchy: HierarchicalAllReduce | None = None
-    """All-reduces CPU tensors over several hosts. None if no host has several processes, or with
+    """All-reduces CPU tensors over several hosts, some of which have several processes. None with
     numerics=bitwise."""
     ranks_per_device: int = 1
     """Number of ranks on the busiest device. It is more than 1 only with `--share-devices`."""

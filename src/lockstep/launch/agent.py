@@ -1,10 +1,10 @@
-"""Starts, watches, ends and restarts the workers (the processes of ranks) of this machine, with
-torch's elastic agent.
+"""Starts, watches, ends and restarts the workers of this machine, with torch's elastic agent. A
+worker is the process of one rank.
 
-[Note: restarts] The loop of torch's agent calls `_monitor_workers`. After a failure with restarts
-left, or if another machine waits to join, the loop stops the workers, holds a rendezvous with the
-other machines, and starts new workers. Each start has a new store and port, a new folder for the
-workers' files, and new `WorkerProcesses`.
+[Note: restarts] The loop of torch's agent calls `_monitor_workers`. After a failure, or if another
+machine waits to join, the loop stops the workers, holds a rendezvous with all machines, and starts
+new workers. Each start has a new store and port, a new folder for the workers' files, and new
+`WorkerProcesses`.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ from lockstep.options import Restart, RunOptions, variable
 
 _REGROUPS = "lockstep/regroups"
 Count = Literal["done", "known"]
-"""Counters of machines in the store. `done`: machines whose workers are done. `known`: machines
-that know that the workers of all machines are done."""
+"""Counters in the store. `done` counts the machines whose workers have ended. `known` counts the
+machines that know that the workers of all machines have ended."""
 
 
 class StartStore:
@@ -74,15 +74,14 @@ class StartStore:
         return [json.loads(self._store.get(f"lockstep/agent-{each}")) for each in range(machines)]
 
     def count(self, what: Count) -> int:
-        """Count this machine once. Returns the number of machines that have called this with
-        `what`."""
+        """Count this machine once. Returns the new value of the counter."""
         is_first = what not in self._counted
         self._counted.add(what)
         return int(self._store.add(f"lockstep/{what}", int(is_first)))
 
     def announce_regroup(self) -> None:
-        """Tell all machines that their workers have to save and end, because they will be restarted
-        together with those of a joining machine."""
+        """Ask the workers of all machines to save and end, because all workers will restart with
+        the workers of a joining machine."""
         self._store.set(_REGROUPS, "")
 
     def regroups(self) -> bool:
@@ -97,9 +96,9 @@ FAILED, LOST_A_PEER, JOINED = range(3)
 
 
 def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | None:
-    """`everyone`: for each machine, its number of restarts, the addresses of the machines that it
-    knew before the restart, and the kind and text of its reason. `machines`: addresses of the
-    machines that are left or have joined."""
+    """`everyone` has a list for each machine: its number of restarts, the addresses of machines
+    that it knew before the restart, and the kind and text of its reason. `machines` has the
+    addresses of the machines after the restart."""
     reasons = [why for _, _, why in everyone if why is not None]
     if not reasons:
         return None
@@ -114,8 +113,8 @@ def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | No
 def restart_variables(
     everyone: Sequence[Any], machines: Sequence[str], *, in_place: bool
 ) -> dict[str, str]:
-    """`everyone`: the first three values of each machine are for `restart_reason`, the fifth is the
-    reason why workers do not continue in their processes."""
+    """The first three values of each machine in `everyone` are for `restart_reason`. The fifth
+    value is the reason why its workers cannot continue in their processes."""
     why = restart_reason([each[:3] for each in everyone], machines)
     if why is None:
         return {}
@@ -126,8 +125,8 @@ def restart_variables(
 
 
 def failure_reason(first: WorkerFailure | None, lost: Sequence[str]) -> tuple[int, str]:
-    """`first`: the worker's failure that caused the others; None if no worker of this machine
-    failed. `lost`: the addresses of lost machines."""
+    """`first` is the failure that caused the other failures. None if no worker of this machine
+    failed. `lost` has the addresses of lost machines."""
     if first is not None:
         return (LOST_A_PEER if first.lost_a_peer else FAILED), first.line
     silent = (
@@ -160,8 +159,7 @@ LOST, JOINS = "lost", "joins"
 
 
 class Agent(SimpleElasticAgent):
-    """Torch's elastic agent, which starts and ends lockstep's worker processes instead of
-    torch's."""
+    """Torch's elastic agent for lockstep's worker processes."""
 
     def __init__(
         self,
@@ -173,16 +171,14 @@ class Agent(SimpleElasticAgent):
         in_place: InPlace,
         never_in_place: str | None,
     ) -> None:
-        """`given`: environment variables of the workers. `folder`: the folder of the workers'
-        files. `never_in_place`: the reason why workers cannot recover in place; None if they can,
-        empty if recovery in place was not requested."""
+        """`never_in_place` is the reason why workers cannot recover in place. None if they can.
+        Empty if recovery in place was not requested."""
         super().__init__(spec)
         self.in_place = in_place
         self._never_in_place = never_in_place
         self._not_in_place: str | None = None
         self.is_joining = False
-        """True until this machine has completed the rendezvous with the machines of a running run
-        that it joins."""
+        """True until this machine has completed the rendezvous with a run that it joins."""
         # True if recovery in place is possible, because all workers of this machine train
         self._is_able = False
         self._count_asked = spec.local_world_size
@@ -233,8 +229,8 @@ class Agent(SimpleElasticAgent):
         tell(INTERRUPTED if self._workers.ending().options_read else at_once)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """After the rendezvous, all machines agree on the number of restarts, on the reason of this
-        restart, and on whether workers recover in place, which all machines must be able to do."""
+        """After the rendezvous, all machines agree on the number of restarts, on the reason of the
+        restart, and on recovery in place."""
         try:
             super()._rendezvous(worker_group)
             everyone = self._exchange(worker_group)
@@ -486,8 +482,8 @@ class Agent(SimpleElasticAgent):
             self._workers.end_after_loss()
 
     def _exit_barrier(self) -> None:
-        """On the machine that hosts the store, wait briefly until the other machines know that all
-        workers are done. Torch's barrier waits five minutes for a machine whose workers have
+        """On the machine that hosts the store, wait briefly until all machines know that the
+        workers have ended. Torch's barrier waits five minutes for a machine whose workers have
         failed, and ignores signals."""
         rendezvous = self._elastic
         if rendezvous is None or self._workers.ending().was_preempted:
@@ -506,8 +502,8 @@ class Agent(SimpleElasticAgent):
 
 
 def _new_run_dir(given: Mapping[str, str]) -> str:
-    """Return the run directory, if the launcher chose its name and the run has written to it;
-    otherwise ""."""
+    """Return the run directory if the launcher chose its name and the run has written to it.
+    Otherwise return ""."""
     path = given.get(variable("default_run_dir"), "")
     return path if path and variable("run_dir") not in given and os.path.isdir(path) else ""
 

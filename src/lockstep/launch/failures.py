@@ -1,5 +1,5 @@
-"""Failures of workers (the processes of ranks): the record that a failed worker writes, and the
-launcher's report."""
+"""Failures of workers: the record that a failed worker writes, and the launcher's report. A worker
+is the process of one rank."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ class FailureRecord:
     kind: str
     message: str
     traceback: str
-    """The traceback without the frames of lockstep's launcher; for a `LockstepError` only its
+    """The traceback without the frames of lockstep's launcher. For a `LockstepError` it is only the
     message."""
     user_error: bool
     peer_lost: bool
-    """True if the exception, or one in its chain of causes, is an error of the connection to
+    """True if the exception, or an exception in its chain of causes, is a lost connection to
     another process."""
 
     def write(self, path: Path) -> None:
@@ -113,12 +113,12 @@ class FailureRecord:
 class WorkerFailure:
     rank: int
     time: float
-    """Seconds since the epoch: from the record, or the time at which the launcher noticed the end
-    of the process."""
+    """Seconds since the epoch, from the record. Without a record, the time at which the launcher
+    noticed the end of the process."""
     returncode: int
     record: FailureRecord | None = None
     crash: str = ""
-    """The Python stack at a fatal signal such as SIGSEGV. Empty if there was none."""
+    """The Python stack at a fatal signal such as SIGSEGV. Empty without a fatal signal."""
 
     @property
     def status(self) -> int:
@@ -153,27 +153,27 @@ class Ending:
     failures: Sequence[WorkerFailure] = ()
     stopped: Sequence[int] = ()
     finished: Sequence[int] = ()
-    """Ranks that ended by themselves with exit status 0."""
+    """Ranks that ended with exit status 0, without a signal of the launcher."""
     preempted: Sequence[int] = ()
     unkillable: Sequence[int] = ()
-    """Ranks that are blocked in the kernel and did not end in time after SIGKILL."""
+    """Ranks that are blocked in the kernel, and did not end in time after SIGKILL."""
     signal: int | None = None
     elsewhere: str = ""
-    """The cause outside of this machine that ended the run."""
+    """The cause that ended the run on another machine."""
     has_saved: bool = False
     options_read: bool = False
     new_run_dir: str = ""
-    """The run directory that the launcher chose; the same command would choose another one."""
+    """The run directory that the launcher chose. The same command would choose a different one."""
 
     @property
     def first(self) -> WorkerFailure | None:
-        """The earliest failure that is not an error about a lost peer; if all are such errors, the
-        earliest."""
+        """The earliest failure, except errors about a lost peer. If all failures are about a lost
+        peer, the earliest of them."""
         return min(self.failures, key=lambda f: (f.lost_a_peer, f.time, f.rank), default=None)
 
     @property
     def was_preempted(self) -> bool:
-        """True if all workers have saved and ended on request; or if a signal came during a
+        """True if all workers have saved and ended on request. Also true if a signal came during a
         recovery, and one worker has saved the last step of the run."""
         if self.unkillable:
             return False
@@ -279,8 +279,9 @@ def failure_record(
 
 
 def error_details(error: BaseException) -> dict[str, Any]:
-    """Fields of the event `run-failed`: always `error`; `detail` (torch's text) after the loss of a
-    peer; `not_finite_in` (the step) after a loss or gradient that was not finite."""
+    """Return the fields of the event `run-failed`. They are `error`, `detail` (torch's text) after
+    the loss of a peer, and `not_finite_in` (the step) after a loss or gradient that was not
+    finite."""
     text = f"{type(error).__name__}: {_text(error)}"
     if lost_a_peer(error) and not isinstance(error, LockstepError):
         return {
@@ -316,8 +317,8 @@ def read_crash(path: Path) -> str:
 
 
 def read_torch_record(path: Path, returncode: int) -> FailureRecord | None:
-    """Return the failure that torch's `@record` wrote, for a script that ended without lockstep's
-    record."""
+    """Return the failure that torch's `@record` wrote, for a script that has no record of
+    lockstep."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         extra = message["extraInfo"]

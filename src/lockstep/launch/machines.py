@@ -1,5 +1,5 @@
-"""The machines of a run: their number, the address of their rendezvous, and this machine's address.
-Does not import torch."""
+"""The machines of a run: their number, the address of their rendezvous, and the address of this
+machine. Does not import torch."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Machines:
     host: str
     port: int
     node_rank: int | None = None
-    """The number of this machine that the user gave, from 0. None: the machines agree on numbers in
-    the rendezvous."""
+    """The number that the user gave to this machine, from 0. None if the rendezvous assigns the
+    numbers."""
     interface: str | None = None
-    """The network interface that the user asked for. None: the one that routes to the rendezvous
-    host."""
+    """The network interface that the user requested. None for the interface that routes to the
+    rendezvous host."""
     source: str = "--rdzv"
 
     @property

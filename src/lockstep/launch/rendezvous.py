@@ -57,15 +57,17 @@ from lockstep.launch.machines import Machines, address_on, address_towards, inte
 
 JOIN_SECONDS = 600
 NOTICE_SECONDS = 5
-"""Silence of another machine after which a machine prints that it is still trying to connect."""
+"""Time without an answer from another machine after which this machine prints that it is still
+trying to connect."""
 STORE_SILENCE_SECONDS = 10
-"""Silence of the machine that hosts the rendezvous after which it counts as lost."""
+"""Time without an answer from the rendezvous host after which it counts as lost."""
 STORE_SECONDS = 10
-"""Timeout of one request to the store: the machine that should write the key may be lost."""
+"""Timeout of one request to the store. The machine that should write the key may be lost."""
 
 
 def store_on(listener: socket.socket) -> TCPStore:
-    """Without a socket, a TCPStore would listen on all interfaces."""
+    """Make a TCPStore on the socket `listener`. Without a socket, a TCPStore would listen on all
+    interfaces."""
     address, port = listener.getsockname()[:2]
     timeout = timedelta(seconds=STORE_SECONDS)
     return TCPStore(
@@ -79,8 +81,8 @@ def store_on(listener: socket.socket) -> TCPStore:
 
 
 def host_store(machines: Machines, address: str) -> TCPStore | None:
-    """Returns None if `address`, the IP address of the rendezvous, belongs to another machine, or
-    if another process hosts the store."""
+    """Host the store at the IP address `address`. Returns None if the address belongs to another
+    machine, or if another process hosts the store."""
     try:
         return store_on(socket.create_server((address, machines.port), family=family(address)))
     except OSError as error:
@@ -99,8 +101,8 @@ def host_store(machines: Machines, address: str) -> TCPStore | None:
 
 
 def connect_store(machines: Machines, address: str, own: str) -> TCPStore:
-    """Another machine, with the IP address `address`, hosts the store or will host it. `own`: this
-    machine's address."""
+    """Connect to the store that another machine hosts at the IP address `address`. `own` is the
+    address of this machine."""
     began = time.monotonic()
     has_said = False
     while True:
@@ -131,8 +133,8 @@ def connect_store(machines: Machines, address: str, own: str) -> TCPStore:
 
 
 def set_tcp_timeouts(address: str, port: int) -> None:
-    """Make the kernel close this process's connections to a silent host. Otherwise torch waits as
-    long as the kernel tries (a quarter of an hour), and ignores signals."""
+    """Make the kernel close this process's connections to a silent host. Without the timeouts,
+    torch would wait for a quarter of an hour, and ignore signals."""
     if sys.platform != "linux":
         return
     options = {
@@ -161,9 +163,10 @@ def family(address: str) -> socket.AddressFamily:
 LOOPBACK = "127.0.0.1"
 
 LAST_CALL_SECONDS = 5.0
-"""Time that a rendezvous waits for more machines once the minimum number has joined."""
+"""Time that a rendezvous waits for more machines after the minimum number has joined."""
 RECOVERY_CALL_SECONDS = 0.5
-"""LAST_CALL_SECONDS for a recovery in place, which all machines join at about the same time."""
+"""Time that the rendezvous of a recovery in place waits for more machines. All machines join it at
+about the same time."""
 HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 5.0
 """Time without a heartbeat after which a machine counts as lost. A busy machine may pause for
@@ -222,9 +225,8 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 class Silence:
-    """Measures for how long other machines have sent no heartbeat, by this machine's own clock.
-    Time in which this machine did not look does not count: if this machine or the store was
-    stopped, no heartbeat could arrive."""
+    """Measures the time since the last heartbeat of each machine, by the clock of this machine.
+    Time in which this machine or the store was stopped does not count."""
 
     def __init__(self, own: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._own, self._clock = own, clock
@@ -253,13 +255,13 @@ class _MachineLostError(Exception): ...
 
 
 class _Timeout(RendezvousTimeout):
-    """Torch's timeouts of a rendezvous. `last_call` may change between two rendezvous."""
+    """The timeouts of torch's rendezvous. `last_call` may change between two rendezvous."""
 
     last_call = timedelta(seconds=LAST_CALL_SECONDS)
 
 
 class ElasticRendezvous(DynamicRendezvousHandler):
-    """Torch's rendezvous of several machines, in a store on the host given by `--rdzv`."""
+    """Torch's rendezvous of several machines, in a store on the host of `--rdzv`."""
 
     machines: Machines
     interface: str | None
@@ -268,9 +270,9 @@ class ElasticRendezvous(DynamicRendezvousHandler):
     _timeout: _Timeout
 
     def __init__(self, node: Any, *rest: Any) -> None:
-        """Called by torch's `from_backend`, which distinguishes machines by address and process id.
-        A random name is added, because containers on one host may have the same address (the
-        host's) and process id (1)."""
+        """Called by torch's `from_backend`, which identifies machines by address and process id.
+        Adds a random name, because two containers on one host may have the same address and the
+        same process id."""
         super().__init__(replace(node, local_id=secrets.randbits(62)), *rest)
         refresh_rendezvous_state_after(self._state_holder, STATE_SECONDS)
         skip_rendezvous_records(self)
@@ -310,12 +312,12 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return meeting
 
     def agree(self, name: str, value: str) -> str:
-        """Return the `value` of the first machine that calls this with `name`."""
+        """Return the `value` of the first machine that calls this method with `name`."""
         return bytes(self._store.compare_set(f"{_RUN_ID}.{name}", "", value)).decode()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The workers get a new store each time instead of the store of torch's rendezvous, in
-        which a lost machine would remain."""
+        """Hold a rendezvous. The workers get a new store each time. A lost machine would remain in
+        the store of torch's rendezvous."""
         if self._timeout.last_call.total_seconds() == LAST_CALL_SECONDS:
             say(
                 f"lockstep: waits at {self.machines.endpoint} for the machines of the run"
@@ -372,8 +374,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             raise _MachineLostError
 
     def _obstacle(self, address: str, port: int, *, refusal_is_one: bool) -> str | None:
-        """Try to connect to another machine's port. Returns the error as text. This detects
-        addresses that are reachable on their own host only, as in containers."""
+        """Try to connect to a port of another machine. Returns the error as text. Detects addresses
+        that are reachable only on their own host, as in containers."""
         began = time.monotonic()
         while True:
             try:
@@ -397,8 +399,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return list((Counter(self.addresses) - here).elements())
 
     def machines_able(self, seconds: float) -> int:
-        """Return the number of machines in the run that this machine wants to join; 0 if that run's
-        workers cannot continue in their processes when it joins."""
+        """Return the number of machines in the run that this machine wants to join. 0 if the
+        workers of the run cannot continue in their processes."""
         until = time.monotonic() + seconds
         while True:
             count, state = len(self._participants()), self._state_holder.state
@@ -422,7 +424,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
     def announce(self, why: str) -> str:
         """Make the workers of all machines leave their collectives for a recovery in place. Returns
-        the reason that the first machine gave."""
+        the reason of the first machine that calls it."""
         return bytes(self._store.compare_set(self._key("leaves"), "", why)).decode()
 
     def announced(self) -> str | None:
@@ -430,8 +432,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
 
     def wait_for_all(self) -> None:
-        """All machines of the latest rendezvous that are not lost call this, so that they join the
-        next rendezvous at the same time."""
+        """Wait for all machines of the latest rendezvous, except lost machines. All machines call
+        it, so that they join the next rendezvous at the same time."""
         if self._this_node in self._met:
             self._store.set(self._key(f"waits-{self._met.index(self._this_node)}"), "")
         while True:
@@ -460,8 +462,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
 
 def check_machines(everyone: Sequence[tuple[int, str, str | None]]) -> None:
-    """All machines call it: they must have different numbers and be able to connect to each other.
-    `everyone`: number, address and connection error of each machine."""
+    """Raise an error unless the machines have different numbers and can connect to each other.
+    `everyone` has the number, the address and the connection error of each machine."""
     by_number: dict[int, str] = {}
     for number, address, obstacle in everyone:
         if obstacle is not None:

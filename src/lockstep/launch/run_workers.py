@@ -1,4 +1,4 @@
-"""Runs the workers of this machine, a process for each rank, to their end."""
+"""Runs the workers of this machine, one process for each rank, to their end."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def run_workers(
     recovery: str = "restart",
     spare_imports: Sequence[str] = (),
 ) -> Ending:
-    """Start `count` workers, wait for all of them, and return how they ended. If one fails, the
-    others are stopped. After a failure other than a `UserError` all are started again, up to
-    `max_restarts` times. On several `machines`, each gives the same `command`. `spare_imports`: the
-    modules that a spare process imports, for a `recovery` in place."""
+    """Start `count` workers, wait for all of them, and return how they ended. If a worker fails,
+    all workers are stopped. After a failure other than a `UserError` all workers are started again,
+    up to `max_restarts` times. Every one of several `machines` must give the same `command`. A
+    spare process, for a `recovery` in place, imports the modules `spare_imports`."""
     with locked_folder() as folder, quiet_torch():
         rendezvous = LoopbackRendezvous() if machines is None else ElasticRendezvous.at(machines)
         if isinstance(rendezvous, ElasticRendezvous):

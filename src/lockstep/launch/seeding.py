@@ -1,5 +1,6 @@
-"""Seeds a worker's default generators before the user's code, so that all ranks make the same data
-and models. Does not import torch or numpy: they are seeded when the user's code imports them."""
+"""Seeds the default generators of a worker before the user's code, so that all ranks make the same
+data and models. Does not import torch or numpy. Their generators are seeded when the user's code
+imports them."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from typing import Any
 
 SEED = 0
 HASH_SEED = {"PYTHONHASHSEED": "0"}
-"""Makes the iteration order of a set of strings the same in every worker."""
+"""The PYTHONHASHSEED of all workers. It makes the iteration order of a set of strings the same in
+every worker."""
 SAFE_PATH = {"PYTHONSAFEPATH": "lockstep"}
-"""Keeps a spawned Python process from importing anything from the working directory (/tmp, say)
-before it has the parent's search path: multiprocessing starts processes with `-c`, which would
-import from it."""
+"""The environment variable PYTHONSAFEPATH, which keeps a spawned Python process from importing
+modules from the working directory. Multiprocessing starts processes with `-c`, which would import
+from it."""
 _RUN_NAME = "lockstep-seeding"
 # module -> the name of its function that seeds its default generator
 _SEEDED = {"random": "seed", "numpy.random": "seed", "torch": "manual_seed"}
@@ -33,9 +35,9 @@ def seed_workers_generators() -> None:
 
 
 class SeedingName(str):
-    """The name of a process that multiprocessing spawns. Unpickling it, before the script is
-    imported, seeds the generators. It runs this file by its path, because lockstep may not be
-    importable yet."""
+    """The name of a process that multiprocessing spawns. Unpickling the name seeds the generators
+    before the script is imported. It runs this file by its path, because the process may not be
+    able to import lockstep."""
 
     __slots__ = ()
 

@@ -1,20 +1,15 @@
-"""The connection between a worker and its launcher, for recovery in place: when a worker is lost,
-the other workers continue in their processes with a replacement.
+"""The connection between a worker and its launcher, for recovery in place. When a worker is lost,
+the surviving workers continue in their processes with a replacement.
 
-[Note: recovery in place]
-
-1. When a run opens, each worker says `able`, with the reason if it cannot recover in place. With
-`images` it passes the launcher the memory with copies of its state, and of states of ranks on other
-hosts, so that these images outlive the worker.
-
-2. When a worker has ended, the launcher sends `lost` to the others. They leave their collective,
-and say `ready`, with the step of their state, or `refuses`, with the reason. The replacement says
-`ready`, without a state, when its script reaches `ls.train`. A watchdog that finds a hanging worker
-sends `hangs`, and the launcher kills that worker.
-
-3. When all are ready, the launcher sends `rejoin` to each, with the variables of its rank and the
-images of all. If that is not possible, it sends `restart`: the workers save and end, and all start
-again.
+[Note: recovery in place] 1. When a run opens, each worker says `able`, with the reason if it cannot
+recover in place. With `images` it passes the launcher the shared memory that has copies of its
+state, and of the state of ranks on other hosts. These images outlive the worker. 2. When a worker
+has ended, the launcher sends `lost` to the surviving workers. They leave their collective. They say
+`ready` with the step of their state, or `refuses` with the reason. The replacement says `ready`,
+without a state, when its script reaches `ls.train`. A watchdog that finds a hanging worker sends
+`hangs`, and the launcher kills that worker. 3. When all workers are ready, the launcher sends
+`rejoin` to each, with the variables of its rank and the images of all workers. If that is not
+possible, it sends `restart`: the workers save and end, and all start again.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ from typing import Any
 from lockstep.launch.worker_files import WorkerStart
 
 ENDED = "the training has ended on this process"
-"""The reason why a worker that has finished its training cannot recover in place."""
+"""The reason why a worker cannot recover in place after it has finished its training."""
 _PIECE_BYTES = 1 << 15
 _PIECE_DESCRIPTORS = 253
 _FIRST, _LAST = 1, 2
@@ -52,8 +47,8 @@ class Channel:
         return self._end.fileno()
 
     def send(self, kind: str, descriptors: Sequence[int] = (), **values: Any) -> None:
-        """Does nothing if the other process has ended. `descriptors`: open files to share with
-        it."""
+        """Send a message, with open files in `descriptors`. Does nothing if the receiving process
+        has ended."""
         text = json.dumps({"kind": kind, **values}).encode()
         count = max(
             1, math.ceil(len(text) / _PIECE_BYTES), math.ceil(len(descriptors) / _PIECE_DESCRIPTORS)
@@ -66,8 +61,8 @@ class Channel:
                 socket.send_fds(self._end, [bytes([mark]), piece], theirs)
 
     def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
-        """Return the next message; None if no message is complete within `seconds`, or if the other
-        process has ended. The receiver must close the `descriptors` in the message."""
+        """Return the next message. None if no message is complete within `seconds`, or if the
+        sending process has ended. The receiver must close the `descriptors` in the message."""
         until = None if seconds is None else time.monotonic() + seconds
         while self._is_readable(until):
             try:
@@ -92,8 +87,8 @@ class Channel:
         return None
 
     def _is_readable(self, until: float | None) -> bool:
-        """Wait until the time `until`. The socket itself stays blocking, so that `send` waits until
-        the buffer has room."""
+        """Wait for data until the time `until`. The socket is blocking, because `send` must wait
+        until the buffer has room."""
         poll = select.poll()
         try:
             poll.register(self._end, select.POLLIN)
@@ -107,8 +102,8 @@ class Channel:
 
 
 def open_channel() -> tuple[Channel, socket.socket] | None:
-    """Returns the launcher's channel, and the worker's socket, which the worker must inherit. None
-    on systems without such sockets."""
+    """Return the launcher's channel, and the socket that the worker must inherit. None on systems
+    without such sockets."""
     if sys.platform != "linux":
         return None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -121,6 +116,7 @@ def inherited(environment: Mapping[str, str]) -> list[int]:
 
 
 def worker_channel(descriptor: int) -> Channel:
-    """Child processes that the user's code starts do not inherit the connection."""
+    """Make the worker's channel. Child processes of the user's code do not inherit the
+    connection."""
     os.set_inheritable(descriptor, False)
     return Channel(socket.socket(fileno=descriptor))

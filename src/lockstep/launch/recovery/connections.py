@@ -1,4 +1,4 @@
-"""The launcher's connections to the workers that it has started, for recovery in place."""
+"""The launcher's connections to its workers, for recovery in place."""
 
 from __future__ import annotations
 
@@ -15,42 +15,40 @@ UNKNOWN = "its training had not begun"
 
 @dataclass(slots=True)
 class Connection:
-    """The launcher's connection to one worker, and what it knows from the worker's messages."""
+    """The launcher's connection to one worker, and the state that the worker has reported."""
 
     channel: Channel
     why_not: str | None = UNKNOWN
     was_able: bool = False
     sizes: Sequence[int] = ()
     script_seconds: float = 0.0
-    """Seconds from the start of the worker's script to the beginning of its training."""
+    """Seconds from the start of the worker's script to the start of its training."""
     at: int = -1
-    """Number of steps that the worker had done when it left its collectives for a recovery; -1 if
-    unknown."""
+    """Number of steps done when the worker left its collectives for a recovery. -1 if unknown."""
     refusal: str | None = None
     is_starting: bool = False
-    """True for a replacement whose script has not yet reached its training: it is in no
+    """True for a replacement whose script has not reached its training. Such a worker is in no
     collective."""
     step: int | None = None
-    """Number of steps in the worker's state (-1 without a state) while the worker waits for its new
-    rank; None while it does not wait."""
+    """Number of steps in the state of a worker that waits for its new rank (-1 without a state).
+    None for a worker that does not wait."""
 
 
 @dataclass(slots=True)
 class Connections:
     unused: str | None
-    """The reason why workers cannot recover in place; None if they can, empty if recovery in place
+    """The reason why workers cannot recover in place. None if they can. Empty if recovery in place
     was not requested."""
     by_rank: dict[int, Connection] = field(default_factory=dict)
     hanging: list[tuple[Sequence[int], Mapping[str, Any]]] = field(default_factory=list)
     images: list[dict[int, list[int]]] = field(default_factory=lambda: [{}])
-    """Rank -> descriptors of the shared memory in which it keeps copies of training states. One
-    dict for each start of the run; the current start is last."""
+    """Descriptors of the shared memory with copies of training states, by rank. The list has one
+    dict for each start of the run, and the current start is last."""
     all_offered: bool = False
 
     @contextmanager
     def opened(self, rank: int) -> Iterator[int | None]:
-        """The worker must be started inside the context, and must inherit the yielded
-        descriptor."""
+        """Start the worker in this context. The worker must inherit the yielded descriptor."""
         ends = open_channel() if self.unused is None else None
         if ends is None:
             yield None
@@ -75,7 +73,7 @@ class Connections:
                 self.by_rank.pop(rank).channel.close()
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
-        """`ranks`: old rank -> new rank."""
+        """`ranks` maps old ranks to new ranks."""
         self.by_rank = {ranks[rank]: connection for rank, connection in self.by_rank.items()}
 
     def look(self) -> None:
@@ -153,8 +151,8 @@ class Connections:
                 self.by_rank[rank].channel.send(kind)
 
     def rejoin(self, environments: Mapping[int, Mapping[str, str]], *, lost_at: float) -> None:
-        """`environments`: rank -> variables of the worker's new rank. `lost_at`: when the loss was
-        detected, in seconds since 1970."""
+        """`environments` has the variables of each worker's new rank. `lost_at` is the time at
+        which the loss was detected, in seconds since 1970."""
         descriptors = _descriptors(self.images)
         for rank, environment in environments.items():
             connection = self.by_rank[rank]

@@ -1,4 +1,4 @@
-"""Recovery in place, in the launcher: it keeps a spare process, replaces lost workers, and waits
+"""Recovery in place, in the launcher. It keeps a spare process, replaces lost workers, and waits
 until all workers are ready to continue."""
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ from lockstep.launch.termination import HUNG_STATUS
 from lockstep.launch.worker_processes import HOLD_POLL_SECONDS, Spare, Start, WorkerProcesses
 
 QUICK_SECONDS = 1.0
-"""If a spare process can reach its training within this many seconds, the other workers wait for it
-after a loss."""
+"""Longest time that workers wait after a loss for a spare process to reach its training."""
 START_SECONDS = 60.0
-"""The least time that a new process gets to reach its training before it is killed."""
+"""Shortest time that a new process gets to reach its training before it is killed."""
 SAME_STEP = 3
-"""Number of losses of the same rank at the same step after which the run ends, because another
-recovery would not help."""
+"""Number of losses of the same rank at the same step after which the run ends."""
 
 
 class InPlace:
     def __init__(self, start: Start, *, shrinks: bool, spare_imports: Sequence[str]) -> None:
-        """`shrinks`: the run continues without lost workers, as far as the plan allows, instead of
-        replacing them. `spare_imports`: modules that a spare process imports."""
+        """With `shrinks`, the run continues without lost workers if the plan allows it, instead of
+        replacing them. `spare_imports` has the modules that a spare process imports."""
         self._start = start
         self._spare_imports = spare_imports
         self._shrinks = shrinks
@@ -46,7 +44,7 @@ class InPlace:
             self._spare = Spare(self._start, environment, self._spare_imports)
 
     def note_losses(self, ranks: Sequence[int], step: int) -> bool:
-        """Returns True if a worker was lost at this step too often. `step`: -1 if unknown."""
+        """Return True if a worker was lost too often at this step. `step` is -1 if unknown."""
         if step < 0:
             return False
         losses = [(rank, step) for rank in ranks]
@@ -60,9 +58,9 @@ class InPlace:
         newcomers: Callable[[int], tuple[WorkerProcesses, Mapping[int, Mapping[str, str]]]],
     ) -> None:
         """Replace each worker that has ended by a new process. If that would take long, and the
-        plan fits fewer workers, continue without it, and start a process that joins the run later
-        (a newcomer). `newcomers`: number of newcomers -> their `WorkerProcesses`, and their
-        variables by rank."""
+        plan fits fewer workers, continue without the worker. Then also start a newcomer, a process
+        that joins the run later. `newcomers` makes the given number of newcomers, and returns their
+        `WorkerProcesses` and their variables by rank."""
         took = [each.script_seconds for each in workers.connections.by_rank.values()]
         self._script_seconds = max(self._script_seconds, *took, 0.0)
         if self._newcomers is not None and self.newcomers_are_ready():
@@ -84,8 +82,8 @@ class InPlace:
         self.put(workers, {rank: variables(rank) for rank in workers.lost})
 
     def newcomers_are_ready(self) -> bool:
-        """True if there are newcomers (processes that are to join the run later), and all of them
-        wait to join. If one has failed, all are dropped."""
+        """True if all newcomers (processes that join the run later) wait to join. If one has
+        failed, all newcomers are dropped."""
         if self._newcomers is None:
             return False
         if self._newcomers.have_failed() or self._newcomers.lost:
@@ -112,8 +110,8 @@ class InPlace:
         return spare
 
     def _go_on_with_fewer(self, workers: WorkerProcesses) -> int:
-        """Drop the workers that have ended, and further ones until the plan fits the rest. Returns
-        the number of dropped workers; 0 if the plan fits no smaller number."""
+        """Drop the workers that have ended, and then running workers until the plan fits the rest.
+        Returns the number of dropped workers. 0 if the plan fits no smaller number."""
         lost = set(workers.lost)
         survivors = [rank for rank in workers.ranks if rank not in lost]
         kept = workers.connections.largest_size(survivors) if lost else 0
@@ -128,8 +126,8 @@ class InPlace:
             workers.replace(rank, self._start, each, self._take_spare())
 
     def all_are_ready(self, workers: WorkerProcesses) -> bool:
-        """Wait until all workers wait for their new ranks. Returns False if a worker ends, or takes
-        far longer than earlier workers to reach its training (it is then killed)."""
+        """Wait until all workers wait for their new ranks. Returns False if a worker ends, or if a
+        worker takes far longer than usual to reach its training. The slow worker is killed."""
         limit = max(START_SECONDS, 10 * self._script_seconds) if self._script_seconds else math.inf
         until = time.monotonic() + limit
         while True:

@@ -1,4 +1,4 @@
-"""Recovery in place, in a worker: when another worker is lost, this one leaves its collectives,
+"""Recovery in place, in a worker. When another worker is lost, this worker leaves its collectives,
 waits for its new rank, and continues training."""
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from lockstep.launch.recovery.channel import ENDED, Channel
 from lockstep.launch.worker_files import write_failure
 
 STUCK_SECONDS = 2.0
-"""If a wait in a collective does not end within this many seconds after the collectives were
-aborted, this process ends, and counts as lost too."""
+"""Time after which this process ends if a collective does not return after its abort. The process
+then counts as lost."""
 NOTICE_SECONDS = 15.0
-"""The longest time between an error caused by a lost peer and the launcher's message about the
-loss: launchers notice the loss of a machine only by its silence."""
+"""Longest time between an error caused by a lost peer and the launcher's message about the loss.
+Launchers notice the loss of a machine only by missing heartbeats."""
 
 
 class Rejoin:
-    """A worker's side of recovery in place. Made once, in the training thread."""
+    """Recovery in place on the side of the worker. Made once, in the training thread."""
 
     def __init__(
         self, channel: Channel, abort: Callable[[], None], waits: Callable[[], object]
     ) -> None:
-        """`abort`: makes all collectives of this process raise until it leaves its groups; may be
-        called in any thread. `waits`: returns the current wait in a collective, or None; equal
+        """`abort` makes all collectives of this process raise until it leaves its groups. It may be
+        called in any thread. `waits` returns the current wait in a collective, or None. Equal
         values mean the same wait."""
         self.is_rejoining = _is_replacement
         self.trainings = 0
@@ -41,7 +41,7 @@ class Rejoin:
         """The times at which the launcher detected the latest loss, and at which this process got
         its new rank, in seconds since 1970."""
         self.images: list[int] = []
-        """Descriptors of the shared memory with copies of the training state that all processes had
+        """Descriptors of the shared memory with the copies of the training state that all processes
         made before the loss."""
         self._script_seconds = time.monotonic() - _script_began
         self._channel = channel
@@ -67,8 +67,8 @@ class Rejoin:
         self._channel.send("hangs", ranks=list(ranks), record=asdict(record))
 
     def offer_images(self, descriptors: Sequence[int]) -> None:
-        """Pass the launcher descriptors of the shared memory in which this process keeps copies of
-        its own training state and of other ranks' states."""
+        """Pass the launcher the descriptors of shared memory with copies of training states. This
+        process keeps the copies, of its own state and of other ranks' states."""
         self._channel.send("images", descriptors)
 
     def note_all_offered(self) -> None:
@@ -94,10 +94,9 @@ class Rejoin:
         self, error: BaseException, hold: Callable[[], int | str], *, at: int = -1
     ) -> bool:
         """Return True if `error` came from the loss of another worker, and this process has a new
-        rank in the environment. Called in the training thread; a second call for the same error
-        returns the same result. `hold`: keeps this process's state in memory and returns the
-        state's number of steps (-1 without a state), or the reason why this process cannot
-        recover."""
+        rank in the environment. Called in the training thread. A second call for the same error
+        returns the same result. `hold` keeps this process's state in memory, and returns the number
+        of steps (-1 without a state) or the reason why this process cannot recover."""
         if any(link is self._handled for link in chain(error)):
             return True
         if any(link is self._refused for link in chain(error)):
@@ -127,8 +126,8 @@ class Rejoin:
             raise ConnectionAbortedError("another process was lost, or joins")
 
     def leave(self, leave_groups: Callable[[], object]) -> None:
-        """Leave the process groups from before the loss. A message about another loss that arrives
-        meanwhile applies to the new groups."""
+        """Leave the process groups from before the loss. A message that arrives meanwhile, about
+        another loss, applies to the new groups."""
         leave_groups()
         if self._is_lost.is_set():
             self._abort()
@@ -169,7 +168,8 @@ class Rejoin:
         self._verdicts.put(None)
 
     def _end_if_stuck(self) -> None:
-        """Gloo occasionally loses a wake-up."""
+        """End this process if its main thread stays in an aborted collective. Gloo occasionally
+        loses a wake-up."""
         waited_for = self._waits_for()
         while not self._has_left.wait(STUCK_SECONDS):
             before, waited_for = waited_for, self._waits_for()
@@ -189,8 +189,8 @@ _rejoin: Rejoin | None = None
 
 
 def use_channel(channel: Channel | None, *, is_replacement: bool) -> None:
-    """Called once, before the user's code runs. `channel`: None if the launcher does not recover in
-    place."""
+    """Called once, before the user's code runs. `channel` is None if the launcher does not recover
+    in place."""
     global _channel, _script_began, _is_replacement
     _channel, _script_began, _is_replacement = channel, time.monotonic(), is_replacement
 
