@@ -1,5 +1,4 @@
-"""The options and arguments that several `lockstep` commands take: a script, launch options, output
-files."""
+"""Options and arguments that several `lockstep` commands share."""
 
 from __future__ import annotations
 
@@ -59,8 +58,8 @@ def launch_option(name: str, **changed: Any) -> Decorator:
 
 
 launch_options = together(*map(launch_option, sorted(_FIELDS, key=_IN_ENVIRONMENT.__contains__)))
-"""All options of `LaunchOptions`: the launcher's own, then the options that it passes to
-workers."""
+"""All options of `LaunchOptions`. The options of the launcher come before the options that it
+passes to the workers."""
 
 
 def options_from(values: dict[str, Any]) -> LaunchOptions:
@@ -69,7 +68,7 @@ def options_from(values: dict[str, Any]) -> LaunchOptions:
 
 
 def script_arguments(*, required: bool = True) -> Decorator:
-    """Add the parameter `line`: the user's script, with everything after it on the command line."""
+    """Add the parameter `line`: the user's script with its arguments."""
     options = together(
         click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module, as in python -m."),
         click.argument("script", required=required),
@@ -156,8 +155,8 @@ def unwritable(option: str, path: Path, error: OSError) -> LaunchError:
 
 
 def check_output(path: Path, what: str, is_old: Callable[[bytes], bool]) -> None:
-    """Raise `LaunchError` if the file of `-o` cannot be written, or exists and is not an earlier
-    output. `is_old` gets the file's first bytes."""
+    """Raise `LaunchError` if the file of `-o` cannot be written, or if the file exists and is not
+    an earlier output."""
     try:
         if path.is_dir():
             raise LaunchError(f"-o {path} is a directory; a {what} is one file; name a file in it")
@@ -185,9 +184,8 @@ def keep_option(contents: str) -> Decorator:
 
 @contextmanager
 def work_folder(prefix: str, keep: str | None = None) -> Iterator[Path]:
-    """A temporary folder; or `keep`, a new or empty directory, which stays. SIGTERM and SIGHUP
-    raise an exception inside the `with` block, so that leaving it ends the processes that it has
-    started."""
+    """Yield a temporary folder, or the new directory `keep`, which is not removed. SIGTERM and
+    SIGHUP raise an exception inside the `with` block."""
     if keep is None:
         with ended_by_signals(), locked_folder(prefix) as folder:
             yield folder
@@ -204,9 +202,8 @@ def work_folder(prefix: str, keep: str | None = None) -> Iterator[Path]:
 
 
 class ScriptCommand(click.Command):
-    """A click command whose options come before SCRIPT, because all arguments after SCRIPT are the
-    script's. If the user gives the command's options after SCRIPT, the error prints the corrected
-    command line."""
+    """A click command whose options come before SCRIPT. All arguments after SCRIPT are passed to
+    the script."""
 
     def __init__(self, *arguments: Any, uses_lockstep: bool = True, **settings: Any) -> None:
         settings["context_settings"] = {"allow_interspersed_args": False}
@@ -264,7 +261,7 @@ class ScriptCommand(click.Command):
 
 class PlansCommand(ScriptCommand):
     """A click command whose `--plans` takes several values. Arguments between SCRIPT and `--plans`
-    are the script's."""
+    are passed to the script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         flags = {name for name, option in self.options().items() if option.is_flag}
@@ -277,7 +274,7 @@ class PlansCommand(ScriptCommand):
 def before_script(
     given: Sequence[str], options: dict[str, click.Option], names: Collection[str]
 ) -> list[str]:
-    """Move the options `names`, with their values, before SCRIPT."""
+    """Return the command line with the options `names` before SCRIPT."""
     start = _script_index(given, options)
     moved: list[str] = []
     kept: list[str] = []
@@ -301,9 +298,8 @@ def _script_index(given: Sequence[str], options: dict[str, click.Option]) -> int
 
 
 def rearranged(args: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Return arguments in the order that click parses: the options, with a `--plans` before each
-    plan, then the script and its arguments, after a `--` if one was given. `flags`: names of
-    options without a value."""
+    """Return arguments in the order that click parses: options, then the script, then its
+    arguments. Each plan gets its own `--plans`."""
     own, rest = _leading_options(args, 0, flags)
     script, after = args[rest : rest + 1], list(args[rest + 1 :])
     if list(args[:rest][-1:]) == ["--"]:

@@ -1,4 +1,4 @@
-"""`lockstep audit`: is a training script without lockstep right?"""
+"""`lockstep audit`: finds faults in a training script that does not use lockstep."""
 
 from __future__ import annotations
 
@@ -136,12 +136,12 @@ def command(
 ) -> int:
     """Find out what is wrong with a training script that does not use lockstep.
 
-    Runs SCRIPT unchanged, as torchrun would (DDP, FSDP, Accelerate, Lightning, your own loop), and
-    ends it after K optimizer steps. Looks at each rank's samples, gradients before and after their
-    reduction, parameters, buffers, random numbers, learning rates, collectives and files. Names
-    each fault with the rule that it breaks (its "law"), the evidence, the line of your script, and
-    the lines to change. Also lists what is right, and what it could not see. All arguments after
-    SCRIPT are the script's.
+    Runs SCRIPT unchanged, as torchrun would, and ends it after K optimizer steps. SCRIPT may use
+    DDP, FSDP, Accelerate, Lightning or your own loop. Checks each rank's samples, gradients before
+    and after their reduction, parameters, buffers, random numbers, learning rates, collectives and
+    files. Names each fault with the rule that it breaks (its "law"), the evidence, the line of your
+    script, and the lines to change. Also lists the checks that found no fault, and the checks that
+    could not be made. All arguments after SCRIPT are the script's.
 
     \b
     Examples:

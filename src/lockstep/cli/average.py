@@ -1,4 +1,4 @@
-"""`lockstep average`: the mean of several runs' weights, and the greedy soup."""
+"""`lockstep average`: averages the weights of several runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from lockstep.search.request import direction_of
 from lockstep.search.summary import aligned
 
 METADATA = "lockstep.average"
-"""Key in the written file's metadata; the value is JSON: each run and its weight."""
+"""Key in the metadata of the output file. Its value is JSON with each run and its weight."""
 Mode = Literal["min", "max"]
 
 
@@ -100,8 +100,8 @@ def command(
 
     RUN is a run directory (its final model is used), a checkpoint, or a .safetensors file.
     Floating-point tensors are averaged in float64; other tensors are taken from the first run.
-    Measure BatchNorm's running statistics again before you use the file. Runs from the same
-    pretrained weights average well; runs from different random weights do not.
+    Recompute BatchNorm's running statistics before you use the file. Runs from the same pretrained
+    weights average well; runs from different random weights do not.
 
     --greedy starts with the best run, and adds each other run, from better to worse, that improves
     the average (Wortsman et al., 2022). The output of SCRIPT goes to stderr.
@@ -203,8 +203,8 @@ def _opened(source: str, module: int | None, part: float) -> _AveragedRun:
 
 
 def _weights(source: str, module: int | None) -> tuple[StateDictReader, str, Path | None]:
-    """Return the model weights, a description for messages, and the safetensors file (None: a
-    checkpoint)."""
+    """Return the model weights, a description for messages, and the path of the safetensors file.
+    The path is None for a checkpoint."""
     path = Path(source)
     if path.is_file():
         if path.suffix != ".safetensors":
@@ -249,7 +249,7 @@ def _check_alike(first: _AveragedRun, other: _AveragedRun) -> None:
 
 
 def _launch_options(runs: Sequence[_AveragedRun], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters have the values that all runs share, or the values of `--set`."""
+    """Set the hyper-parameters to the values of `--set`, or to the values that all runs share."""
     first = runs[0].parameters
     shared = {
         name: value
@@ -268,8 +268,8 @@ class _Evaluations:
     count: int = 0
 
     def greedy(self, runs: Sequence[_AveragedRun], metric: str, mode: Mode) -> Metrics:
-        """Start with the best run, and keep each run that improves the average. Runs that are left
-        out get weight 0."""
+        """Start with the best run, and add each run that improves the average. The other runs get
+        weight 0."""
         measured: dict[tuple[int, ...], Metrics] = {
             (index,): run.metrics or {} for index, run in enumerate(runs)
         }

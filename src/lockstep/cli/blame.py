@@ -1,4 +1,4 @@
-"""`lockstep blame`: the step, microbatch, samples and layer that made a loss or gradient jump."""
+"""`lockstep blame`: finds the microbatch, samples and layer that made a loss or gradient jump."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def command(
 ) -> int:
     """Find what made the loss or the gradient of a run jump, or NaN.
 
-    Looks at the step in which a NaN ended the run; else at the step whose loss or gradient norm is
-    most unusual, or at the first of the unusual steps that led to it. --step names another step.
-    Replays it as lockstep replay does. If a microbatch is unusual, then looks at the gradient of
-    each of its samples. If the replay does not reproduce the run's gradients, then replays steps
-    after the next checkpoint.
+    Replays one step of the run, as lockstep replay does. It is the step in which a NaN ended the
+    run, or else the step with the most unusual loss or gradient norm. If the steps just before it
+    are unusual too, it is the first of these. --step names another step. If a microbatch of the
+    step is unusual, the command measures the gradient of each of its samples. If the replay does
+    not reproduce the run's gradients, the command also replays steps after the next checkpoint.
 
     \b
     Examples:
@@ -91,8 +91,6 @@ def command(
 
 
 def _spike_json(step: int, spike: Spike | None) -> dict[str, Any]:
-    """All None but the step if the run ended in this step, which then has no row in
-    metrics.jsonl."""
     names = ("metric", "value", "usual")
     return {"step": step, **{name: getattr(spike, name, None) for name in names}}
 
@@ -123,7 +121,7 @@ def _explained(
     *,
     folder: Path,
 ) -> Blame:
-    """Exits with the replay's status if a replay does not reach the step."""
+    """Exit with the replay's status if a replay does not reach the step."""
     rows = rows_of(run)
 
     def again(name: str, at: int, **how: Any) -> Replay:
@@ -153,8 +151,8 @@ def _explained(
 
 
 def _later_step(target: Target, rows: list[dict[str, Any]], first: int) -> int | None:
-    """Return the step of the last of at most `LATER_STEPS` logged steps after the first checkpoint
-    after `first`; None if no such step is logged."""
+    """Return a logged step that a replay from a checkpoint after step `first` can reach, or
+    None."""
     names = sorted(name.step for name in target.names)
     for place, begin in enumerate(names):
         if begin < first:

@@ -1,4 +1,4 @@
-"""`lockstep doctor`: are these machines fit to train?"""
+"""`lockstep doctor`: checks if machines can train."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def command(write: Path | None, as_json: bool, **given: Any) -> int:
 
     Looks at versions, devices, shared memory, threads, limits, clocks, the network interface,
     environment variables that cause trouble, and the file system of the run directory. Then starts
-    processes, checks every collective in every dtype against its definition, and times collectives
-    and the links between all pairs of ranks. Each check has a verdict (ok, slow, failed or skipped)
-    and a remedy.
+    processes, checks the results of every collective in every dtype, and times the collectives and
+    the links between all pairs of ranks. Each check has a verdict (ok, slow, failed or skipped) and
+    a remedy.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""The entry point `lockstep`. It imports almost nothing before it handles Ctrl-C."""
+"""The entry point of `lockstep`. It handles Ctrl-C before it imports other modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep evaluate`: measures the evaluations of a script's recipe on the weights of a run."""
+"""`lockstep evaluate`: evaluates the weights of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.process import never_trained
 
 Metrics = dict[str, float | None]
-"""NaN is None."""
+"""Maps names of metrics to values. None stands for NaN."""
 
 
 @click.command("evaluate", cls=ScriptCommand)
@@ -64,10 +64,10 @@ Metrics = dict[str, float | None]
 def command(best: bool, as_json: bool, source: str, line: ScriptLine | None, **given: Any) -> int:
     """Measure the evaluations of SCRIPT's recipe on the weights of a run, without training.
 
-    The weights are the final model of a run directory, or its newest checkpoint, as in lockstep
-    export; or a .safetensors file; or a Hugging Face folder. SCRIPT runs as in lockstep run, but
-    its ls.train evaluates instead of training. The default for SCRIPT is the run's script with its
-    arguments.
+    The weights come from a run directory, a checkpoint, a .safetensors file or a Hugging Face
+    folder. A run directory gives its final model, or its newest checkpoint if the run has not
+    ended. SCRIPT runs as in lockstep run, but its ls.train evaluates instead of training. The
+    default for SCRIPT is the run's script with its arguments.
 
     \b
     Examples:
@@ -105,8 +105,8 @@ def measure(
     run_dir: Path,
     stdout: TextIO | None,
 ) -> tuple[int, list[Metrics]]:
-    """Returns the exit status and, if it is 0, the metrics of each `ls.train` call. `stdout` is the
-    workers' standard output; None: this process's."""
+    """Return the exit status, and the metrics of each `ls.train` call of the script. There are no
+    metrics if the status is not 0."""
     options = options_from({**given, "run_dir": str(run_dir)})
     processes = count_processes(options.nproc, options.validate(), count_gpus, name="--nproc ")
     status = launch_script(
@@ -127,7 +127,7 @@ def measure(
 
 
 def _is_plain(path: Path) -> bool:
-    """True for a .safetensors file and a Hugging Face folder; False for a run directory or a
+    """Return True for a .safetensors file or a Hugging Face folder, False for a run directory or a
     checkpoint."""
     names = (MODEL, f"{MODEL}.index.json")
     return path.is_file() or (

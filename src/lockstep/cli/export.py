@@ -1,4 +1,4 @@
-"""`lockstep export`: the model of a checkpoint as a plain file of weights."""
+"""`lockstep export`: writes the model of a checkpoint as a file of weights."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def command(module: int | None, form: str, best: bool, source: str, out: str) ->
     """Write the model in a checkpoint as a plain state dict, in the safetensors format.
 
     OUT has parameters and buffers under the model's names, in the dtypes of the training. A tied
-    parameter appears under each of its names. From a run directory, the final model is exported, or
-    the newest intact checkpoint if the run has not ended. The command checks every byte first,
-    holds one tensor in memory at a time, and overwrites nothing.
+    parameter appears under each of its names. A run directory gives its final model, or its newest
+    intact checkpoint if the run has not ended. The command checks every byte first, holds one
+    tensor in memory at a time, and overwrites nothing.
 
     \b
     Examples:
@@ -95,12 +95,12 @@ def _export_folder(source: str, folder: Path, *, module: int | None, best: bool)
 
 def load(source: str, *, best: bool = False, model: int | None = None) -> dict[str, Any]:
     """Return the weights of a run, or of a checkpoint saved under any plan, as a state dict on the
-    CPU. Any process may call it.
+    CPU. Any process may call this function.
 
-    `source`: a run directory, a checkpoint, or a URL, as in `lockstep export`. For a run directory
-    it is the final model, or the newest intact checkpoint if the run has not ended. `best`: load
-    the model of the best evaluation by `Saving.best`. `model`: number of the model, if a session
-    prepared several. Every byte is checked. Raises `CheckpointError`.
+    `source` is a run directory, a checkpoint, or a URL. A run directory gives the final model, or
+    the newest intact checkpoint if the run has not ended. `best=True` loads the model of the best
+    evaluation by `Saving.best`. If a session prepared several models, `model` is the number of one
+    of them. Every byte is checked. Raises `CheckpointError`.
     """
     from lockstep.checkpoint.pretrained_files import as_tensor  # imports torch
 
@@ -131,13 +131,14 @@ def export(source: str, path: Path, *, module: int | None = None, best: bool = F
 
 
 def export_pretrained(source: str, folder: str, model: Any, *, best: bool = False) -> None:
-    """Write the model of a run with its own `save_pretrained`, for `from_pretrained`. One process
-    calls it.
+    """Write the model of a run with the model's `save_pretrained`, for `from_pretrained`. One
+    process calls this function.
 
-    `source`: a run directory or a checkpoint of any plan, as in `lockstep export`. `folder`: the
-    folder to create. `model`: a module like the trained one, or a function that builds it, from
-    transformers, peft (which writes only its adapters) or diffusers; its values are not used.
-    `best`: use the checkpoint of the best evaluation. Raises `CheckpointError`.
+    `source` is a run directory, or a checkpoint saved under any plan. `folder` is the folder to
+    create. `model` is a module like the trained one, or a function that builds one, from
+    transformers, peft or diffusers. The values of its parameters are not used. A peft model writes
+    only its adapters. `best=True` uses the checkpoint of the best evaluation. Raises
+    `CheckpointError`.
     """
     from safetensors.torch import load_file  # imports torch
 
@@ -162,7 +163,7 @@ def _check_new(path: Path) -> None:
 
 
 def check_out(path: Path) -> None:
-    """Raise `CheckpointError` if writing a model to `path` would overwrite something."""
+    """Raise `CheckpointError` if writing a model to `path` would overwrite a file."""
     if path.suffix != ".safetensors":
         raise CheckpointError(
             f"OUT is {str(path)!r}; models are exported as safetensors; name it"
@@ -212,8 +213,8 @@ def final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] |
 
 
 def saved_model(at: Target, module: int | None) -> tuple[StateDictReader, str]:
-    """Model of the newest intact checkpoint, and its description for messages. Warns of each
-    damaged checkpoint."""
+    """Return the model of the newest intact checkpoint, and its description for messages. Warn of
+    each damaged checkpoint."""
     for name in reversed(at.names):
         try:
             stored = StoredCheckpoint(at.storage, name)
@@ -245,7 +246,7 @@ def _choose(modules: list[int], module: int | None) -> int:
 def write_model(
     model: StateDictReader, path: Path, metadata: Mapping[str, str] | None = None
 ) -> tuple[int, int]:
-    """Readers see all of the file or nothing. Returns the number of tensors, and of bytes."""
+    """Write the file atomically. Return its number of tensors and of bytes."""
     shards = [
         TensorShard(name, dtype, shape, (0,) * len(shape), shape)
         for name, (dtype, shape) in model.specs.items()

@@ -34,7 +34,7 @@ _EVENT_WORDS = {
     "preempted": "asked to end", "stopped": "stopped", "run-failed": "failed", "run-ended": "ended",
     "checkpoint-failed": "could not save", "checkpoint-damaged": "found a damaged checkpoint",
 }  # fmt: skip
-"""Events in events.jsonl that the command shows -> their text."""
+"""Maps kinds of events to the text that the command shows."""
 _STATES = {
     DamagedError: "damaged",
     UnknownFormatError: "unreadable",
@@ -45,7 +45,7 @@ _DIGITS = 12
 
 @dataclass(slots=True)
 class InspectedCheckpoint:
-    """The contents of a checkpoint, or of a run's final model, as far as they could be read."""
+    """The contents of a checkpoint or of a final model, as far as they could be read."""
 
     name: str
     step: int
@@ -60,7 +60,7 @@ class InspectedCheckpoint:
     is_best: bool = False
     fingerprints: dict[str, str] = field(default_factory=dict)
     other_state: list[str] = field(default_factory=list)
-    """Names of the saved state of hooks and of `session.include`."""
+    """Names of the saved states of hooks, and of objects given to `session.include`."""
 
 
 @click.command("inspect")
@@ -106,7 +106,7 @@ def command(as_json: bool, target: str) -> int:
 
 
 def inspect_all(storage: Storage, names: list[CheckpointName]) -> list[InspectedCheckpoint]:
-    """Leave out checkpoints that a running training has deleted meanwhile."""
+    """Inspect checkpoints. Skip a checkpoint that a running training deletes meanwhile."""
     inspected = {name: _inspect(storage, name) for name in names}
     if any(each.state != "intact" for each in inspected.values()):
         left = storage.names()

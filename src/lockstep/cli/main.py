@@ -1,4 +1,4 @@
-"""The command `lockstep`: a group whose commands are imported when they are used."""
+"""The command `lockstep`: a group that imports a command when the command is used."""
 
 from __future__ import annotations
 
@@ -102,8 +102,7 @@ def _commands() -> None:
 
 
 def main() -> None:
-    """End with status 2, after one message, for a user's mistake. `install_excepthook` prints a
-    `UserError`."""
+    """Print one message for a user's mistake, and exit with status 2."""
     _open_closed_streams()
     if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
         # Under PYTHONUNBUFFERED, if a signal interrupts a write, the rest of the text would be
@@ -143,8 +142,8 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open streams that the shell closed (`2>&-`) on the null device: otherwise the next file that
-    is opened gets their descriptor."""
+    """Open the streams that the shell has closed (`2>&-`) on the null device. Otherwise the next
+    file that is opened gets their file descriptor."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)

@@ -1,4 +1,4 @@
-"""`lockstep plan`: will it fit, how fast will it be, and which plan is best?"""
+"""`lockstep plan`: predicts memory and speed, and finds the best plan."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TOP = 5
 
 
 class Quantity(click.FloatRange):
-    """A finite number in a range."""
+    """A click type: a finite number in a range."""
 
     name = "number"
 
@@ -104,11 +104,11 @@ def command(
 ) -> int:
     """Predict memory and time of a training step on other devices, and find the best plan for them.
 
-    Runs the script, unchanged, up to `ls.train`. Then this CPU executes one step of the recipe
-    under each plan, with the code of training, as one rank of the world, on tensors that have
-    shapes but no values. lockstep simulates the step's operations, collectives and memory on the
-    devices. Each figure has an interval, which follows from the errors on published trainings.
-    Arguments between SCRIPT and --plans are the script's.
+    Runs the script, unchanged, up to `ls.train`. Then executes one training step under each plan on
+    this CPU, as one rank, on tensors that have shapes but no values. Simulates the step's
+    operations, collectives and memory on the devices. Each figure has an interval, from the errors
+    of the predictions of published trainings. Arguments between SCRIPT and --plans are the
+    script's.
 
     \b
     Examples:
@@ -168,7 +168,7 @@ class _Found:
 
 
 def _check(target: str, plans: tuple[str, ...], memory: str | None) -> None:
-    """Check the options before the script runs. Raises `PlanError`."""
+    """Raise `PlanError` for a wrong option, before the script runs."""
     from lockstep.planner.machines.hardware import cluster_of
 
     cluster = cluster_of(target)
@@ -196,7 +196,7 @@ def _predicted(
     *,
     shows_progress: bool,
 ) -> _Found:
-    """Predict the given plans; without plans, all that a search tries."""
+    """Predict the given plans. Without plans, search plans."""
     from lockstep.planner.machines.costs import Machine
     from lockstep.planner.machines.hardware import devices_here, named, parse_target
 

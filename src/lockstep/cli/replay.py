@@ -1,4 +1,4 @@
-"""`lockstep replay`: computes an old step of a run again, from the nearest kept checkpoint."""
+"""`lockstep replay`: repeats an old step of a run from a kept checkpoint."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def command(
 ) -> int:
     """Repeat an old step of a run, and show its microbatches.
 
-    Begins at the run's nearest checkpoint before step N, which is only read (ls.Saving(keep="log")
-    keeps one near each step), trains on one process (or --nproc), and ends after step N. It
-    compares the checksum of each logged step's gradient with the checksum in the run's
-    metrics.jsonl, and prints what each microbatch adds to the loss and to the gradient. The default
-    for SCRIPT is the run's script with its arguments.
+    Starts from the run's nearest checkpoint before step N, trains on one process (or --nproc), and
+    ends after step N. The checkpoint is only read. ls.Saving(keep="log") keeps a checkpoint near
+    each step. The command compares the checksum of each logged step's gradient with the checksum in
+    the run's metrics.jsonl, and prints the term that each microbatch adds to the loss and to the
+    gradient. The default for SCRIPT is the run's script with its arguments.
 
     \b
     Examples:
@@ -111,7 +111,7 @@ def command(
       lockstep replay --step 1200 --without-sample 4711 runs/a
       lockstep replay --step 1200 --nproc 2 --json runs/a train.py --lr 0.1
 
-    Exit status: 0; 1 if numerics=bitwise and a step on the way has other bits than in the run; or
+    Exit status: 0; 1 if numerics=bitwise and a replayed step does not have the bits of the run; or
     the status of the process that failed first.
     """
     if step is None:
@@ -141,7 +141,7 @@ def command(
 def replayed_run(
     source: str, checkpoints: str | None, line: ScriptLine | None, given: dict[str, Any]
 ) -> tuple[Target, Path, ScriptLine]:
-    """Add the run's hyper-parameters, and its plan unless another is given, to `given`."""
+    """Find the run and its script. Add the run's hyper-parameters and plan to `given`."""
     target = Target.find(source)
     run = target.run
     if run is None:
@@ -169,8 +169,8 @@ def replayed_run(
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
-    """Valid rows of a run's metrics.jsonl, one for each step. If the run repeated a step after a
-    resume, its last row counts."""
+    """Return the rows of a run's metrics.jsonl, one for each step. If a resumed run repeated a
+    step, return its last row."""
     rows: list[dict[str, Any]] = []
     for row in read_rows(run, METRICS, _is_of_a_step, {}):
         while rows and rows[-1]["step"] >= row["step"]:
@@ -180,7 +180,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 def last_step(run: Path, target: Target) -> int:
-    """The last step that the run has begun, according to its files."""
+    """Return the last step that the run has begun."""
     if (ended := ended_in(run)) is not None:
         return ended
     rows = [*rows_of(run), *read_rows(run, EVENTS, _is_event, {})]
@@ -235,9 +235,8 @@ def replay(
     before: int | None = None,
     quiet: bool = False,
 ) -> tuple[int, Replay | None]:
-    """Returns the exit status and, if the replay reached the step, its measurements. `without`:
-    samples to leave out. `by_sample`: index of the microbatch whose samples' gradients are measured
-    one by one. `before`: begin at the newest checkpoint with fewer steps; default: `step`."""
+    """Replay a step. Return the exit status, and the measurements if the replay reached the
+    step."""
     run_dir = folder / "run"
     options = options_from({**given, "run_dir": str(run_dir)})
     processes = count_processes(options.nproc or 1, options.validate(), count_gpus, name="--nproc ")

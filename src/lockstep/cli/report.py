@@ -1,4 +1,4 @@
-"""`lockstep report`: makes a page about runs, in one file."""
+"""`lockstep report`: makes an HTML page about runs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def command(
 
     Writes one HTML file that needs no network and no other file: loss, evaluation metrics, learning
     rate, gradient norm, throughput, memory, step time by rank, events, recipe, plan and
-    environment; for several runs also their differences. The runs may be running, ended or failed.
-    For the folder of a search: its trials, the best so far over time, and the effect of each
-    parameter.
+    environment. The page of several runs also has their differences. The runs may be running, ended
+    or failed. The page of a search's folder has its trials, the best value over time, and the
+    effect of each parameter.
 
     \b
     Examples:
@@ -85,8 +85,7 @@ def command(
 
 
 Report = tuple[Any, Sequence[str], Callable[[float], str]]
-"""A report as JSON, as lines for a terminal, and as a function from the time of creation to the
-HTML page."""
+"""A report in three formats: JSON, text for a terminal, and HTML."""
 
 
 def _of_runs(run_dirs: Sequence[str]) -> Report:

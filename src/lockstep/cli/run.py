@@ -27,24 +27,25 @@ def command(line: ScriptLine, **given: Any) -> int:
     failed first is shown.
 
     With --max-restarts R all processes are then started again, at most R times in the whole run. A
-    script that uses lockstep continues from the last saved step. A user's mistake, or a request to
-    end, does not restart the run.
+    script that uses lockstep continues from the last saved step. The run is not restarted after a
+    user's mistake or a request to end.
 
-    If memory runs out, the processes are started again under a plan that needs less, as far as
-    --out-of-memory allows. These restarts do not count.
+    If memory runs out, the processes are started again under a plan that needs less memory, as far
+    as --out-of-memory allows. These restarts do not count for --max-restarts.
 
     --nnodes A:B runs on several machines. Run this command on each machine, with the same files.
-    The run begins when A machines have joined. When another joins later, all save and start again
-    with it. When one is lost, the others start again if at least A are left. The machine HOST hosts
-    the rendezvous: if it is lost, the others save and end. Whoever can connect to that port can run
-    code as you, so let only the machines of the run reach it. --nproc is the number of processes on
-    a machine, and may differ between machines; auto is one per GPU, or 1. With --node-rank,
-    --master-addr and --master-port instead of --rdzv, ranks follow the machines' numbers, and the
-    number of machines is fixed. srun lockstep run, with one task per node, needs none of these: it
-    uses the nodes of the job, and auto is one process for each of the job's GPUs on a node, or 1.
+    The run begins when A machines have joined. When another machine joins later, all processes save
+    and start again with it. When a machine is lost, the others start again if at least A machines
+    are left. The machine HOST hosts the rendezvous: if it is lost, the others save and end. Anyone
+    who can connect to PORT can run code as you: let only the machines of the run reach it. --nproc
+    is the number of processes on a machine, and may differ between machines. --nproc auto is one
+    process per GPU, or 1 process without GPUs. With --node-rank, --master-addr and --master-port
+    instead of --rdzv, ranks follow the machines' numbers, and the number of machines is fixed.
+    Under srun with one task per node, lockstep run needs none of these options: it uses the nodes
+    and the GPUs of the job.
 
-    SIGTERM, SIGUSR1 and Ctrl-C ask the run to save and end; a second one ends it at once. Signals
-    that were ignored at the start (SIGHUP under nohup) stay ignored.
+    SIGTERM, SIGUSR1 and Ctrl-C ask the run to save and end. A second signal ends it at once.
+    Signals that were ignored at the start (SIGHUP under nohup) stay ignored.
 
     \b
     Examples:
@@ -58,9 +59,9 @@ def command(line: ScriptLine, **given: Any) -> int:
 
     Exit status: 0, or the status of the process that failed first (2 for a user's mistake, 128 +
     the signal's number if a signal killed it). 75 if the run was asked to end (SIGTERM, SIGUSR1,
-    --stop-after) and has saved: the same command with the same --run-dir continues it. 76 if it
-    hung for longer than --hang-after allows. 130 after Ctrl-C. 143 if lockstep itself got SIGTERM
-    and the script does not save.
+    --stop-after) and has saved: the same command with the same --run-dir continues the run. 76 if
+    the run hung for longer than --hang-after allows. 130 after Ctrl-C. 143 if lockstep itself got
+    SIGTERM and the script does not save.
     """
     began = time.time()
     options = options_from(given)

@@ -1,4 +1,4 @@
-"""The script of a run directory, with the arguments and hyper-parameters of the run."""
+"""Reconstructs the command line of the script that made a run directory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
 def script_of(run: Path | None, source: str, needs: str) -> ScriptLine:
-    """The command line of the script that made a run. `source` is the user's text; `needs` says in
-    messages what needs the script."""
+    """Return the command line of the script that made a run."""
     metadata = {} if run is None else read_metadata(run)
     environment = metadata.get("environment") or {}
     line = [str(word) for word in environment.get("command_line") or []]
@@ -48,8 +47,8 @@ def script_of(run: Path | None, source: str, needs: str) -> ScriptLine:
 
 
 def without_options(words: Sequence[str]) -> Sequence[str]:
-    """Return the words of a command line of `python` without the interpreter's own options, so that
-    they begin with the script, or with `-m` and a module.
+    """Return a command line of `python` without the options of the interpreter. The first word is
+    the script or `-m`.
 
     >>> without_options(["-u", "-X", "dev", "-m", "package.train", "-u"])
     ['-m', 'package.train', '-u']
@@ -61,7 +60,7 @@ def without_options(words: Sequence[str]) -> Sequence[str]:
 
 
 def assignments(values: Mapping[str, Any], given: Sequence[str] = ()) -> tuple[str, ...]:
-    """NAME=VALUE of `values` and of `given`, which take precedence."""
+    """Return NAME=VALUE for each of `values`. A value in `given` takes precedence."""
     texts = {name: str(value) for name, value in values.items()} | dict(
         map(split_assignment, given)
     )

@@ -1,5 +1,4 @@
-"""`lockstep search`: trains a script many times, to find the best values of its
-hyper-parameters."""
+"""`lockstep search`: finds good values of a script's hyper-parameters."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ LAUNCH = (
     "backend",
     "share_devices",
 )
-"""The options of `lockstep run` that a search passes on to each trial."""
+"""Options of `lockstep run` that a search passes to each trial."""
 
 
 search_options = together(
@@ -145,8 +144,8 @@ def command(
     share the trials.
 
     With --sampler pbt a population of M members is trained in generations of M trials. After each
-    generation, bad members continue from the checkpoints of good members, with changed values
-    (population-based training).
+    generation, members with a bad metric continue from the checkpoints of members with a good one,
+    with changed values (population-based training).
 
     \b
     Examples:
@@ -196,7 +195,7 @@ def run_search(line: ScriptLine, given: dict[str, Any], **fields: Any) -> int:
 
 
 def _send_to_slurm(options: str, jobs: int | None, line: ScriptLine) -> int:
-    """Submit an array of jobs, each of which runs this search command for one trial at a time."""
+    """Submit a job array. Each job runs this search command, with one trial at a time."""
     from lockstep.cli.slurm import array_of
     from lockstep.launch.slurm import submit
 

@@ -1,4 +1,4 @@
-"""`lockstep sweep`: trains a script with each combination of values."""
+"""`lockstep sweep`: trains a script with each combination of hyper-parameter values."""
 
 from __future__ import annotations
 

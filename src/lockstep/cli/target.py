@@ -27,8 +27,8 @@ class Target:
     names: list[CheckpointName]
     run: Path | None
     elsewhere: str | None = None
-    """URL of the run's checkpoints, from `run.json`. It is not opened, because the user did not
-    name it."""
+    """URL of the run's checkpoints, from `run.json`. The user did not name this URL, so it is not
+    opened."""
 
     @classmethod
     def find(cls, text: str) -> Target:
@@ -73,8 +73,8 @@ def fingerprint(model: StateDictReader) -> str:
 
 
 def best_of(scores: Mapping[CheckpointName, dict[str, Any] | None]) -> CheckpointName | None:
-    """Return the checkpoint with the best evaluation, of equal ones the earliest. If `Saving.best`
-    was changed during the run, only scores of the latest metric count."""
+    """Return the checkpoint with the best evaluation, the earliest of equal ones. If `Saving.best`
+    changed during the run, use only the scores of the latest metric."""
     given = {name: score for name, score in scores.items() if score is not None}
     if not given:
         return None

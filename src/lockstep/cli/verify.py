@@ -1,4 +1,4 @@
-"""`lockstep verify`: does a plan train the same model as one process?"""
+"""`lockstep verify`: checks that a plan trains the same model as one process."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def command(
     """Prove that plans train the same model as one process.
 
     Runs the script, unchanged, on one process and under each plan for K steps, and compares every
-    gradient, parameter and buffer. Perturbed runs, with noise of one unit in the last place,
-    measure the effect of rounding on this model; the tolerance is a multiple of it. The command
-    names the first step and parameter that differ by more, and the likely cause. Arguments between
+    gradient, parameter and buffer. Runs with noise of one unit in the last place measure the effect
+    of rounding on the model. The tolerance is a multiple of this effect. The command names the
+    first step and parameter with a larger difference, and the likely cause. Arguments between
     SCRIPT and --plans go to the script, and everything from --plans on to verify.
 
     \b
