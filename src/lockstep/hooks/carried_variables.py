@@ -1,5 +1,5 @@
-"""The hook that finds values that a script's own loop carries from one step into the loss of a
-later one, such as a running reward, a hidden state or a buffer of images."""
+"""The hook that finds values that a script's loop carries from one step into the loss of a later
+step, such as a running reward, a hidden state or a replay buffer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lockstep.training.run import Run
 from lockstep.training.set_up import Remark
 
 TOLD_AFTER = (3, 15)
-"""Findings are reported after these numbers of steps. The second report finds values that change
+"""Numbers of steps after which findings are reported. The second report finds values that change
 only every fourth step."""
 _SAVE = "keep it in an object with state_dict and load_state_dict that session.include saves"
 _OF_VARIABLES = f"compute it by session.mean or session.gather, and {_SAVE}"
@@ -47,21 +47,21 @@ _NUMBERS = (bool, int, float, np.number, np.bool_)
 
 
 class _Seen(NamedTuple):
-    """A value that the script's loop uses in its loss, at the beginning of a step."""
+    """A value that the loss uses, at the beginning of a step."""
 
     remedy: str
     mark: Any
-    """Compared at the next step: the number itself, a digest of a container, or a weak reference to
-    a tensor, because the tensor itself would keep its autograd graph alive."""
+    """The value that the next step compares: a number, a digest of a container, or a weak reference
+    to a tensor. A strong reference would keep the autograd graph alive."""
     writes: Sequence[int] = ()
-    """The version counters of its tensors."""
+    """The version counters of the value's tensors."""
     is_compared: bool = True
-    """False if ranks may differ, as the states of each rank's own environments do."""
+    """False if the value may differ between ranks, such as the state of an environment."""
 
 
 class CarriedVariables(ControlHook):
-    """Reports variables of a script's loop, and attributes of its objects, whose value goes into a
-    later step's loss. A value that changes only once is a cache."""
+    """Reports variables of a script's loop, and attributes of its objects, whose value affects the
+    loss of a later step. A value that changes only once is a cache."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -116,8 +116,8 @@ class CarriedVariables(ControlHook):
                         yield f"{name}.{each}", seen
 
     def _kept_by(self, name: str, kind: type) -> dict[str, bool]:
-        """Attributes that methods compute from earlier values and that go into a result. Attribute
-        -> True if the methods only set its items."""
+        """Return the attributes that methods compute from earlier values and that affect a result.
+        Maps an attribute to True if the methods only set its items."""
         if name not in self._kept:
             paths = [each.removeprefix(f"{name}.") for each in self._used if each != name]
             self._kept[name] = kept_by_methods(
@@ -163,8 +163,8 @@ class CarriedVariables(ControlHook):
 
 
 def _value_of(variables: Mapping[str, Any], path: str, saved: Set[int]) -> Any:
-    """`path`: such as "agent.memory". Return None for optimizers and for objects that checkpoints
-    save."""
+    """Return the value at `path`, such as "agent.memory". Return None for optimizers and for
+    objects that checkpoints save."""
     name, *names = path.split(".")
     value = variables.get(name)
     for each in names:
@@ -175,7 +175,7 @@ def _value_of(variables: Mapping[str, Any], path: str, saved: Set[int]) -> Any:
 
 
 def _trained(value: Any) -> list[Tensor]:
-    """Leaf tensors that require gradients."""
+    """Return leaf tensors that require gradients."""
     tensors = value.parameters() if isinstance(value, nn.Module) else [value]
     return [
         each
@@ -225,7 +225,7 @@ def _is_same(before: Any, now: Any) -> bool:
 
 
 def _for_all(seen: _Seen) -> float | str | None:
-    """Return a number or checksum to be compared between ranks."""
+    """Return a number or checksum that is compared between ranks."""
     if not seen.is_compared:
         return None
     value = seen.mark() if isinstance(seen.mark, weakref.ref) else seen.mark
@@ -245,7 +245,7 @@ def _digest(value: Any) -> str:
 
 
 def code_of(kind: type) -> Iterator[str]:
-    """Yield the source code of a class and its bases, without classes of lockstep or installed
+    """Yield the source code of a class and its bases, without classes of lockstep or of installed
     packages."""
     for each in kind.__mro__:
         if is_users(each.__module__):

@@ -1,4 +1,4 @@
-"""Begins asynchronous saves, waits for their end, and loads checkpoints."""
+"""Starts asynchronous saves, waits for them, and loads checkpoints."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ LAST_SECONDS = 10.0  # after an error, the longest wait for a save in progress
 
 @dataclass(slots=True)
 class Scores:
-    """The value of the metric `Saving.best` for each checkpoint. The same on all ranks."""
+    """The value of the metric `Saving.best` for each checkpoint. Every rank has the same values."""
 
     saving: Saving
     by_name: dict[CheckpointName, float] = field(default_factory=dict)
 
     def now(self, run: Run) -> float | None:
-        """Raises `RecipeError` if no evaluation has the metric."""
+        """Return the latest value of the metric. Raises `RecipeError` if no evaluation has the
+        metric."""
         metric = self.saving.best
         if metric is None or not run.metrics:
             return None
@@ -63,7 +64,7 @@ class Scores:
         return self.saving.best_of(self.by_name)
 
     def best(self, run: Run, folder: Storage) -> Best | None:
-        """Return the best evaluation, including the one after the latest step."""
+        """Return the best evaluation, including the evaluation after the latest step."""
         metric, value, name = self.saving.best, self.now(run), self.best_checkpoint()
         if metric is None:
             return None
@@ -81,7 +82,7 @@ class Scores:
         )
 
     def note(self, name: CheckpointName, run: Run) -> dict[str, Any] | None:
-        """Record the metric's value for a checkpoint, and return it for the checkpoint's
+        """Record the metric's value for a checkpoint, and return the value for the checkpoint's
         metadata."""
         value = self.now(run)
         if value is None:
@@ -90,7 +91,7 @@ class Scores:
         return {"metric": self.saving.best, "mode": self.saving.mode, "value": value}
 
     def read(self, folder: Storage, names: Sequence[CheckpointName], world: World) -> None:
-        """Every rank calls it."""
+        """Read the metric's values from checkpoints. Every rank calls it."""
         if self.saving.best is None:
             return
         rows = []
@@ -104,8 +105,8 @@ class Scores:
 
 @dataclass(slots=True)
 class Checkpointer:
-    """Begins asynchronous saves, waits for their end, and loads the newest checkpoint. Its state is
-    the same on all ranks."""
+    """Starts asynchronous saves, waits for them, and loads the newest checkpoint. Its state is the
+    same on all ranks."""
 
     run: Run
     folder: Storage
@@ -145,14 +146,14 @@ class Checkpointer:
 
     @property
     def attempt(self) -> str:
-        """Eight hexadecimal digits that differ for each start of the run."""
+        """Eight hexadecimal digits, which differ between starts of the run."""
         attempt: str = self.run.context.recorder.attempt
         return attempt
 
     def begin(self, saved: int, *, again: bool = False) -> None:
-        """Called before the first step, with `saved` steps done in the newest checkpoint. Every
-        rank calls it. `again`: True if the run recovered in place; it could save before, so nothing
-        is checked."""
+        """Called before the first step. `saved` is the number of steps in the newest checkpoint.
+        With `again`, the run has recovered in place, and nothing is checked. Every rank calls
+        it."""
         self._saved, self._began_at = saved, self.run.step
         self._on_rank_0(self.folder.remove_uncommitted, "written to")
         if not again:
@@ -174,12 +175,12 @@ class Checkpointer:
             self._saver.prepare(tensors)
 
     def is_time(self) -> bool:
-        """Always False except on rank 0."""
+        """True on rank 0 if a save is due. False on all remaining ranks."""
         interval = self._interval if self.world.rank == 0 else None
         return interval is not None and time.monotonic() - self._since >= interval
 
     def after_step(self, step: int, *, is_time: bool) -> None:
-        """Begin a save if one is due and none is in progress. Every rank calls it."""
+        """Start a save if a save is due and none is in progress. Every rank calls it."""
         done = step - self._began_at
         # This reads values from the device. At a logging step the host has waited for the device
         # anyway.
@@ -198,12 +199,13 @@ class Checkpointer:
             self._save(step)
 
     def _check_saveable(self) -> None:
-        """Some state appears only in the first steps. Every rank calls it."""
+        """Check that the state can be saved. Some state appears only in the first steps. Every rank
+        calls it."""
         state = partial(state_of, self.training.modules, self.training.stateful)
         raise_on_all_ranks(self.world, state, CheckpointError)
 
     def wait(self) -> None:
-        """Wait for the end of a save in progress. Every rank calls it."""
+        """Wait for a save in progress. Every rank calls it."""
         while not self._has_ended():
             self._poll(WAIT_SECONDS)
 
@@ -236,9 +238,9 @@ class Checkpointer:
     def rescue(
         self, step: int, ended: EndedStep | None = None, *, on_host: bool = True
     ) -> str | None:
-        """Save this rank's state without the other ranks. Returns None if it is saved already.
-        `ended`: the values that the host held after that step, if it has begun later steps that the
-        device has not done."""
+        """Save this rank's state without the other ranks. Returns None if it is already saved.
+        `ended` has the values that the host held after the saved step, if the host has started
+        later steps."""
         if step <= self._saved and not self._is_open:
             return None
         if step == self._saved:
@@ -276,8 +278,8 @@ class Checkpointer:
 
     @contextmanager
     def _state(self, ended: EndedStep | None = None) -> Iterator[State]:
-        """Raises an error if the parameters are not the ones that were prepared: no run could be
-        resumed from that state."""
+        """Return the state to save. Raises an error if the optimizer's parameters have been
+        replaced since `prepare`."""
         with ExitStack() as stack:
             for module in self.training.modules:
                 module.snapshot.check_parts()
@@ -300,8 +302,8 @@ class Checkpointer:
         allow_change: frozenset[str],
         before: int = sys.maxsize,
     ) -> CheckpointReader | None:
-        """Load the newest checkpoint of fewer than `before` steps that is not damaged. Every rank
-        calls it."""
+        """Load the newest undamaged checkpoint with fewer than `before` steps. Every rank calls
+        it."""
         recorder = self.run.context.recorder
         names = [name for name in self._names() if name.step < before]
         if resume == "never" and names:
@@ -351,7 +353,8 @@ class Checkpointer:
         return None
 
     def _record_rescue(self, name: CheckpointName) -> None:
-        """The failed run has recorded it if its rank 0 saved the checkpoint."""
+        """Record the event of a checkpoint that a failed run has saved. The failed run has recorded
+        it if its rank 0 saved the checkpoint."""
         with suppress(RunDirectoryError):
             rows = read_rows(
                 self.run.context.run_dir, EVENTS, lambda row: row.get("event") == "rescued", {}
@@ -379,7 +382,7 @@ class Checkpointer:
         restore(reader, self.training.modules, self.training.stateful, self.run.context.mesh)
 
     def _names(self) -> list[CheckpointName]:
-        """The newest is last. Every rank calls it."""
+        """Return the names of the checkpoints, newest last. Every rank calls it."""
         pairs = self._on_rank_0(
             lambda: [[name.step, name.attempt] for name in self.folder.names()], "read"
         )
@@ -429,7 +432,8 @@ class Checkpointer:
         return sum(sizes.values())
 
     def _on_rank_0(self, call: Callable[[], Any], what: str) -> Any:
-        """Every rank calls it. `what`: for the error's text, such as "read"."""
+        """Call a function on rank 0. If it fails, every rank raises an error. Every rank calls
+        it."""
 
         def compute() -> Any:
             try:

@@ -1,4 +1,4 @@
-"""The hook that saves checkpoints of a run, and resumes a run from one."""
+"""The hook that saves checkpoints of a run, and resumes a run from a checkpoint."""
 
 from __future__ import annotations
 
@@ -36,19 +36,20 @@ from lockstep.training.recovery import Recovery
 from lockstep.training.run import Run
 
 DEVICE_SECONDS = (5.0, 60.0)
-"""Bounds of the time that the host waits, after an error, for the device."""
+"""Bounds of the time that the host waits for the device after an error."""
 _TRIES = 3
-"""Number of attempts to copy the state from the device, which may run queued steps meanwhile."""
+"""Number of attempts to copy the state from the device. The device may run queued steps during an
+attempt."""
 
 
 def device_seconds(phases: Phases) -> float:
-    """The device may be two steps behind the host."""
+    """Return the time to wait for the device, which may be two steps behind the host."""
     step = sum(phases.usual(name) or 0.0 for name in STEP_PHASES)
     return min(max(2 * step, DEVICE_SECONDS[0]), DEVICE_SECONDS[1])
 
 
 def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
-    """The recipe in the newest readable checkpoint, as JSON. Every rank calls it."""
+    """Return the recipe in the newest readable checkpoint, as JSON. Every rank calls it."""
     found: dict[str, Any] = {}
     if world.rank == 0:
         with suppress(OSError):  # `restore` reports the error
@@ -74,8 +75,8 @@ class Checkpointing(ControlHook):
     _checkpointer: Checkpointer | None = None
 
     def resume(self, run: Run, recovery: Recovery | None, data: Any) -> None:
-        """In a recovery in place, load the state that the run's processes hold in memory; otherwise
-        load the newest checkpoint. Every rank calls it once, before the first step."""
+        """Load the newest checkpoint. In a recovery in place, load the state that the run's
+        processes hold in memory. Every rank calls it once, before the first step."""
         self._load(run, recovery)
         if recovery is not None:
             recovery.announce(run, data)
@@ -134,8 +135,8 @@ class Checkpointing(ControlHook):
         run.training.loop.resumed = {**manifest.values, "step": manifest.step, **changed}
 
     def begin_before(self, run: Run, step: int) -> None:
-        """Load the newest checkpoint with fewer than `step` steps, and save nothing from now on.
-        Every rank calls it."""
+        """Load the newest checkpoint with fewer than `step` steps, and disable saving. Every rank
+        calls it."""
         for module in run.training.modules:
             module.left_out = LeftOut(module.model, module.held)
         checkpointer = Checkpointer(run, self.folder, self.saving, compare=lambda: None)
@@ -177,13 +178,13 @@ class Checkpointing(ControlHook):
             self._checkpointer.save_now(run.step)
 
     def wait(self) -> None:
-        """Every rank calls it."""
+        """Wait for a save in progress. Every rank calls it."""
         if self._checkpointer is not None:
             self._checkpointer.wait()
 
     def delete_after(self, step: int) -> tuple[list[str], str | None]:
-        """Every rank calls it. Returns the deleted names, and the reason if one could not be
-        deleted."""
+        """Delete the checkpoints after `step`. Returns the deleted names, and the reason if a
+        checkpoint could not be deleted. Every rank calls it."""
         return ([], None) if self._checkpointer is None else self._checkpointer.delete_after(step)
 
     def best(self) -> Best | None:
@@ -232,7 +233,7 @@ class Checkpointing(ControlHook):
         return True
 
     def _rescue_from_device(self, run: Run, progress: DeviceProgress) -> tuple[int, str | None]:
-        """Save the state after the newest step that the device has certainly completed."""
+        """Save the state after the newest step that the device has completed."""
         assert self._checkpointer is not None
         if is_aborted() or accelerator_groups_failed():
             raise CheckpointError(

@@ -24,7 +24,7 @@ class EarlyStopping(Hook):
         min_delta: float = 0.0,
     ) -> None:
         """Training ends after `patience` evaluations in which `metric` did not improve by more than
-        `min_delta`. `mode`: "min" if a smaller value is better, else "max". Raises `RecipeError`
+        `min_delta`. `mode` is "min" if a smaller value is better, else "max". Raises `RecipeError`
         for invalid arguments, and `ls.train` raises it for a metric that no evaluation measures."""
         if patience < 1:
             raise RecipeError(f"patience={patience}; it counts evaluations and is at least 1")

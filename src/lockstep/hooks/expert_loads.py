@@ -1,4 +1,4 @@
-"""The hook that records how many tokens a mixture-of-experts layer sends to each expert."""
+"""The hook that records how many tokens each expert of a mixture-of-experts layer gets."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
 
 DEAD_AFTER_STEPS = 100
-"""An expert is dead after this many consecutive global batches in which no token chose it."""
+"""Number of consecutive global batches in which no token chose an expert. The expert is then
+dead."""
 PREFIX = "load/"
 
 
 class ExpertLoads(ControlHook):
-    """Records the loads of experts without a collective: every rank has the loads of the global
-    batch."""
+    """Records the number of tokens of each expert without a collective. Every rank has the numbers
+    of the global batch."""
 
     def __init__(self) -> None:
         self._rows: StepRows | None = None

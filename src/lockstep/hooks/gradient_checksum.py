@@ -1,5 +1,5 @@
-"""The hook that writes the checksum of the gradient of each logging step. Two runs that have the
-same checksums have computed the same gradients."""
+"""The hook that writes the checksum of the gradient at each logging step. Two runs with the same
+checksums have computed the same gradients."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""Bytes of an element -> the dtype as which its bits are summed."""
+"""The dtype as which the bits of an element are summed, by the element's number of bytes."""
 PIECE_ELEMENTS = 2**16
-"""Number of elements summed at once on a CPU, where torch first copies them as 64-bit numbers: this
-copy fits the cache."""
+"""Number of elements that are summed at once on a CPU. Torch first copies them as 64-bit numbers,
+and the copy fits the cache."""
 Part = tuple[int, Tensor]
-"""A factor that depends on the parameter's name, and the sum of the bits of its gradient."""
+"""A factor that depends on the parameter's name, and the sum of the bits of the parameter's
+gradient."""
 
 
 class GradientChecksum(ControlHook):
@@ -56,7 +57,7 @@ class GradientChecksum(ControlHook):
 
 
 def gradient_sums(gradients: Iterable[tuple[str, Tensor]], device: torch.device) -> list[Part]:
-    """Sum the bits of each gradient. The sums of a tensor's shards add up to its sum."""
+    """Sum the bits of each gradient. The sums of a tensor's shards add up to the tensor's sum."""
     parts: list[Part] = []
     for name, gradient in gradients:
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
@@ -68,7 +69,7 @@ def gradient_sums(gradients: Iterable[tuple[str, Tensor]], device: torch.device)
 
 
 def checksum_of(parts: Sequence[Part]) -> int:
-    """The total of factor × sum, modulo 2**64. Waits for the device once."""
+    """Return the total of factor × sum, modulo 2**64. Waits for the device once."""
     if all(each.is_cpu for _, each in parts):
         return sum([factor * int(each) for factor, each in parts]) % 2**64
     sums: list[int] = torch.stack([each for _, each in parts]).tolist()

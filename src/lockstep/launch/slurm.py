@@ -44,20 +44,20 @@ class BatchScript:
     name: str
     nodes: int
     gpus_per_node: int | None = None
-    """None: the script does not mention GPUs."""
+    """None for a script that does not request GPUs."""
     cpus_per_task: int | None = None
-    """Number of CPUs for all processes of a node. None: all, because the job uses its nodes
+    """Number of CPUs for all processes of a node. None for all CPUs, because the job uses its nodes
     exclusively."""
     time: str
     signal_seconds: int = 120
-    """Slurm sends a signal so long before the time limit, so that the run saves and ends."""
+    """Time between Slurm's signal and the time limit. The run saves and ends after the signal."""
     path: str | None = None
     setup: Sequence[str] = ()
     command: Sequence[str] = ()
-    """The command that runs on each node. Empty: `lockstep run` with `run`, `script` and
+    """The command that runs on each node. If empty, it is `lockstep run` with `run`, `script` and
     `arguments`."""
     sbatch: Sequence[str] = ()
-    """Further options of sbatch, one for each #SBATCH line."""
+    """Additional options of sbatch, one for each #SBATCH line."""
 
     def text(self) -> str:
         limit = limit_seconds(self.time)
@@ -145,8 +145,8 @@ def limit_seconds(time: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmStep:
-    """A Slurm step (the tasks that one srun starts), as srun describes it in the environment of
-    each task."""
+    """A Slurm step (the tasks of one srun), as srun describes it in the environment of each
+    task."""
 
     nodes: Sequence[str]
     tasks: Sequence[int]
@@ -156,7 +156,7 @@ class SlurmStep:
     local_task: int
     port: int
     cpus: int | None
-    """Number of CPUs for each task. None: not requested."""
+    """Number of CPUs for each task. None if not requested."""
     gpus: int | None
 
     @classmethod
@@ -197,8 +197,8 @@ class SlurmStep:
             )
 
     def variables(self, address: str) -> dict[str, str]:
-        """Return the variables (RANK, WORLD_SIZE, ...) that a launcher would set for this task, if
-        each task is a rank. `address`: address of the first node."""
+        """Return RANK, WORLD_SIZE and the other variables that a launcher sets, if each task is a
+        rank. `address` is the address of the first node."""
         values = {
             "RANK": self.task,
             "WORLD_SIZE": sum(self.tasks),
@@ -214,7 +214,7 @@ class SlurmStep:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Read Slurm's format: `a[1-2,05],b` is a1, a2, a05, b."""
+    """Expand Slurm's list of nodes: `a[1-2,05],b` is a1, a2, a05, b."""
     if re.fullmatch(r"(?:[^\[\],\s]|\[[\d,-]+\])+(?:,(?:[^\[\],\s]|\[[\d,-]+\])+)*", text) is None:
         raise ValueError(f"no list of nodes: {text!r}")
     return [name for each in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", text) for name in _names(each)]
@@ -233,7 +233,7 @@ def _names(pattern: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Read Slurm's format: `2(x3),1` is 2, 2, 2, 1."""
+    """Expand Slurm's list of counts: `2(x3),1` is 2, 2, 2, 1."""
     counts: list[int] = []
     for each in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each)
@@ -293,8 +293,8 @@ def submit(script: str) -> int:
 
 
 def follow(job: int, name: str, say: Callable[[str], None], show: Callable[[str], None]) -> int:
-    """Follow a job to its end. `say` gets each change of its state, and `show` each new line of its
-    output. Lines from a node's own file begin with its name."""
+    """Follow a job to its end. `say` gets each change of its state, and `show` gets each new line
+    of its output. A line from a node's log begins with the name of the node."""
     read: dict[str, int] = {}
     before = None
     files = f"{name}-{job}"
@@ -343,7 +343,7 @@ def set_task_variables(environ: MutableMapping[str, str]) -> None:
 
 
 def address_of(node: str) -> str:
-    """Return the name of a node, or Slurm's address if the name resolves to loopback here, as it
+    """Return the name of a node. Return Slurm's address if the name resolves to loopback, as it
     often does on the node."""
     address = _resolved(node)
     if address is not None and not ipaddress.ip_address(address).is_loopback:

@@ -1,4 +1,4 @@
-"""Call a function in several processes of this machine, from a script or a notebook."""
+"""Calls a function in several processes of this machine, from a script or a notebook."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def spawn(
 ) -> T:
     """Call `main(*args)` in `nproc` new processes on this machine, and return rank 0's result.
 
-    `nproc="auto"`: the product of the plan's axes, if all have a size; otherwise one process per
-    GPU, or one without GPUs. `plan` and `run_dir` apply to every run that `main` trains. The result
-    must be picklable.
+    `nproc="auto"` is the product of the plan's axes if all axes have a size. Otherwise it is one
+    process per GPU, or one process without GPUs. `plan` and `run_dir` apply to every run that
+    `main` trains. The result must be picklable.
 
     If `main` can be imported from a file, the processes are fresh interpreters: `args` must be
     picklable, and a script must call `spawn` under `if __name__ == "__main__":`. If it cannot be
@@ -51,8 +51,8 @@ def spawn(
     and each process computes with one thread, because a fork lacks torch's other threads.
 
     A `UserError` in any process is raised here with the same type and text. Any other failure
-    raises `WorkerError`, with the traceback of the rank that failed first. A failure stops the
-    other processes. Raises `LaunchError` and `PlanError` before it starts any process.
+    raises `WorkerError`, with the traceback of the rank that failed first. A failure stops all
+    processes. Raises `LaunchError` and `PlanError` before it starts any process.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # A worker that imports the script reaches this call again, unless the call is guarded by
@@ -215,7 +215,6 @@ class _FunctionProcess:
 
 @contextmanager
 def _environment(added: Mapping[str, str]) -> Iterator[None]:
-    """Libraries read the variables when the worker starts."""
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:

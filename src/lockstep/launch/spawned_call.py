@@ -1,5 +1,5 @@
-"""The part of `ls.spawn` inside a worker: receive the function, call it, return its result. Does
-not import torch."""
+"""Runs a function of `ls.spawn` in a worker: receives the function, calls it, returns its result.
+Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.launch.seeding import seed_workers_generators
 
 
 class SpawnedCall:
-    """The function and arguments of `ls.spawn`, unpickled only when the function is called, so that
+    """The function and arguments of `ls.spawn`. They are unpickled when the function is called, so
     an error of unpickling is recorded as the worker's failure."""
 
     def __init__(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -51,8 +51,8 @@ class SpawnedCall:
 
 
 def work(call: SpawnedCall, result: Connection | None, forked: bool) -> None:
-    """The process starts with the signals `PASSED_ON` blocked. The function's return value is sent
-    through `result`."""
+    """Call the function, and send its return value through `result`. The process starts with the
+    signals `PASSED_ON` blocked."""
     if forked:
         forget_parent()
         freeze_for_good()
@@ -78,7 +78,7 @@ def work(call: SpawnedCall, result: Connection | None, forked: bool) -> None:
 
 
 def forget_parent() -> None:
-    """In a fork, discard the functions that the parent has registered for its exit."""
+    """In a fork, unregister the parent's atexit functions."""
     atexit._clear()
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
 

@@ -1,10 +1,10 @@
 """Signals that ask a training process to save and end, or to end at once.
 
-Under every launcher, SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask it to finish its step, save and end.
-A second signal asks it to end at once. If the launcher has passed on a signal, the third one does,
-because the first two may be the same request. In a process that lockstep started, SIGHUP, and
-SIGTERM after another worker has failed, ask it to end at once. Signals that the user's code handles
-or ignores are left alone.
+Under every launcher, SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask the process to finish its step, save
+and end. A second signal asks it to end at once. If the launcher has passed on a signal, the third
+signal asks it to end at once, because the first two may be the same request. In a process that
+lockstep started, SIGHUP asks it to end at once. So does SIGTERM after another worker has failed.
+Signals that the user's code handles or ignores are not changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INTERRUPTED_STATUS = 128 + signal.SIGINT
 HUNG_STATUS = 76
 PREEMPTING = signals("SIGTERM", "SIGUSR1", "SIGINT")
 ENDING = signals("SIGHUP")
-"""Signals that ask one of lockstep's workers to end at once."""
+"""Signals that ask a worker to end at once."""
 END_SECONDS = 30.0
 SAVE_SECONDS = 600.0
 
@@ -46,8 +46,8 @@ def in_a_worker() -> None:
 
 
 class Preempted(SystemExit):
-    """The run was asked to end early, and has saved. Not an `Exception`, so that it also ends loops
-    that catch errors."""
+    """The run was asked to end early, and has saved. Not an `Exception`, so `except Exception` does
+    not catch it."""
 
     def __init__(self, reason: str, status: int = PREEMPTED_STATUS) -> None:
         super().__init__(status)
@@ -67,8 +67,8 @@ def preempted(reason: str) -> Preempted:
 
 
 class Terminated(SystemExit):
-    """A signal asked this process to end. Not an `Exception`, so that it also ends loops that catch
-    errors."""
+    """A signal asked this process to end. Not an `Exception`, so `except Exception` does not catch
+    it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -79,8 +79,7 @@ class Terminated(SystemExit):
 
 
 def _is_on_one_machine() -> bool:
-    """If all ranks are on this machine, the end of the launcher affects all of them. The ranks of
-    other machines continue, as after the loss of a machine."""
+    """True if all ranks are on this machine. The end of the launcher then affects all of them."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()
@@ -91,12 +90,12 @@ def _is_on_one_machine() -> bool:
 
 class Termination:
     """Handles the signals of `PREEMPTING` and `ENDING`, in the main thread. The first signal of
-    `PREEMPTING` is recorded in `asked`. A signal of `ENDING`, or a second one, raises `Terminated`
-    (`KeyboardInterrupt` for SIGINT); after `hold`, only at the exit. One more signal kills the
-    process."""
+    `PREEMPTING` is recorded in `asked`. The second signal, or a signal of `ENDING`, raises
+    `Terminated` (`KeyboardInterrupt` for SIGINT). After `hold`, the exception is raised only at the
+    exit. One more signal kills the process."""
 
     def __init__(self, *, saves: bool = True) -> None:
-        """`saves`: False if the run has nothing to save: the first signal then ends it."""
+        """With `saves=False` the run has nothing to save, and the first signal ends it."""
         self._process = os.getpid()
         self._saves = saves
         self._before: dict[signal.Signals, Any] = {}
@@ -174,8 +173,8 @@ class Termination:
             raise Terminated(number)
 
     def _on_signal_in_fork(self, number: int) -> None:
-        """Ignore the first Ctrl-C, which the terminal sends to every process of a job: the training
-        process may need this process to finish its step."""
+        """Ignore the first Ctrl-C in a forked process. The terminal sends it to every process of a
+        job, and the training process may need the fork to finish its step."""
         if number != signal.SIGINT:
             _take_default(number)
         elif self.asked is not None:
@@ -189,7 +188,7 @@ def _take_default(number: int) -> None:
 
 
 def tell(text: str) -> None:
-    """Print a line on stderr; may be called in a signal handler."""
+    """Print a line to stderr. May be called in a signal handler."""
     lines = (
         f"\nlockstep: {text}"
         if sys.stderr is not None and sys.stderr.isatty()

@@ -1,12 +1,13 @@
-"""A worker process: runs the user's code like Python itself, and writes a record if it fails.
-`python -P -m lockstep.launch.worker [-m] SCRIPT ARGS...` is what `lockstep run` starts. Nothing
-here imports torch or multiprocessing before the user's code does: torch takes seconds, and
-multiprocessing would remember the wrong `__main__`.
+"""A worker process. It runs the user's code like Python does, and writes a record if the code
+fails. `lockstep run` starts it by `python -P -m lockstep.launch.worker [-m] SCRIPT ARGS...`.
 
-[Note: exit] A worker ends as Python does, but without the step of finalization that destroys
-modules and objects. If a process group is alive, that step aborts or waits for lost peers. (In 4 of
-15 finished runs of a DDP script, it printed "terminate called without an active exception": a
-thread of the process group acquires the GIL after finalization.)
+This module does not import torch or multiprocessing before the user's code does. Torch takes
+seconds, and multiprocessing would remember the wrong `__main__`.
+
+[Note: exit] A worker ends as Python does, but does not destroy modules and objects. With a live
+process group, their destruction aborts or waits for lost peers. (In 4 of 15 finished runs of a DDP
+script, it printed "terminate called without an active exception": a thread of the process group
+acquires the GIL after finalization.)
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def begin() -> Path | None:
-    """Tie this process to its launcher, so that it ends with it. A spare process waits here until
-    it replaces a lost worker. Returns the path for the record of a failure."""
+    """Make this process end with its launcher. A spare process waits here until it replaces a lost
+    worker. Returns the path for the record of a failure."""
     text, told, channel = os.environ.get(WORKER, ""), WorkerStart.take(os.environ), None
     if told is None:
         use_files(None)
@@ -108,8 +109,8 @@ def _wait_to_become_worker(channel: Channel, imports: Sequence[str]) -> WorkerSt
 
 
 def prepare_process() -> None:
-    """Import the modules for training. After `gc.freeze`, collecting the old model in a recovery in
-    place takes milliseconds instead of 0.2 s."""
+    """Import the modules for training. After `gc.freeze`, a recovery in place frees the old model
+    in milliseconds instead of 0.2 s."""
     for name in import_module("lockstep.base.torch_private").IMPORTED_IN_TRAINING:
         import_module(name)
     gc.collect()
@@ -117,7 +118,7 @@ def prepare_process() -> None:
 
 
 def run(body: Callable[[], object], record: Path | None) -> NoReturn:
-    """Call `body` and end the process. If `body` fails, a `FailureRecord` is written to the path
+    """Call `body` and end the process. If `body` fails, write a `FailureRecord` to the path
     `record`."""
     process = os.getpid()
     hook = sys.excepthook
@@ -153,8 +154,7 @@ def _write(failure: FailureRecord, path: Path) -> None:
 
 
 def _call_hook(error: BaseException, frames: TracebackType | None) -> None:
-    """Call the user's excepthook, as Python would. Discard its output, because the launcher's
-    report contains it."""
+    """Call the user's excepthook. Discard its output, because the launcher's report contains it."""
     with suppress(Exception, SystemExit), redirect_stderr(io.StringIO()):
         sys.excepthook(type(error), error, frames)
 
@@ -170,8 +170,8 @@ def _leave_as_asked(error: SystemExit, record: Path) -> NoReturn:
 
 
 def _leave(status: int, *, by: int | None = None) -> NoReturn:
-    """End the process with this exit status, or by the signal `by`, without destroying objects. See
-    [Note: exit]."""
+    """End the process without destroying objects. It ends with this exit status, or by the signal
+    `by`. See [Note: exit]."""
     try:
         if status == 0:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are not daemons
@@ -261,7 +261,8 @@ def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def _execute(code: CodeType, **attributes: Any) -> None:
-    """The new `__main__` module stays in `sys.modules` for atexit functions, threads and pickle."""
+    """Run code in a new `__main__` module. It stays in `sys.modules` for atexit functions, threads
+    and pickle."""
     module = ModuleType("__main__")
     module.__dict__.update({"__builtins__": builtins, "__cached__": None, **attributes})
     sys.modules["__main__"] = module

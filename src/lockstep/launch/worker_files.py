@@ -1,5 +1,5 @@
-"""Files in the launcher's temporary folder, for messages between a worker and its launcher about
-the worker's end."""
+"""Files in the launcher's temporary folder, by which a worker and its launcher tell each other
+about the worker's end."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 WORKER = variable("worker")
 STARTED_BY = variable("started_by")
-"""Every process that a worker starts inherits this variable. By it the launcher finds processes
-that a worker left running, in any session."""
+"""The environment variable by which the launcher finds processes that a worker has left running.
+Every process that a worker starts inherits it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStart:
     """The launcher's parameters for a worker process or spare process: JSON in one environment
-    variable. The process removes the variable, so that its own children do not write to the same
-    files."""
+    variable. The process removes the variable, because its child processes must not write to the
+    same files."""
 
     launcher: int
     files: str | None = None
-    """The beginning of the paths of the process's files, `WorkerFiles.stem`. None for a spare
-    process, which has no rank yet."""
+    """The common beginning of the paths of the process's files (`WorkerFiles.stem`). None for a
+    spare process, which has no rank yet."""
     channel: int | None = None
     is_replacement: bool = False
     imports: Sequence[str] = ()
@@ -65,10 +65,10 @@ def damaged_start(text: str, error: Exception) -> LaunchError:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFiles:
-    """The paths of the files by which one worker and its launcher inform each other."""
+    """The paths of the files that one worker shares with its launcher."""
 
     stem: Path
-    """Common beginning of the paths of this worker's own files. The files that all workers share
+    """The common beginning of the paths of this worker's files. The files that all workers share
     are in the same folder."""
 
     def _own(self, suffix: str) -> Path:
@@ -94,18 +94,18 @@ class WorkerFiles:
 
     @property
     def saving(self) -> Path:
-        """Exists while the worker saves, so that the launcher does not kill it."""
+        """This file exists while the worker saves. The launcher then does not kill the worker."""
         return self._own("saving")
 
     @property
     def saved(self) -> Path:
-        """Exists once a worker that ends by an error or a signal knows that its last step is
-        saved."""
+        """This file exists after a worker that ends by an error or a signal has saved its last
+        step."""
         return self._own("saved")
 
     @property
     def restart_request(self) -> Path:
-        """Contains the reason why the worker asks the launcher for a restart."""
+        """This file contains the reason why the worker asks the launcher for a restart."""
         return self._own("restart")
 
     def remove_own(self) -> None:
@@ -121,8 +121,7 @@ class WorkerFiles:
 
     @property
     def shutdown(self) -> Path:
-        """Exists once the launcher has begun to end all workers, because one has failed or a
-        machine is lost."""
+        """This file exists after the launcher has begun to end all workers."""
         return self.stem.with_name("shutdown")
 
     @property
@@ -169,8 +168,8 @@ def note_saved() -> None:
 
 
 def request_restart(reason: str) -> None:
-    """Make the launcher restart the workers after this worker's failure, without counting it for
-    `--max-restarts`."""
+    """Make the launcher restart the workers after this worker's failure. The restart does not count
+    for `--max-restarts`."""
     if _files is not None:
         write_atomically(_files.restart_request, reason)
 
@@ -181,16 +180,18 @@ def note_options_read() -> None:
 
 
 def write_failure(record: FailureRecord) -> None:
-    """Called in a thread other than the main one, by a process that then ends."""
+    """Write the record of a failure in a thread other than the main one. The process then ends."""
     if _files is not None:
         record.write(_files.failure)
 
 
 def is_shutting_down() -> bool:
-    """Once the launcher has begun to end all workers, this process must take no further step."""
+    """True after the launcher has begun to end all workers. This process must then take no more
+    steps."""
     return _files is not None and _files.shutdown.exists()
 
 
 def was_signal_forwarded() -> bool:
-    """Slurm may have sent the same signal to this process too, so that it arrives twice."""
+    """True if the launcher has passed on a signal. Slurm may have sent the same signal to this
+    process too."""
     return _files is not None and _files.signal_forwarded.exists()

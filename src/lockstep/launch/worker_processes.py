@@ -3,9 +3,9 @@ end.
 
 [Note: the end] A worker has failed when its process ends with a status other than 0 or its failure
 record exists. The launcher then waits a moment for simultaneous failures. It waits longer while all
-failures are errors about lost peers, so that it does not miss the failure that caused them. Then it
-stops the other workers, and kills the remaining ones. All this takes at most PEER_FAILURES_SECONDS
-+ STOP_SECONDS + KILL_SECONDS.
+failures are errors about lost peers, because it looks for the failure that caused them. Then it
+stops the running workers, and kills workers that do not stop. All this takes at most
+PEER_FAILURES_SECONDS + STOP_SECONDS + KILL_SECONDS.
 """
 
 from __future__ import annotations
@@ -47,17 +47,15 @@ FAILURES_SECONDS = 0.3
 PEER_FAILURES_SECONDS = 3.0
 STOP_SECONDS = 3.0
 HOLD_SECONDS = 300.0
-"""Time that a worker gets to leave its step after another one is lost. It may be computing, or
-compiling."""
+"""Time that a worker gets to leave its step after another worker is lost. It may be compiling."""
 HOLD_POLL_SECONDS = 0.002
 LEAVE_SECONDS = 1.0
-"""Time in which the processes that workers have started may end, after all workers have ended
-successfully."""
+"""Time that the child processes of workers get to end after all workers have ended successfully."""
 KILL_SECONDS = 2.0
 
 
 class WorkerProcess(Protocol):
-    """The interface of a worker process; `subprocess.Popen` implements it."""
+    """The interface of a worker process, which `subprocess.Popen` implements."""
 
     @property
     def pid(self) -> int: ...
@@ -68,23 +66,23 @@ class WorkerProcess(Protocol):
 GRACE_SECONDS = dict.fromkeys(signals("SIGQUIT"), 5.0) | dict.fromkeys(
     (*PREEMPTING, *ENDING), END_SECONDS
 )
-"""Signal that the launcher passes on to its workers -> seconds until it kills them. A second signal
-ends the wait."""
+"""Seconds until the launcher kills its workers after it has passed on a signal, by signal. A second
+signal ends the wait."""
 
 
 class SignalForwarding:
     """Passes signals that the launcher receives on to the workers. The first signal ends the run,
-    by a `SignalException` in the launcher's main thread; if workers are just being ended, the
-    exception is raised afterwards."""
+    by a `SignalException` in the launcher's main thread. While workers are being ended, the
+    exception waits."""
 
     def __init__(self, on_interrupt: Callable[[], None]) -> None:
-        """`on_interrupt`: called in the signal handler if the first signal is SIGINT."""
+        """The signal handler calls `on_interrupt` if the first signal is SIGINT."""
         self._on_interrupt = on_interrupt
         self.received: signal.Signals | None = None
         self.is_impatient = False
         self.is_ending = False
-        """True while the workers are being ended because one has failed: the run then ends with
-        this failure."""
+        """True while the workers are being ended because one has failed. The run then ends with the
+        worker's failure."""
         self._is_deferred = False
 
     def go_on(self) -> None:
@@ -119,12 +117,12 @@ class SignalForwarding:
 
 
 Start = Callable[[Mapping[str, str]], WorkerProcess]
-"""Starts one worker process, with these variables added to the environment. Called in order of
-local ranks."""
+"""Starts one worker process with the given environment variables. Called in the order of local
+ranks."""
 
 
 class Spare:
-    """A spare process as seen by the launcher: it has imported torch and lockstep, and waits to
+    """A spare process, as the launcher sees it. It has imported torch and lockstep, and waits to
     replace a lost worker."""
 
     def __init__(
@@ -161,7 +159,7 @@ class LaunchedWorker:
     failure: WorkerFailure | None = None
     is_asked: bool = False
     is_stopped: bool = False
-    """True if the launcher ended the worker, or if the worker ended itself because another one had
+    """True if the launcher ended the worker, or if the worker ended because another worker had
     failed."""
     is_preempted: bool = False
 
@@ -185,9 +183,9 @@ class WorkerProcesses:
         not_in_place: str | None = "",
         name: str = "rank",
     ) -> None:
-        """The names of the workers' files in `folder` begin with `name`. `not_in_place`: the reason
-        why workers cannot recover in place; None if they can, empty if recovery in place was not
-        requested."""
+        """The names of the workers' files in `folder` begin with `name`. `not_in_place` is the
+        reason why workers cannot recover in place. None if they can. Empty if recovery in place was
+        not requested."""
         self.connections = Connections(not_in_place)
         self.folder = folder
         self._name = name
@@ -196,8 +194,8 @@ class WorkerProcesses:
         self._is_shutting_down = False
 
     def add(self, rank: int, start: Start, environment: Mapping[str, str], **told: bool) -> int:
-        """Returns the process id. `rank`: the global rank. `told`: further fields of
-        `WorkerStart`."""
+        """Start a worker, and return its process id. `rank` is the global rank. `told` has
+        additional fields of `WorkerStart`."""
         files = self._files_of(rank)
         with self.connections.opened(rank) as channel:
             process = start({**environment, **_variables(files, channel=channel, **told)})
@@ -220,7 +218,7 @@ class WorkerProcesses:
         self.connections.note_replacement(rank)
 
     def adopt(self, others: WorkerProcesses) -> None:
-        """Take over the workers of `others`, whose ranks differ from the ranks here."""
+        """Add the workers of `others`, which have different ranks."""
         self._workers |= others._workers
         self.connections.by_rank |= others.connections.by_rank
 
@@ -314,7 +312,7 @@ class WorkerProcesses:
 
     def hold(self) -> str | None:
         """Make the running workers leave their collectives and wait for new ranks. Kills workers
-        that do not do so in time. Returns None, or the reason why the workers cannot."""
+        that do not do so in time. Returns None, or the reason why the workers cannot recover."""
         began = time.monotonic()
         self.connections.send(self.connections.must_leave(self.running), "lost")
         while missing := set(self.connections.must_leave(self.running)).union(
@@ -362,8 +360,8 @@ class WorkerProcesses:
             self.stop(signal.SIGTERM, 0.0)
 
     def stop(self, number: signal.Signals, grace_seconds: float) -> None:
-        """End every worker. Running workers that neither failed nor were asked to end get signal
-        `number`. All that still run after `grace_seconds` get SIGKILL."""
+        """End every worker. Running workers get signal `number`, unless they failed or were asked
+        to end. After `grace_seconds`, running workers get SIGKILL."""
         self._look()
         self.connections.release()
         self._files_of(0).signal_forwarded.touch()
@@ -393,8 +391,8 @@ class WorkerProcesses:
                 worker.failure = _failure(rank, worker)
 
     def _note_end(self, worker: LaunchedWorker, returncode: int) -> None:
-        """Kills the process group of a worker that has ended at once, because the group's id may
-        later belong to another process."""
+        """Kill the process group of a worker that has ended, because the group's id may later
+        belong to another process."""
         if returncode != 0 or worker.is_stopped:
             with suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, signal.SIGKILL)
@@ -415,7 +413,7 @@ class WorkerProcesses:
             self._look()
 
     def _files_of(self, rank: int) -> WorkerFiles:
-        """A worker whose rank has changed keeps the files that it began with."""
+        """Return the files of a worker. A worker whose rank has changed keeps its first files."""
         if rank in self._workers:
             return self._workers[rank].files
         return WorkerFiles(self.folder / f"{self._name}-{rank}")

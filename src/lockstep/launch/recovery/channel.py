@@ -1,15 +1,20 @@
 """The connection between a worker and its launcher, for recovery in place. When a worker is lost,
 the surviving workers continue in their processes with a replacement.
 
-[Note: recovery in place] 1. When a run opens, each worker says `able`, with the reason if it cannot
-recover in place. With `images` it passes the launcher the shared memory that has copies of its
-state, and of the state of ranks on other hosts. These images outlive the worker. 2. When a worker
-has ended, the launcher sends `lost` to the surviving workers. They leave their collective. They say
-`ready` with the step of their state, or `refuses` with the reason. The replacement says `ready`,
-without a state, when its script reaches `ls.train`. A watchdog that finds a hanging worker sends
-`hangs`, and the launcher kills that worker. 3. When all workers are ready, the launcher sends
-`rejoin` to each, with the variables of its rank and the images of all workers. If that is not
-possible, it sends `restart`: the workers save and end, and all start again.
+[Note: recovery in place]
+
+1. When a run opens, each worker says `able`, with the reason if it cannot recover in place. With
+`images` it passes the launcher the shared memory that has copies of its state, and of the state of
+ranks on other hosts. These images outlive the worker.
+
+2. When a worker has ended, the launcher sends `lost` to the surviving workers. They leave their
+collective. They say `ready` with the step of their state, or `refuses` with the reason. The
+replacement says `ready`, without a state, when its script reaches `ls.train`. A watchdog that finds
+a hanging worker sends `hangs`, and the launcher kills that worker.
+
+3. When all workers are ready, the launcher sends `rejoin` to each, with the variables of its rank
+and the images of all workers. If that is not possible, it sends `restart`: the workers save and
+end, and all start again.
 """
 
 from __future__ import annotations

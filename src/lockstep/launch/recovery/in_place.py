@@ -15,7 +15,7 @@ from lockstep.launch.termination import HUNG_STATUS
 from lockstep.launch.worker_processes import HOLD_POLL_SECONDS, Spare, Start, WorkerProcesses
 
 QUICK_SECONDS = 1.0
-"""Longest time that workers wait after a loss for a spare process to reach its training."""
+"""Workers wait for a spare process after a loss if it can reach its training within this time."""
 START_SECONDS = 60.0
 """Shortest time that a new process gets to reach its training before it is killed."""
 SAME_STEP = 3
