@@ -278,8 +278,8 @@ class Checkpointer:
 
     @contextmanager
     def _state(self, ended: EndedStep | None = None) -> Iterator[State]:
-        """Return the state to save. Raises an error if the optimizer's parameters have been
-        replaced since `prepare`."""
+        """Yield the state to save. Raises an error if a model has other parameters than after
+        `prepare`."""
         with ExitStack() as stack:
             for module in self.training.modules:
                 module.snapshot.check_parts()

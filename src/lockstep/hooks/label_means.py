@@ -1,5 +1,5 @@
-"""Finds means over labels that do not count equally (class weights, ignored labels) in a loss's
-calls of torch's cross entropy. Such a mean over a batch may differ from the mean over its
+"""Finds means over labels in a loss's calls of torch's cross entropy. With class weights or ignored
+labels, labels do not count equally. The mean over a batch may then differ from the mean over its
 microbatches."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.comm.torch_collectives import CollectivesRefused
 
 _OPERATIONS = ("nll_loss_forward", "nll_loss2d_forward")
-"""Operations of cross entropy, for labels of 1 and of 3 dims."""
+"""Operations of cross entropy, for labels with 1 and with 3 dims."""
 _MEAN = 1  # torch's number for reduction="mean"
 
 
@@ -22,13 +22,14 @@ class LabelMean:
     weight: float
     """Sum of the labels' weights divided by the number of labels."""
     may_differ: bool = True
-    """False if equally many labels of every sample are ignored, such as each row's last label."""
+    """False if every sample has the same number of ignored labels, such as the last label of each
+    row."""
 
 
 @dataclass(eq=False)
 class LabelMeans(CollectivesRefused):  # type: ignore[no-untyped-call]
-    """Collects the means over labels that cross entropy computes, if their class weights are not
-    all equal or they could ignore labels. Raises `CollectiveCalled` if a collective is called."""
+    """Collects the means over labels that cross entropy computes with unequal class weights, or
+    with an ignored index. Raises `CollectiveCalled` if a collective is called."""
 
     samples: int
     found: list[LabelMean] = field(default_factory=list)
@@ -45,7 +46,6 @@ class LabelMeans(CollectivesRefused):  # type: ignore[no-untyped-call]
         return result
 
     def _note(self, labels: Tensor, weights: Tensor | None, ignored: int, total: float) -> None:
-        """`total`: the sum of the labels' weights."""
         is_ignored = labels == ignored
         if weights is not None and bool((weights != weights[0]).any()):
             self.found.append(LabelMean("class weights", total / labels.numel()))

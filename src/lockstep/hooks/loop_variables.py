@@ -1,5 +1,5 @@
-"""Finds networks and tensors that a script's own training loop keeps in variables and changes in
-place, but that no checkpoint holds."""
+"""Finds networks and tensors that a script's training loop changes in place, but that no checkpoint
+saves."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lockstep.base.loop_flow import loop_at, set_anew
 from lockstep.base.torch_private import version
 
 _OWN_REFERENCES = 3
-"""References to a frame's dict of variables that only lockstep uses: the frame, a local variable,
-and the call's argument."""
+"""Number of references of lockstep to a frame's dict of variables: the frame, a local variable, and
+the call's argument."""
 
 
 class LoopVariables:
-    """The networks and tensors in variables of the script's function when its training loop begins,
-    by weak references."""
+    """Weak references to the networks and tensors in local variables of the script's function, at
+    the start of its training loop."""
 
     def __init__(self, saved: Collection[int]) -> None:
-        """`saved`: ids of the tensors that checkpoints hold."""
+        """`saved` has the ids of the tensors that checkpoints save."""
         frame = frame_of_script()
         loop = loop_of(frame)
         anew = set() if loop is None else set_anew(loop)
@@ -44,7 +44,8 @@ class LoopVariables:
         }
 
     def changed(self) -> list[str]:
-        """Variables whose tensors were changed in place since the loop began."""
+        """Return the names of variables whose tensors were changed in place since the start of the
+        loop."""
         names = []
         for name, marks in self._before.items():
             now = [(tensor(), writes) for tensor, writes in marks]
@@ -54,8 +55,7 @@ class LoopVariables:
 
 
 def frame_of_script() -> FrameType:
-    """The innermost frame that belongs neither to lockstep, nor to Python's library, nor to an
-    installed package."""
+    """Return the innermost frame of the user's code."""
     frame = sys._getframe()
     while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -63,7 +63,7 @@ def frame_of_script() -> FrameType:
 
 
 def loop_of(frame: FrameType) -> ast.For | None:
-    """The `for` statement whose iterator the frame is advancing."""
+    """Return the `for` statement whose iterator the frame is advancing."""
     code, first = frame.f_code, 1
     lines = linecache.getlines(code.co_filename, frame.f_globals)
     if not code.co_name.startswith("<"):  # a function; parsing the whole file takes longer

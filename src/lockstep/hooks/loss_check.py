@@ -1,5 +1,5 @@
-"""The hook that detects a loss that depends on the split into microbatches, or on a value that it
-keeps between calls."""
+"""The hook that detects a loss that depends on the split into microbatches, or on a value that the
+loss keeps between calls."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ from lockstep.training.run import Run
 from lockstep.training.set_up import Remark
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
-"""Largest relative difference between the loss of a microbatch and of its two halves."""
+"""Largest relative difference between the loss of a microbatch and the mean loss of its two
+halves."""
 SAME = 1e-6
 """Largest relative difference between two losses of the same microbatch."""
 
@@ -61,7 +62,7 @@ Sums = dict[str, tuple[float, float]]
 
 
 class Findings(NamedTuple):
-    """One rank's findings about the loss, as text for a warning."""
+    """The findings of one rank about the loss, as text for a warning."""
 
     kept: str | None = None
     """The loss of the same microbatch changes from call to call."""
@@ -76,7 +77,7 @@ class Findings(NamedTuple):
 
 
 class LossTrial(NamedTuple):
-    """The loss of a microbatch or of a half of it, checksums of the model's output, and the means
+    """The loss of a microbatch or half microbatch, checksums of the model's output, and the means
     over labels."""
 
     sums: Sums
@@ -104,21 +105,17 @@ class Failed(str):
 
 
 Outcome = LossTrial | str
-"""The result of a trial, or as text the reason why there is none."""
+"""The result of a trial, or the reason why the trial has no result."""
 NOTHING = Findings()
 IS_RANDOM = Findings(unchecked="it draws random numbers, without dropout too")
 
 
 @dataclass(eq=False)
 class LossCheck(ControlHook):
-    """Tries the loss on the first microbatch, and in evaluation mode on its halves. Restores model
-    and loss.
-
-    In a forward with collectives, a failure on a half would leave other ranks waiting; a compiled
-    forward would compile each new shape. In these cases, and if the forward draws random numbers in
-    evaluation mode, only the loss function is tried on halves: the halves of the model's first
-    output.
-    """
+    """Computes the loss of the first microbatch, and of its halves in evaluation mode. Restores the
+    model and the loss. Only the loss function is tried, on halves of the model's output, in three
+    cases. A forward with collectives would leave ranks waiting if it failed on a half. A compiled
+    forward would compile each new shape. A forward may draw random numbers in evaluation mode."""
 
     _is_done: bool = False
     _is_watching: bool = False
@@ -157,8 +154,8 @@ class LossCheck(ControlHook):
             )
 
     def watched(self, run: Run, recipe: Recipe) -> Callable[[Any, Any], Any] | Gathered:
-        """The recipe's loss function; in the first step, a function that also tries it on halves of
-        the model's output."""
+        """Return the recipe's loss function. In the first step it also computes the loss on halves
+        of the model's output."""
         if self._is_watching and recipe.loss is not None:
             return partial(self._watch, run, recipe.loss)
         return recipe.objective
@@ -188,7 +185,8 @@ class LossCheck(ControlHook):
 
 
 def _kept_by(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """A recipe's function may be an object that keeps values between calls."""
+    """Yield the attributes of a recipe's functions, which may be objects that keep values between
+    calls."""
     for function in (recipe.loss, recipe.inputs, recipe.weight):
         yield from attributes_of(getattr(function, "__self__", function))
 
@@ -200,7 +198,7 @@ def _takes_outputs(run: Run) -> bool:
 
 
 def _may_fail(run: Run) -> bool:
-    """True if training can go on after a forward that failed on all ranks."""
+    """True if training can continue after a forward that failed on all ranks."""
     plan = run.context.plan
     communicate = sum(axis.in_forward for axis in plan.larger)
     stage_has_collectives = plan.divides("layers") and communicate > 1
@@ -261,7 +259,7 @@ def report_kept_value(run: Run, kept: str) -> None:
 
 
 def report_state(run: Run, text: str) -> None:
-    """Warn about state that each rank changes by its own microbatches. Every rank calls it."""
+    """Warn about state that the microbatches of each rank change. Every rank calls it."""
     if run.context.plan.numerics == "bitwise":
         raise LossError(f"{text}; or drop numerics=bitwise")
     run.training.remark(Remark("loss-keeps-state", {"reason": text}, f"warning: {text}"))
@@ -281,8 +279,9 @@ def _check_alone(run: Run, recipe: Recipe, item: Microbatch) -> Findings:
 
 
 def _check_twice(run: Run, recipe: Recipe) -> Findings:
-    """Every rank calls it. Nothing is tried unless all first microbatches have the same size: if
-    the forward failed for one size, the other ranks would wait in its collectives."""
+    """Compute the loss of the first microbatch twice, if all ranks' first microbatches have the
+    same size. A forward that fails for one size would leave ranks waiting in its collectives. Every
+    rank calls it."""
     item = run.training.current.peek()
     sizes = set(run.context.world.gather_values(None if item is None else item.size))
     what = "whether it keeps state"
@@ -314,8 +313,8 @@ def _check_twice(run: Run, recipe: Recipe) -> Findings:
 
 
 def _any_failed(run: Run, outcome: Outcome) -> bool:
-    """Every rank calls it. Raises the error of the forward that failed here if other ranks still
-    wait in its collectives."""
+    """True if a forward failed on any rank. Raises the error of this rank's forward if ranks still
+    wait in its collectives. Every rank calls it."""
     run.training.modules[0].agreement.end_trial()
     try:
         # first the ranks that exchange shards: if one of them still waits in its forward, this
@@ -336,7 +335,7 @@ def _numbers(run: Run, recipe: Recipe) -> Numbers:
 
 
 def _changed_counters(run: Run, before: Numbers, between: Numbers, after: Numbers) -> str | None:
-    """The Python numbers that both of two trials have changed and that the loss may use."""
+    """Return the names of Python numbers that two trials both changed and that the loss may use."""
     changed = set(changed_each_time(before, between, after))
     of_model = numbers_of_model(run.model).keys() & changed
     return counters_text(sorted((changed - of_model) | {*carried(run.model, of_model)}))
@@ -355,8 +354,8 @@ def counters_text(names: Sequence[str]) -> str | None:
 def _check_on_halves(
     item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run
 ) -> Findings:
-    """The last call of `compute` finds values that change only with other samples, such as a
-    running proportion of classes."""
+    """Compare the loss of a microbatch with the losses of its halves. The last call of `compute`
+    finds values that only different samples change, such as a running proportion of classes."""
     whole: list[Outcome] = [compute(_piece(item)) for _ in range(2)]
     if (kept := _kept(run, whole)) is not None:
         return Findings(kept=kept)
@@ -395,8 +394,8 @@ def _unseen_mean(
     *,
     found: Findings,
 ) -> str | None:
-    """A mean over labels may depend on the split although the losses of these halves agree: both
-    have labels of one class, have no ignored labels, or draw random numbers."""
+    """Return a mean over labels that may depend on the split although the losses of the halves
+    agree. The halves may have labels of one class or no ignored labels, or draw random numbers."""
     if len(first) < len(whole):  # the loss computes a mean for each sample by itself
         return None
     alike = [mean.weight for mean in first] == [mean.weight for mean in second]
@@ -406,7 +405,7 @@ def _unseen_mean(
 
 
 def _common_rows(batch: Any) -> int:
-    """Size of the first dimension of the batch's tensors; 0 if it differs between them."""
+    """Return the size of the first dim of the batch's tensors. 0 if the sizes differ."""
     rows = {len(tensor) if tensor.dim() else 0 for tensor in tensors_in(batch)}
     return rows.pop() if len(rows) == 1 else 0
 
@@ -414,8 +413,8 @@ def _common_rows(batch: Any) -> int:
 def _piece(
     item: Microbatch, rows: tuple[int, int | None] = (0, None), index: int = 0
 ) -> Microbatch:
-    """Copy some samples: the loss may change its batch. `index`: the microbatch index from which
-    random numbers are derived."""
+    """Copy some samples of a microbatch, because the loss may change its batch. Random numbers are
+    derived from the microbatch index `index`."""
     start, stop = rows
     is_whole = rows == (0, None)
     batch = map_tensors(
@@ -425,7 +424,7 @@ def _piece(
 
 
 def _try_loss(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> Outcome:
-    """`piece.batch` is [output, batch]."""
+    """Compute the loss of `piece`, whose batch is [output, batch]."""
     weight = None if run.recipe is None else run.recipe.weight
     output, batch = piece.batch
     stream = key(run.context.seed, RandomStream.EVALUATION, run.step, piece.index)
@@ -499,7 +498,8 @@ def _try_model(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = 
 
 @contextmanager
 def _buffers_restored(run: Run) -> Iterator[None]:
-    """A forward that changes buffers is not reported here, but by the training step."""
+    """Restore the buffers of the models. The training step reports a forward that changes
+    buffers."""
     with restored([own_buffers(module) for module in run.model.modules()]):
         yield
     for statistics in run.training.modules[0].statistics:
@@ -511,7 +511,7 @@ def _watching(run: Run, samples: int) -> AbstractContextManager[LabelMeans | Non
 
 
 def _of_samples(loss: Any, watched: LabelMeans | None) -> Sequence[LabelMean]:
-    """Means over labels matter if a term of the loss is weighted by its number of samples."""
+    """Return the means over labels if a term of the loss is weighted by its number of samples."""
     terms = loss.values() if isinstance(loss, Mapping) else [loss]
     by_samples = any(isinstance(term, Tensor) for term in terms)
     return watched.found if watched is not None and by_samples else ()
@@ -551,8 +551,8 @@ def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
 def _cut_differs(
     whole: Sums, otherwise: Sums, first: Sums, second: Sums, *, tolerance: float
 ) -> Findings:
-    """Compare the loss of a microbatch with the mean loss of its halves. `otherwise`: its loss with
-    other random numbers."""
+    """Compare the loss of a microbatch with the mean loss of its halves. `otherwise` is the loss
+    with different random numbers."""
     for name, (total, weight) in whole.items():
         if otherwise[name] != (total, weight):
             return IS_RANDOM
@@ -568,8 +568,8 @@ def _cut_differs(
 
 @contextmanager
 def restored(dicts: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """On leaving, give each dict the items that it had on entering: the same objects, with their
-    former contents if they are tensors or containers."""
+    """Restore the items of each dict at the end of a `with` block, and the contents of tensors and
+    containers in it."""
     kept = [_Attributes(attributes) for attributes in dicts]
     try:
         yield
@@ -579,7 +579,8 @@ def restored(dicts: Iterable[dict[str, Any]]) -> Iterator[None]:
 
 
 def attributes_of(each: object) -> Iterator[dict[str, Any]]:
-    """For a module, also its buffers and the attributes of its children."""
+    """Yield the attributes of an object. For a module, also yield its buffers and the attributes of
+    its children."""
     if isinstance(each, nn.Module):
         for module in each.modules():
             yield from (vars(module), own_buffers(module))
@@ -649,9 +650,9 @@ Marks = dict[str, list[tuple[Tensor, int]]]
 
 
 class CarriedState(ControlHook):
-    """Finds attributes by which a model carries values from one microbatch to the next: a forward
-    reads a tensor that the forward of an earlier microbatch stored there, and replaces it. A cache
-    is not replaced."""
+    """Finds attributes by which a model carries values from one microbatch to the next. A forward
+    reads a tensor that the forward of an earlier microbatch stored in the attribute, and replaces
+    it. A cache is not replaced."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -708,8 +709,8 @@ class CarriedState(ControlHook):
 
 
 class _Watch:
-    """Watches the attributes of one model during its forwards. `held`: ids of its parameters and
-    buffers, which are not watched."""
+    """Watches the attributes of one model during its forwards, except its parameters and
+    buffers."""
 
     def __init__(
         self, model: nn.Module, held: Iterable[int], microbatches: Callable[[], int]
@@ -803,7 +804,7 @@ def _are_same(before: list[tuple[Tensor, int]], now: list[tuple[Tensor, int]]) -
 
 
 class _Uses(TorchFunctionMode):
-    """Collects the names of tensors whose values torch functions read. `left`: id -> name."""
+    """Collects the names of tensors whose values torch functions read."""
 
     def __init__(self, left: Mapping[int, str]) -> None:
         super().__init__()

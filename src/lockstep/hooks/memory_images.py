@@ -1,5 +1,5 @@
-"""The hook that keeps copies of the training state in memory, from which recovery in place restores
-a lost process's state."""
+"""The hook that keeps copies of the training state in memory. Recovery in place restores a lost
+process's state from them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from lockstep.training.run import Run
 from lockstep.training.state import KnownTensors, state_of
 
 MOST_TIME = 0.01
-"""Largest share of the run time that copying the training state may take."""
+"""Largest share of the run time that copies of the training state may take."""
 MOST_TIME_WITH_REPLICAS = 0.002
-"""If every process has the whole state, copies are needed only if all processes are lost."""
+"""Largest share of the run time if every process has the whole state. The copies are then needed
+only after all processes are lost."""
 
 
 @dataclass(eq=False)

@@ -1,5 +1,4 @@
-"""The hooks that write metrics.jsonl and run evaluations, and the check that a metric that a
-setting names is measured."""
+"""The hooks that write metrics.jsonl and run evaluations."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ _OVERFLOWS_TO_REPORT = 8
 
 
 class Metrics(ControlHook):
-    """At logging steps, reads the losses and gradient norms of the steps since the last one. Some
-    reads are collectives, so every rank has this hook."""
+    """Reads the losses and gradient norms at logging steps. Some reads are collectives, so every
+    rank has this hook."""
 
     def __init__(self) -> None:
         self.throughput = Throughput()
@@ -89,7 +88,7 @@ class Metrics(ControlHook):
                 )
 
     def _write(self, run: Run) -> None:
-        """Every rank calls it."""
+        """Write the metrics since the last logging step. Every rank calls it."""
         result, speed = run.training.latest, self.throughput.restart()
         module = run.training.modules[0]
         # each rank of the axis `context` counts only its share of a sample's FLOPs
@@ -111,7 +110,8 @@ class Metrics(ControlHook):
 
 
 def check_metric(run: Run, name: str, of: str) -> None:
-    """`of`: the setting that names the metric, for the error's text."""
+    """Raise an error unless an evaluation measures the metric `name`. `of` is the setting that
+    names the metric."""
     evaluations = {} if run.recipe is None else run.recipe.evaluations
     measured = [
         f"{prefix}{metric}"
@@ -133,7 +133,7 @@ def _may_add(hook: Hook) -> bool:
 
 @dataclass(eq=False)
 class EvaluationHook(ControlHook):
-    """`evaluations`: prefix of the names of its metrics -> evaluation."""
+    """Runs evaluations. `evaluations` maps the prefix of the metrics' names to the evaluation."""
 
     evaluations: Mapping[str, Evaluation]
     metrics: Metrics

@@ -15,15 +15,13 @@ from lockstep.training.run import Run
 
 
 class ExponentialMovingAverage(Hook):
-    """Keeps a moving average of the weights (Polyak and Juditsky, 1992): after each step, decay ×
-    average + (1 - decay) × weights.
-
-    At the end, the average and the model's current buffers are written to
-    `model_average.safetensors` in the run directory.
-    """
+    """Keeps a moving average of the weights (Polyak and Juditsky, 1992). After each step, the
+    average becomes decay × average + (1 - decay) × weights. At the end of training, the average and
+    the model's buffers are written to `model_average.safetensors` in the run directory."""
 
     def __init__(self, decay: float = 0.999) -> None:
-        """`decay`: factor of the old average, at least 0 and less than 1. Raises `RecipeError`."""
+        """`decay` is the factor of the old average, at least 0 and less than 1. Raises
+        `RecipeError`."""
         if not 0 <= decay < 1:
             raise RecipeError(
                 f"decay={decay}; it must be the factor of the old average, from 0 to below 1"

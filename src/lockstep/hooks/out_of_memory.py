@@ -1,6 +1,6 @@
-"""The fallbacks when memory runs out (one change of the plan after another). A process cannot
-reliably free all of its memory. So it writes the next plan to the run directory and ends, and new
-processes continue under that plan."""
+"""Changes the plan after an out-of-memory error, by one fallback after another. A process cannot
+reliably free all its memory. So it writes the next plan to the run directory and ends, and new
+processes continue under the new plan."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from lockstep.training.run import Run
 
 FILE = "out-of-memory.json"  # in the run directory
 FALLBACKS = ("checkpointing", "offload", "microbatch_splits")
-"""In the order in which they are tried. Only the last one changes the results of the
-computation."""
+"""The changes of the plan, in the order in which they are tried. Only the last one can change
+results."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakenFallbacks:
-    """The changes of the plan that a run has made because memory ran out."""
+    """The changes of the plan that a run has made after out-of-memory errors."""
 
     checkpointing: str = "none"
     offload: bool = False
     microbatch_splits: int = 0
     failures: list[dict[str, Any]] = field(default_factory=list)
-    """Each has `step` (steps done), `rank`, `error`, and `then` (the change of the plan, as
+    """Each failure has `step` (steps done), `rank`, `error`, and `then` (the change of the plan, as
     text)."""
 
     @classmethod
@@ -63,8 +63,8 @@ class TakenFallbacks:
         write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def apply_to(self, plan: Plan, device: str) -> Plan:
-        """Return `plan` with these changes, except weaker ones than its own and those that the
-        device type does not allow."""
+        """Return `plan` with these fallbacks. Omits fallbacks that are weaker than the settings of
+        `plan`, and fallbacks that the device type does not allow."""
         for name in FALLBACKS:
             taken = getattr(self, name)
             if _strength(name, taken) > _strength(name, getattr(plan, name)):
@@ -90,8 +90,8 @@ def next_plan(
     unsplittable: str | None,
     offloadable: bool = True,
 ) -> Plan | str:
-    """Return a plan with one more fallback, or the reason why there is none. `largest`: number of
-    samples in the largest microbatch; None: no step had begun."""
+    """Return a plan with one more fallback, or the reason why no fallback is left. `largest` is the
+    number of samples in the largest microbatch. None if no step had started."""
     if setting == "stop":
         return "--out-of-memory stop allows no change of the plan"
     changed = None
@@ -137,7 +137,7 @@ def changes(before: Plan, after: Plan) -> str:
 
 
 def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> str:
-    """`step`: steps done and saved; None: not saved."""
+    """`step` is the number of steps done and saved. None if not saved."""
     if isinstance(found, str):
         tried = changes(Plan(), plan)
         return f"lockstep: memory ran out{f' with {tried}' if tried else ''}; {found}"
@@ -151,8 +151,8 @@ def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> 
 
 
 def failure_since(known: TakenFallbacks, folder: Path) -> dict[str, Any] | None:
-    """The last failure that a rank has written to the run directory after `known` was read from
-    there."""
+    """Return the last failure that a rank has written to the run directory after `known` was
+    read."""
     try:
         found = TakenFallbacks.parse((folder / FILE).read_text(encoding="utf-8"), folder / FILE)
     except (OSError, UnicodeDecodeError, RunDirectoryError):
@@ -170,7 +170,7 @@ def fallback_since(known: TakenFallbacks, folder: Path) -> str | None:
 
 
 def read_fallbacks(world: World, folder: Path, *, resumes: bool) -> TakenFallbacks:
-    """Every rank calls it."""
+    """Read the fallbacks from the run directory. Every rank calls it."""
     text = None
     if world.rank == 0 and resumes:
         try:
@@ -238,8 +238,8 @@ class OutOfMemory(ControlHook):
         run.context.recorder.message(f"continues with {change}: {reason}")
 
     def begin_loop(self, run: Run, models: Sequence[nn.Module], data: Any, *, largest: int) -> None:
-        """Refuse to split microbatches if the data or a model does not allow it. Every rank calls
-        it."""
+        """Disable the fallback that splits microbatches if the data or a model does not allow it.
+        Every rank calls it."""
         mine = [name for name, _ in training_batchnorms(models)]
         layers = [name for theirs in run.context.mesh.stages.gather_values(mine) for name in theirs]
         if layers:
@@ -303,7 +303,8 @@ class OutOfMemory(ControlHook):
         return plan
 
     def advise(self, run: Run, error: BaseException, *, saved: bool) -> None:
-        """`saved`: True if the last step was saved after the error."""
+        """Add advice to an out-of-memory error. `saved` is True if the last step was saved after
+        the error."""
         if self._next is not None:
             plan, folder = run.context.plan, run.context.run_dir
             step = run.step if saved else None

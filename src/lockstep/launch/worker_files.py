@@ -180,7 +180,7 @@ def note_options_read() -> None:
 
 
 def write_failure(record: FailureRecord) -> None:
-    """Write the record of a failure in a thread other than the main one. The process then ends."""
+    """Write the record of a failure. Called outside of the main thread, before the process ends."""
     if _files is not None:
         record.write(_files.failure)
 

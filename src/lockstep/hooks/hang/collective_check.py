@@ -1,4 +1,4 @@
-"""Compares collectives across ranks before they start. For debugging: each collective takes some
+"""Compares collectives across ranks before they start, for debugging. Each collective takes some
 requests to torch's store, and each torch operation a call of Python code."""
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _NOT_ON_ALL_RANKS = ("send", "recv", "recv_any_source", "wait_tensor", "monitore
 
 
 class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every rank enters it at the same point of the program, and only one at a time."""
+    """Every rank enters this context at the same point of the program. Only one may be active at a
+    time."""
 
     def __init__(self, store: Any, rank: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -80,7 +81,8 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def _mismatch(self, key: str, before: str, mine: Mapping[str, Any], size: int) -> str:
-        """The last rank to arrive compares the calls, and the others read its result."""
+        """Return the difference between the ranks' calls. The last rank to arrive compares the
+        calls, and all ranks read its result."""
         self._store.set(f"{key}/{mine['rank']}", json.dumps(mine))
         self._store.append(f"{key}/ranks", f"{mine['rank']} ")
         if self._store.add(f"{key}/count", 1) == size:

@@ -16,8 +16,8 @@ from lockstep.model.shard import error_of_order
 from lockstep.training.reducers.exchange_order import first_different_exchange
 
 Kind = Literal["missing", "differ", "between", "order"]
-"""`missing`: some ranks do not reach the collective in which others wait. `differ`: all ranks wait,
-in different collectives. `between`: all wait in the same collective. `order`: ranks exchange the
+"""The kind of a hang. `missing`: some ranks do not reach a collective. `differ`: all ranks wait, in
+different collectives. `between`: all ranks wait in the same collective. `order`: ranks exchange the
 shards of different blocks of the model."""
 _SAME_SHAPE_ON_ALL_RANKS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 _IN_WORDS = {
@@ -37,8 +37,8 @@ class Hang:
 
 
 def different_exchanges(snapshots: Mapping[int, StackSnapshot]) -> Hang | None:
-    """Ranks that exchange the shards of different blocks of the model hang for certain, even if no
-    rank has waited for long."""
+    """Return the hang of ranks that exchange the shards of different blocks of the model. Such
+    ranks hang forever, even if no rank has waited for long."""
     everyone = [snapshots[rank] for rank in sorted(snapshots)]
     calls = first_different_exchange(
         [exchanges for each in everyone for exchanges in each.exchanges]
@@ -58,8 +58,8 @@ def _exchanging(snapshot: StackSnapshot) -> list[str]:
 
 
 def diagnose_hang(snapshots: Mapping[int, StackSnapshot], silent: Mapping[int, str]) -> Hang | None:
-    """Return None if the run may still progress. `silent`: rank without a snapshot -> the
-    reason."""
+    """Return None if the run may still progress. `silent` has the reason for each rank without a
+    snapshot."""
     everyone = list(snapshots.values())
     working = [each for each in everyone if each.activity != "waits"]
     is_waited_for = len(working) < len(everyone)
@@ -117,7 +117,7 @@ def _different_calls(everyone: Sequence[StackSnapshot]) -> Hang:
 
 
 def _kind_of(call: CollectiveCall | None) -> tuple[object, ...] | None:
-    """The parts of a call that must be the same on all ranks."""
+    """Return the parts of a call that must be the same on all ranks."""
     if call is None:
         return None
     return (
@@ -129,7 +129,7 @@ def _kind_of(call: CollectiveCall | None) -> tuple[object, ...] | None:
 
 
 def _by_call(snapshots: Sequence[StackSnapshot]) -> list[list[StackSnapshot]]:
-    """The largest group of ranks that wait in the same collective is first."""
+    """Group ranks that wait in the same collective, largest group first."""
 
     def key(each: StackSnapshot) -> str:
         return repr(_kind_of(each.call)) if each.call is not None else str(each.line)
@@ -190,7 +190,8 @@ def _stack(snapshot: StackSnapshot) -> list[str]:
 
 
 def enclosing(frame: Frame) -> list[str]:
-    """The `if`, `try`, `while` and `for` statements around the frame's line, innermost first."""
+    """Return the `if`, `try`, `while` and `for` statements around the frame's line, innermost
+    first."""
     try:
         source = Path(frame.file).read_text(encoding="utf-8")
         tree = ast.parse(source)

@@ -1,6 +1,6 @@
-"""Stack snapshots of a process. If the GIL of a process is held, and for forked loader workers,
-faulthandler writes the stack from a signal handler into memory, which other processes read through
-/proc (Linux)."""
+"""Takes stack snapshots of a process. If the GIL of a process is held, and for forked loader
+workers, a signal handler of faulthandler writes the stack into memory. All ranks on the machine can
+read this memory through /proc (Linux)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from lockstep.logging.phases import Phases
 from lockstep.training.reducers.exchange_order import Exchanges
 
 Activity = Literal["waits", "runs", "computes", "sleeps"]
-"""`waits`: in a collective, or for a device that is in a collective. `runs`: executes Python.
-`computes`: in native code, but in no collective. `sleeps`: in a call that does not return."""
+"""`waits` is in a collective, or waits for a device that is in a collective. `runs` executes
+Python. `computes` executes native code, but no collective. `sleeps` is in a call that does not
+return."""
 STACK_SIGNAL: int = getattr(signal, "SIGURG", 0)  # by default, processes ignore it
 _WRITING_SECONDS = 2.0
 _POLL_SECONDS = 0.01
@@ -62,7 +63,7 @@ Stack = tuple[Frame, ...]  # outermost frame first
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackSnapshot:
-    """One rank's process at a moment, sent to other ranks as JSON."""
+    """One rank's process at a moment. The rank sends it to all ranks as JSON."""
 
     rank: int
     host: str
@@ -77,9 +78,10 @@ class StackSnapshot:
     stack: Stack  # of the training thread
     threads: Mapping[str, Stack]  # by name, without the training thread
     children: Mapping[int, Stack] = field(default_factory=dict)
-    """Process id -> stack of the main thread of each forked loader worker, if the rank is late."""
+    """Stack of the main thread of each forked loader worker, by process id. Empty unless the rank
+    is late."""
     exchanges: tuple[Exchanges, ...] = ()
-    """Gathers and reductions of sharded parameters over Gloo or NCCL."""
+    """All-gathers and reductions of sharded parameters over Gloo or NCCL."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> StackSnapshot:
@@ -108,7 +110,8 @@ class StackSnapshot:
 
 
 def innermost_line(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost frame of the user's code, if any, else the innermost frame."""
+    """Return the innermost frame of the user's code. Without user code, return the innermost
+    frame."""
     return next(
         (frame for frame in reversed(stack) if frame.is_user_code), stack[-1] if stack else None
     )
@@ -127,7 +130,7 @@ def take_snapshot(
     is_first: bool,
     exchanges: Sequence[Exchanges] = (),
 ) -> StackSnapshot:
-    """Take a snapshot in a fifth of a second. `thread`: the training thread."""
+    """Take a snapshot of the training thread `thread`, in a fifth of a second."""
     assert thread.ident is not None
     phase, step, seconds = phases.name, phases.step, phases.seconds
     seen, runnable = [], 0
@@ -166,7 +169,7 @@ def take_snapshot(
 def activity(
     stack: Sequence[Frame], *, calls: Sequence[CollectiveCall], moves: bool, is_busy: bool
 ) -> Activity:
-    """`moves`: True if the thread's Python code advanced between samples.
+    """`moves` is True if the thread's Python code advanced between samples.
 
     [Note: waits for the device] A host that waits for its device may be anywhere in native code,
     often with full use of a processor. So a rank whose device is in a collective counts as waiting.
@@ -183,7 +186,7 @@ def activity(
 
 
 def call_in_stack(stack: Sequence[Frame]) -> CollectiveCall | None:
-    """Torch's flight recorder does not record some calls, such as send and recv."""
+    """Find a collective in a stack. Torch's flight recorder does not record send and recv."""
     # this file wraps torch's waits
     frames = [frame for frame in stack if frame.file != torch_collectives.__file__]
     inside = [frame for frame in frames if _TORCH_DISTRIBUTED in frame.file]
@@ -199,7 +202,7 @@ def call_in_stack(stack: Sequence[Frame]) -> CollectiveCall | None:
 
 
 def _instruction(ident: int) -> tuple[int, int, str]:
-    """The frame's id, the offset of the bytecode instruction, and its name."""
+    """Return the frame's id, and the offset and the name of the bytecode instruction."""
     frame = sys._current_frames().get(ident)
     if frame is None or frame.f_lasti < 0:
         return 0, 0, ""
@@ -217,7 +220,7 @@ def stack_of(frame: FrameType | None) -> Stack:
 
 
 def error_with_line(error: BaseException) -> str:
-    """Return the error's text with the innermost line of the user's code, if any."""
+    """Return the error's text with the innermost line of the user's code."""
     traced = traceback.extract_tb(error.__traceback__)
     line = innermost_line([Frame(each.filename, each.lineno or 0, each.name) for each in traced])
     where = f" (at {line})" if line is not None and line.is_user_code else ""
@@ -225,7 +228,7 @@ def error_with_line(error: BaseException) -> str:
 
 
 def _is_runnable(thread: threading.Thread) -> bool:
-    """False unless on Linux."""
+    """True if the thread is running or runnable. False unless on Linux."""
     try:
         with open(f"/proc/self/task/{thread.native_id}/stat", encoding="ascii") as file:
             return file.read().rpartition(")")[2].split()[0] == "R"
@@ -234,8 +237,8 @@ def _is_runnable(thread: threading.Thread) -> bool:
 
 
 class StackWriter:
-    """On Linux, makes this process and its later forks write their stacks into memory when they
-    receive `STACK_SIGNAL`. A process has at most one."""
+    """Makes this process and its forks write their stacks into memory when they receive
+    `STACK_SIGNAL`. A process has at most one. Linux only."""
 
     def __init__(self) -> None:
         self.descriptor: int | None = None
@@ -256,8 +259,8 @@ class StackWriter:
 
 
 def read_stack(process: int, descriptor: int) -> Stack:
-    """The process writes its stack to the file descriptor of its `StackWriter`. Empty if it has
-    ended, is stopped, or has no handler."""
+    """Return the stack of a process, which the process writes to the file `descriptor` of its
+    `StackWriter`. Empty if the process has ended, is stopped, or has no handler."""
     path, until = Path(f"/proc/{process}/fd/{descriptor}"), time.monotonic() + _WRITING_SECONDS
     with suppress(OSError):
         before = path.stat().st_size
@@ -280,7 +283,7 @@ def read_stack(process: int, descriptor: int) -> Stack:
 
 
 def _is_set(process: int, field: str) -> bool:
-    """`field`: a signal mask in a process's /proc status, such as SigBlk."""
+    """`field` is a signal mask in a process's /proc status, such as SigBlk."""
     return bool(int(_status(process)[field], 16) >> (STACK_SIGNAL - 1) & 1)
 
 

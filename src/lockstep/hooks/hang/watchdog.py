@@ -1,8 +1,8 @@
-"""The watchdog of each rank, which collects the stack snapshots of all ranks if the training thread
-exceeds a timeout; and the hook that then writes a report, saves the last complete step, and ends
-the process.
+"""The watchdog of each rank, and the hook that handles a hang. The watchdog collects the stack
+snapshots of all ranks if the training thread exceeds a timeout. The hook then writes a report,
+saves the last complete step, and ends the process.
 
-[Note: rounds] Each collection of snapshots is a round with its own keys in torch's store. The first
+[Note: rounds] Each collection of snapshots is a round with new keys in torch's store. The first
 late rank that writes the round's key collects the snapshots, and writes the diagnosis for all
 ranks. It waits for every rank that may still answer, because a busy machine is slow.
 """
@@ -59,24 +59,24 @@ from lockstep.training.run import Run
 
 TICK_SECONDS = 0.2
 ANSWER_SECONDS = 1.2
-"""After this time without a rank's snapshot, the collecting rank checks if that rank's process has
-ended or is stopped."""
+"""Time without a rank's snapshot after which the collecting rank checks the rank's process. The
+process may have ended, or be stopped."""
 SILENCE_SECONDS = 10.0
-"""A rank that writes no snapshot for this long counts as hanging."""
+"""Time without a rank's snapshot after which the rank counts as hanging."""
 # seconds after the launcher begins to end the run, after which the watchdog ends a rank that still
 # waits for another rank
 STUCK_SECONDS = 1.0
 # seconds from a diagnosis that finds no hang until a rank asks for snapshots again
 AGAIN_SECONDS = 2.0
 EXCHANGE_SECONDS = 5.0
-"""A rank that gathers or reduces shards for this long compares the block that it exchanges with the
-other ranks' blocks."""
+"""Duration of an all-gather or reduction of shards after which ranks compare the blocks that they
+exchange."""
 ABORT_SECONDS = 10.0
 """Time limit for a rank to raise its error after the watchdog has closed Gloo's connections."""
 
 
 class Mailbox:
-    """Exchanges texts between ranks through torch's store. If the store has ended, all methods
+    """Exchanges texts between ranks through torch's store. Without a store process, all methods
     raise `DistError` or `RuntimeError`."""
 
     def __init__(self, store: Any, prefix: str) -> None:
@@ -90,8 +90,8 @@ class Mailbox:
         self._store = dist.PrefixStore(prefix, connection)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Close the connection, which also ends another thread's request to a machine that does not
-        answer."""
+        """Close the connection. This also ends a request of another thread to a machine that does
+        not answer."""
         if self._socket is not None:
             gloo_sockets.shut_down(self._socket)
 
@@ -112,7 +112,7 @@ class Mailbox:
 
 @dataclass(slots=True, eq=False)
 class Watchdog:
-    """Finds out if the training thread, which makes the watchdog, hangs. Every rank makes one."""
+    """Detects a hang of the training thread, which makes the watchdog. Every rank makes one."""
 
     phases: Phases
     timeouts: WatchdogTimeouts
@@ -120,8 +120,9 @@ class Watchdog:
     size: int
     mailbox: Mailbox | None  # None with one process
     on_hang: Callable[[Hang, Mapping[int, StackSnapshot], bool, StackSnapshot], None]
-    """Called in the watchdog's thread, on every rank. Arguments: the hang; all snapshots (empty
-    unless this rank collected them); True if this rank collected them; its own snapshot."""
+    """Called in the watchdog's thread, on every rank. The arguments are the hang, all snapshots,
+    True if this rank collected them, and the snapshot of this rank. The snapshots are empty unless
+    this rank collected them."""
     is_shutting_down: Callable[[], bool]  # True if the launcher is ending the run
     is_recovered: Callable[[Hang], bool]
     """True if the launcher replaces the hanging ranks by new processes."""
@@ -141,15 +142,15 @@ class Watchdog:
     _round: int = 0
     _not_before: float = 0.0
     _compares_after: float = EXCHANGE_SECONDS
-    """Seconds that an exchange of shards lasts before it is compared; doubled after each
-    comparison."""
+    """Duration of an exchange of shards, in seconds, after which ranks compare it. Doubled after
+    each comparison."""
     _looks_after: float = 0.0
     _is_ending: bool = False
     """True if Gloo's native code is about to end this process."""
     _compared: threading.Event = field(default_factory=threading.Event)
     _reported_since: float | None = None
     _known: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Rank -> host, process id and stack descriptor."""
+    """The host, process id and stack descriptor of each rank."""
     _stacks: StackWriter = field(default_factory=StackWriter)
     _thread: threading.Thread = field(init=False)
 
@@ -200,9 +201,9 @@ class Watchdog:
         )
 
     def _leave_failed_peer(self) -> bool:
-        """If this rank waits while another rank has ended its run with an error, close Gloo's
-        connections, which ends the wait. The other process may live on, as a notebook does, and
-        keep its connections open."""
+        """Close Gloo's connections if this rank waits while another rank has ended its run with an
+        error. This ends the wait. The process of the failed rank may live on, as a notebook does,
+        and keep its connections open."""
         if self.phases.seconds < self._looks_after:
             self._looks_after = min(self._looks_after, self.phases.seconds + EXCHANGE_SECONDS)
             return False
@@ -283,8 +284,8 @@ class Watchdog:
         self._conclude(hang, snapshots, mine, collected=collects)
 
     def _collect(self, number: int) -> tuple[dict[int, StackSnapshot], dict[int, str]] | None:
-        """Also returns the ranks that do not answer, each with the reason. None if the run ends
-        meanwhile."""
+        """Return the snapshots, and the ranks that do not answer, each with the reason. None if the
+        run ends meanwhile."""
         assert self.mailbox is not None
         snapshots, silent = dict[int, StackSnapshot](), dict[int, str]()
         missing, asked = set(range(self.size)) - {self.rank}, time.monotonic()
@@ -303,8 +304,8 @@ class Watchdog:
         return snapshots, silent
 
     def _wait_for_diagnosis(self, number: int) -> str | None:
-        """Return a `Hang` as JSON, or "null" if there is none or the collecting rank does not write
-        it. None if the run ends meanwhile."""
+        """Return a `Hang` as JSON. Returns "null" if there is no hang, or if the collecting rank
+        does not answer. None if the run ends meanwhile."""
         assert self.mailbox is not None
         asked = time.monotonic()
         while (text := self.mailbox.take(f"{number}/diagnosis")) is None:
@@ -322,7 +323,7 @@ class Watchdog:
         return self._closed.wait(seconds) or self.is_shutting_down() or self._leave_failed_peer()
 
     def _who(self, rank: int) -> dict[str, Any] | None:
-        """The host, process id and stack descriptor that a rank's process has written."""
+        """Return the host, process id and stack descriptor that a rank's process has written."""
         if rank not in self._known:
             if (text := self._take(f"who/{rank}")) is None:
                 return None
@@ -347,8 +348,8 @@ class Watchdog:
         self.on_hang(hang, snapshots, collected, mine)
 
     def before_native_end(self) -> None:
-        """Called in a thread of Gloo that is about to end the process because it received a tensor
-        of another size than expected."""
+        """Called in a thread of Gloo before Gloo ends the process, because it received a tensor of
+        the wrong size."""
         if any(each.seconds for each in self.agreements()):
             self._is_ending = True
             self._compared.wait(ABORT_SECONDS)
@@ -359,7 +360,7 @@ class Watchdog:
         return not self.ends_the_process
 
     def _report_alone(self) -> None:
-        """Report a hang from this rank's snapshot only: torch's store does not answer."""
+        """Report a hang from this rank's snapshot only, because torch's store does not answer."""
         mine = self._snapshot()
         reason = (
             "torch's store does not answer: its process has ended, or the network to it is broken"
@@ -369,7 +370,7 @@ class Watchdog:
 
 
 def _end_of(who: Mapping[str, Any] | None) -> str | None:
-    """The reason why a process will not answer; None if it may."""
+    """Return the reason why a process will not answer. None if it may answer."""
     if who is None or who["process_ids"] != process_id_space() or sys.platform != "linux":
         return None
     process = who["process"]
@@ -415,7 +416,7 @@ class HangHook(Hook):
         rescue: Callable[[Run, BaseException], bool],
         recovery: Recovery | None,
     ) -> None:
-        """`rescue`: saves this rank's state without other ranks."""
+        """`rescue` saves this rank's state without the other ranks."""
         self._recovery = recovery
         self._timeouts = timeouts
         self._context = context
@@ -424,7 +425,7 @@ class HangHook(Hook):
         self._watchdog: Watchdog | None = None
         self._native_end: NativeEnd | None = None
         self.failure: FirstFailure | None = None
-        """The first error of any rank; set when all ranks have begun."""
+        """The first error of any rank. Set when all ranks have started."""
         self.mistake: RecipeError | None = None
         """The error for which the watchdog ended this rank's collectives."""
         if timeouts is None:
@@ -456,7 +457,7 @@ class HangHook(Hook):
         return [module.agreement for module in list(modules)]
 
     def watch(self, run: Run) -> None:
-        """Set the run to save if it hangs."""
+        """Set the run that is saved after a hang."""
         self._run = run
 
     @property
