@@ -1,4 +1,4 @@
-"""Hooks on the inputs of a model's blocks, which make a block compute the same bits as under
+"""Hooks on the inputs of a model's blocks. With them, a block computes the same bits as under
 FSDP2."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from lockstep.base.torch_private import changed_grad_tensors, tree_flatten, tree
 
 
 def sum_in_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Sum the gradients of an input's uses inside a block before those of its uses elsewhere, as
-    FSDP2 does."""
+    """Change the order in which autograd sums an input's gradients to the order of FSDP2. The uses
+    of the input inside a block are summed first."""
     seen: set[int] = set()
     for module in (*blocks, model):
         own = {id(parameter) for parameter in module.parameters()} - seen
@@ -36,17 +36,14 @@ def _views(*tensors: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _SameAs:
-    """Stands for a repeated tensor in a call's flattened arguments; `place` is the index of its
-    first occurrence."""
-
     place: int
 
 
 class RepeatedInputs:
-    """Keeps a tensor one object if a block gets the tensor as several arguments. FSDP2 makes a new
-    tensor for each argument: `query is key` would be False, and nn.MultiheadAttention would compute
-    other bits. Create the object before the block is sharded and install it afterwards, so that its
-    hooks run around FSDP2's."""
+    """Passes one tensor object to a block that gets the same tensor as several arguments. FSDP2
+    makes a new tensor for each argument. `query is key` would then be False, and
+    `nn.MultiheadAttention` would compute other bits. Create the object before the block is sharded
+    and install it afterwards. Its hooks then run around the hooks of FSDP2."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block

@@ -1,5 +1,5 @@
-"""Activation checkpointing and compilation of a block's forward, without changes to the names of
-modules, parameters or hooks."""
+"""Activation checkpointing and compilation of a block's forward. The names of modules and
+parameters do not change."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from lockstep.plan import Checkpointing
 
 
 def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
-    """`full` keeps the block's inputs (Chen et al., Training Deep Nets with Sublinear Memory Cost,
-    2016). `selective` also keeps the results of matrix products, convolutions and attention
-    (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022)."""
+    """The mode `full` keeps the block's inputs (Chen et al., Training Deep Nets with Sublinear
+    Memory Cost, 2016). The mode `selective` also keeps the results of matrix products, convolutions
+    and attention (Korthikanti et al., Reducing Activation Recomputation in Large Transformer
+    Models, 2022)."""
     if isinstance(block, BatchNormBase):
         # BatchNorm keeps only its input anyway, and a recomputation would update its running
         # statistics twice
@@ -62,9 +63,9 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
 
 
 class _ReplayedGenerators:
-    """Replays a checkpointed block's random numbers during its recomputation; made before the
-    forward. Torch restores generators only on CUDA and XPU, and only for devices of positional
-    arguments (https://github.com/pytorch/pytorch/issues/127676)."""
+    """Replays a checkpointed block's random numbers during its recomputation. Create the object
+    before the forward. Torch restores generators only on CUDA and XPU, and only for devices of
+    positional arguments (https://github.com/pytorch/pytorch/issues/127676)."""
 
     def __init__(
         self, generators: Sequence[torch.Generator], contexts: Sequence[AbstractContextManager[Any]]
@@ -121,8 +122,8 @@ def error_of_compiling(error: BaseException | None, plan: object) -> PlanError |
 
 
 def compile_forward(block: nn.Module, *, bitwise: bool) -> None:
-    """Compile once for each shape of the inputs, so that every rank runs the same code for a
-    shape."""
+    """Compile the forward once for each shape of the inputs. Every rank then runs the same code for
+    a shape."""
     # fallback_random: dropout has the same masks as in uncompiled code. deterministic: kernels are
     # not chosen by their time, so all ranks and runs sum in the same order.
     block.forward = torch.compile(

@@ -1,4 +1,4 @@
-"""Finds a model's blocks (such as the layers of a transformer) and its shared parameters."""
+"""Finds a model's blocks, such as the layers of a transformer, and its shared parameters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LARGE_FRACTION = 1 / 8
 
 
 def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """Return the names of the model's blocks, none inside another; may be empty. If `patterns` is
-    None, the blocks are the members of the outermost lists (`nn.ModuleList`, `nn.Sequential`) whose
-    members have one class; without such lists, modules with at least an eighth of all parameters.
-    Modules that share a parameter with a module outside of them are left out."""
+    """Return the names of the model's blocks, or an empty list. If `patterns` is None, the blocks
+    are the members of the outermost lists (`nn.ModuleList`, `nn.Sequential`) whose members have one
+    class. A model without such lists has blocks with at least an eighth of all parameters. A block
+    shares no parameter with modules outside the block."""
     if patterns is None:
         candidates = list(_repeated(model, "")) or list(
             _large(model, "", numel(model) * LARGE_FRACTION)
@@ -76,7 +76,8 @@ def blocks_with_shared_parameters(model: nn.Module, blocks: Sequence[str]) -> se
 
 
 def is_within(name: str, outer: str) -> bool:
-    """True if module `name` is `outer` or inside it. "" is the whole model."""
+    """Return True if the module `name` is the module `outer` or one of its submodules. The empty
+    name is the whole model."""
     return not outer or f"{name}.".startswith(f"{outer}.")
 
 
@@ -119,7 +120,7 @@ def shared_names(model: nn.Module) -> list[list[str]]:
 
 
 def share_parameter(model: nn.Module, names: Sequence[str]) -> None:
-    """Tie the parameters with these names again, after one of them was replaced."""
+    """Tie the parameters with these names again after one of the parameters was replaced."""
     copies = [model.get_parameter(name) for name in names]
     one = next((parameter for parameter in copies if isinstance(parameter, DTensor)), copies[0])
     for name in names:
@@ -128,8 +129,6 @@ def share_parameter(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def pass_through(value: Tensor) -> Tensor:
-    """The forward of a block that a model's forward has skipped, while the block is called only to
-    run its hooks."""
     return value.view_as(value)
 
 

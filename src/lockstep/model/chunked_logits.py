@@ -1,13 +1,13 @@
-"""Logits that are computed only inside the cross-entropy, in chunks of tokens (`logits=chunked`),
-because the full logits of a language model are often its largest tensor.
+"""Logits that are computed in chunks of tokens during the cross-entropy (`logits=chunked`). The
+full logits of a language model are often its largest tensor.
 
 `F.cross_entropy` of a `ChunkedLogits` computes the logits, the loss and the gradient of one chunk
-after another. So the forward already computes the gradients, and the backward multiplies them by
-one number. With `reduction="none"` this number differs from token to token, so the backward
-computes the logits again.
+after another. The forward already computes the gradients, and the backward multiplies them by one
+number. With `reduction="none"` each token has its own factor, so the backward computes the logits
+again.
 
-`torch.nn.functional.linear_cross_entropy` does the same, but under autocast it sums the loss in
-bf16 or fp16, with an error of 1% for 2,048 tokens, and its chunks are too small for CPUs.
+`torch.nn.functional.linear_cross_entropy` also computes in chunks. Under autocast, it sums the loss
+in bf16 or fp16, with an error of 1% for 2,048 tokens. Its chunks are too small for CPUs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from lockstep.base.torch_private import (
 )
 
 MIN_ROWS, MIN_ROWS_OF_ACCELERATOR = 256, 1024
-"""Smallest number of tokens in a chunk (if there are at least twice as many), on a CPU and on an
-accelerator: fewer would not keep the device busy."""
+"""Smallest number of tokens in a chunk, on a CPU and on an accelerator. Fewer tokens would not keep
+the device busy."""
 SAME = frozenset({"contiguous", "clone"})
 CASTS = frozenset({"float", "double", "bfloat16", "to"})
 SHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"})
@@ -48,17 +48,15 @@ OF_HIDDEN = frozenset(
     {"device", "requires_grad", "grad_fn", "is_leaf", "get_device", "is_inference"}
     | accelerator.DEVICE_FLAGS
 )
-"""Attributes and methods that `ChunkedLogits` takes from its hidden states."""
 ELEMENTWISE = frozenset(
     {"div", "true_divide", "divide", "mul", "multiply", "tanh", "sigmoid", "clamp", "exp", "pow"}
     | {"__truediv__", "__rtruediv__", "__mul__", "__rmul__", "__pow__"}
 )
-"""Functions for which the error explains how to do without them on logits."""
 
 
 class Head(NamedTuple):
-    """The linear layer that computes the logits, and the dtypes of its logits: that of the matrix
-    product, and those to which the user's code casts them afterwards."""
+    """The linear layer that computes the logits. `Head` also has the dtype of the matrix product,
+    and the dtypes to which the user's code casts the logits."""
 
     weight: Tensor
     bias: Tensor | None
@@ -73,8 +71,8 @@ class Head(NamedTuple):
 
 
 class ChunkedLogits(Tensor):
-    """Logits that were not computed: a tensor with the logits' shape and dtype but no memory, which
-    refers to the hidden states and the head."""
+    """A tensor with the shape and dtype of the logits but no memory. It refers to the hidden states
+    and the head."""
 
     _hidden: Tensor
     _head: Head
@@ -229,9 +227,9 @@ def _error(name: str) -> PlanError:
 
 
 def _is_internal_hook(hook: Any) -> bool:
-    """True for gradient hooks of torch and lockstep, which only note that a backward begins. Any
-    other hook expects the gradient of the logits, but would get the gradient of the hidden
-    states."""
+    """Return True for the gradient hooks of torch and lockstep, which only note that a backward
+    begins. A user's hook expects the gradient of the logits, but would get the gradient of the
+    hidden states."""
     return str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", "lockstep")
 
 
@@ -288,9 +286,9 @@ def _behind_one_node(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tup
 
 
 class _Joined(torch.autograd.Function):
-    """The head's node in autograd's graph, which has FSDP2's hooks on the head's output. As for a
-    linear layer, its backward runs after the loss's backward and before the weights' gradients are
-    accumulated."""
+    """The head's node in autograd's graph. It has FSDP2's hooks on the head's output. Its backward
+    runs after the loss's backward and before the weights' gradients are accumulated, as for a
+    linear layer."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Any) -> Any:
@@ -410,8 +408,6 @@ def _chunks(head: Head, hidden: Tensor, target: Tensor) -> Iterator[_Chunk]:
 
 
 class _Gradients:
-    """The gradients of a loss, summed over chunks; None where not needed."""
-
     def __init__(self, head: Head, hidden: Tensor, needed: Sequence[bool]) -> None:
         def zeros(tensor: Tensor | None, is_needed: bool) -> Tensor | None:
             if tensor is None or not is_needed:
@@ -426,7 +422,6 @@ class _Gradients:
 
     @uncounted()
     def add(self, chunk: _Chunk, slope: Tensor) -> None:
-        """`slope` is the gradient of the chunk's logits."""
         slope = slope.to(self._head.dtypes[0])
         if self.hidden is not None:
             self.hidden[chunk.rows] = slope @ self._head.weight

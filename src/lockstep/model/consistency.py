@@ -1,5 +1,5 @@
-"""Checks that every rank builds the same model, although its factory may read the rank, the clock
-or an unseeded generator. Structure is compared before checksums, because ranks with different
+"""Checks that every rank builds the same model. A model's factory may read the rank, the clock or
+an unseeded generator. Structure is compared before checksums, because ranks with different
 parameters would deadlock in their collectives."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.comm.world import World
 
 
 def check_structure(model: Any, world: World) -> None:
-    """Every rank calls it, and every rank raises."""
+    """Every rank must call this function. All ranks raise the same error."""
     first, *others = world.gather_values(_structure(model))
     for rank, other in enumerate(others, start=1):
         if other != first:
@@ -35,7 +35,7 @@ def _first_difference(first: list[Any], other: list[Any]) -> tuple[str, str]:
 
 
 def check_checksums(checksums: Mapping[str, int], world: World) -> None:
-    """Every rank calls it, and every rank raises."""
+    """Every rank must call this function. All ranks raise the same error."""
     if world.size == 1:
         return
     seen: dict[str, tuple[int, int]] = {}
@@ -51,7 +51,7 @@ def check_checksums(checksums: Mapping[str, int], world: World) -> None:
 
 
 def checksums_of(model: Any) -> dict[str, int]:
-    """Sparse, quantized, lazy and meta tensors are left out."""
+    """Sparse, quantized, lazy and meta tensors have no checksum."""
     return {
         name: tensor_checksum(tensor)
         for name, tensor in (_tensors(model) if isinstance(model, nn.Module) else ())

@@ -1,5 +1,5 @@
-"""One process on several devices: naive model parallelism (consecutive layers on each device,
-everything else on the first, `home`), and `torch.nn.DataParallel`."""
+"""One process on several devices. Naive model parallelism puts consecutive layers on each device,
+and everything else on the first device. The module also supports `torch.nn.DataParallel`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PlacedLayer:
 
 
 def devices_of(home: torch.device, count: int) -> list[torch.device]:
-    """Return `count` devices, `home` first; on a CPU, all of them are the CPU."""
+    """Return `count` devices, the first of which is `home`. All devices of a CPU are the same."""
     if not accelerator.is_accelerator(home):
         return [home] * count
     there = accelerator.count()
@@ -48,9 +48,9 @@ def devices_of(home: torch.device, count: int) -> list[torch.device]:
 def layers_of(
     model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[str]
 ) -> list[PlacedLayer]:
-    """Return the layers that can be on different devices: the blocks if `patterns` are given or the
-    sequential `parts` are unknown; otherwise the parts, where an `nn.Sequential` that is not a
-    block is replaced by its members. No layer shares a parameter with another module."""
+    """Return the layers that can be on different devices. They are the blocks if `patterns` are
+    given or the sequential `parts` are unknown. Otherwise they are the parts, and an
+    `nn.Sequential` is replaced by its members. No layer shares a parameter with another module."""
     blocks = blocks_of(model, patterns)
     if patterns is None and parts:
         names = [
@@ -78,7 +78,7 @@ def device_indices(
 ) -> list[int]:
     """Return the index of each layer's device. `rest_bytes` is the size of all tensors outside the
     layers, which are on the first device. `wanted` is the number of devices, or the number of
-    layers on each."""
+    layers on each device."""
     listed = first_few(names) or "none"
     if isinstance(wanted, tuple):
         if sum(wanted) != len(names):
@@ -128,8 +128,8 @@ def split_over_devices(
 def move_tensors(
     value: Any, device: torch.device, copies: list[tuple[Any, list[Any]]] | None = None
 ) -> Any:
-    """Return the same object if nothing moves. Each list or mapping that had to be copied is added
-    to `copies`, with its members."""
+    """Return the same object if no tensor moves. Each list or mapping that had to be copied is
+    added to `copies`, with its members."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -210,8 +210,8 @@ def _identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 @contextmanager
 def _current_device(device: torch.device, home: torch.device) -> Iterator[None]:
-    """Make `device` the current GPU, whose default generator continues the sequence of `home`'s
-    generator."""
+    """Make `device` the current GPU. Its default generator continues the sequence of the first
+    device's generator."""
     if device == home or not accelerator.is_accelerator(device):
         yield
         return

@@ -1,5 +1,5 @@
-"""Forwards outside of training steps, of a model that is whole on this rank or split into a
-pipeline's stages."""
+"""Forwards outside of training steps. The model is whole on this rank, or split into pipeline
+stages."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lockstep.model.pipeline.boundary import Arguments, Chunks, Run
 
 class Forwards(Protocol):
     """Computes forwards of a model that belong to no microbatch, such as a check before the first
-    step. Every rank of `world` makes the same calls."""
+    step. Every rank of `world` must make the same calls."""
 
     world: World
-    """The ranks that together hold the model: those of the pipeline, or this rank alone."""
+    """The ranks that hold the model together: the ranks of the pipeline, or this rank alone."""
 
     @property
     def has_output(self) -> bool: ...

@@ -27,9 +27,9 @@ _FILLING = frozenset(
 
 
 class FullDraws(TorchFunctionMode):
-    """Every rank draws the numbers of the full DTensor and keeps those of its shard; torch would
-    draw each rank's shard separately. The default generators must have the same seeds on all
-    ranks."""
+    """Every rank draws the random numbers of the full DTensor and keeps the numbers of its shard.
+    Torch would draw each rank's shard separately. The default generators must have the same seeds
+    on all ranks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

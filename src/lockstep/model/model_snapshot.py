@@ -17,7 +17,7 @@ from lockstep.model.shard import reshard
 
 
 class ModelSnapshot:
-    """Modules, modes, parameters, trainable flags and parameter groups at one step. A change
+    """The modules, modes, parameters, trainable flags and parameter groups at one step. A change
     between steps on one rank only would silently change that rank's gradients."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -45,7 +45,7 @@ class ModelSnapshot:
         self._storages = self._storages_now()
 
     def begin_loop(self, world: World) -> None:
-        """Every rank calls it, and every rank raises if a module has different modes on two
+        """Every rank must call this method. All ranks raise if a module has different modes on two
         ranks."""
         self._modes = [module.training for module in self._modules]
         evaluating = [
@@ -110,7 +110,7 @@ class ModelSnapshot:
             )
 
     def note_trainable(self) -> None:
-        """Accept which parameters are trainable now, as after `run.freeze`."""
+        """Accept the present set of trainable parameters, for example after `run.freeze`."""
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
 
     def _restore_modes(self) -> list[str]:

@@ -59,9 +59,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Parallelized:
-    """The objects that run a model that `parallelize` has changed. `shared_parameters` are used by
-    parts of the model on different ranks of a pipeline, or, with bitwise numerics, by several
-    parts."""
+    """The objects that run a model after `parallelize` has changed it. Parts of the model on
+    different ranks of a pipeline use `shared_parameters`. With bitwise numerics, several parts on
+    one rank also use them."""
 
     streams: ModuleRandomStreams | None
     pipeline: Pipeline | None
@@ -76,8 +76,8 @@ class Parallelized:
     """None without bitwise numerics, or if the sequential parts are unknown."""
     whole_experts: Sequence[str]
     eager_experts: Sequence[str]
-    """Modules of transformers that were made to compute one expert after another, so that their
-    bits do not depend on the number of ranks."""
+    """Modules of transformers that were made to compute one expert after another. Their bits do not
+    depend on the number of ranks."""
     expert_patterns: Sequence[str] | None
     """None if modules of experts are found by their parameters' shapes."""
 
@@ -97,8 +97,8 @@ def parallelize(
     experts: Sequence[str] | None,
     exchange: SyncBatchNormExchange,
 ) -> Parallelized:
-    """Shard and split the model in place as the plan says. Every rank calls it. `autocast_dtype` is
-    None without autocast; `begin` seeds the default generators."""
+    """Shard and split the model in place according to the plan. Every rank must call this function.
+    `begin` seeds the default generators."""
     model = initial.module
     block_names = blocks_of(model, blocks)
     parts = sequential_parts(model, stages)
@@ -220,7 +220,7 @@ def _find_styles(
     given: Mapping[str, str] | None,
     experts: Sequence[str] | None,
 ) -> tuple[Mapping[str, str], list[str]]:
-    """Returns the style of each module that the `tensor` axis shards, and the names of the modules
+    """Return the style of each module that the `tensor` axis shards, and the names of the modules
     of experts, which that axis does not shard."""
     size = mesh.axis("tensor").size
     if size == 1 and plan.slices == 1:
@@ -247,8 +247,8 @@ def _make_pipeline(
 def _find_experts(
     model: nn.Module, mesh: Mesh, plan: Plan, names: Sequence[str] | None
 ) -> Mapping[str, Experts]:
-    """Return the modules of experts that the plan divides over ranks, or, with bitwise numerics on
-    one rank, those that must compute the same bits as if they were divided."""
+    """Return the modules of experts that the plan divides over ranks. With bitwise numerics on one
+    rank, they must compute the same bits as if they were divided."""
     if (ranks := mesh.axis("expert").size) == 1:
         return stacked_experts(model, names) if plan.numerics == "bitwise" else {}
     found = find_experts(model, names)
@@ -266,7 +266,7 @@ def _place_experts(
     *,
     materialize: Callable[[nn.Module], None],
 ) -> tuple[Mapping[str, Experts], list[Leaves], list[str]]:
-    """Returns the divided modules, their leaves of autograd's graph, and the names of modules that
+    """Return the divided modules, their leaves of autograd's graph, and the names of modules that
     now compute one expert after another."""
     ranks, bitwise = mesh.axis("expert"), plan.numerics == "bitwise"
     if ranks.size == 1:
@@ -338,7 +338,7 @@ def check_plan_devices(plan: Plan, home: torch.device) -> None:
 
 
 def _keep_own_stages(initial: InitialModel, stages: Stages, mesh: Mesh) -> list[str]:
-    """Returns the names of the modules in this rank's stages."""
+    """Return the names of the modules in this rank's stages."""
     pipeline = mesh.stages
     own = stages.parts_on_rank(pipeline.rank)
     # each stage is on one rank only: another rank also computes its values, to check them

@@ -12,8 +12,8 @@ from lockstep.base.torch_private import own_parameters
 def place_parameters(
     module: nn.Module, mesh: DeviceMesh, placement_of: Callable[[str], Placement]
 ) -> None:
-    """Replace the module's own parameters by DTensors. Every rank must already have the same
-    values."""
+    """Replace the parameters of the module by DTensors, but not the parameters of its submodules.
+    Every rank must already have the same values."""
     for name, parameter in list(own_parameters(module).items()):
         if parameter is None or isinstance(parameter, DTensor):
             continue

@@ -19,7 +19,7 @@ _IF_TRAINING: dict[Any, tuple[int, bool]] = {
     },
     **dict.fromkeys((F.rrelu, torch.rrelu, torch.rrelu_), (3, False)),
 }
-"""Functions that draw in training only -> the position and the default of their argument
+"""Maps functions that draw in training only to the position and the default of their argument
 `training`."""
 RANDOM = frozenset(_IF_TRAINING) | {
     getattr(owner, name)

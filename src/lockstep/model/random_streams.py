@@ -1,11 +1,11 @@
-"""Random streams of modules: each sequential part of a model (one of the modules that the model
-calls one after another) draws from default generators with the part's own seed. So dropout does not
-depend on the rank that computes the part.
+"""Random streams of a model's sequential parts, which are the modules that the model calls one
+after another. Each part draws from default generators with the part's seed. Dropout does not depend
+on the rank that computes the part.
 
-[Note: streams] A part's stream starts when the previous part ends. So the generator state that
-`torch.utils.checkpoint` saves is the state of the part's stream. If several parts are checkpointed
-together, their recomputation must start the streams of the later parts too. For this, the forward
-records which stream follows which, by their seeds.
+[Note: streams] A part's stream starts when the previous part ends. The generator state that
+`torch.utils.checkpoint` saves is then the state of the part's stream. If several parts are
+checkpointed together, the recomputation must also start the streams of the later parts. The forward
+therefore records the order of the streams by their seeds.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ REMEMBERED = 2**16
 
 class ModuleRandomStreams:
     """Seeds the default generators when each of a model's sequential parts begins. `position`
-    identifies a microbatch. The first part draws from `key(*position)`, part i from `key(*position,
-    i, n)` in the model's n-th forward of this microbatch, and code after the last of P parts (such
-    as the loss) from `key(*position, P, n)`."""
+    identifies a microbatch. The first part draws from `key(*position)`. In the model's n-th forward
+    of the microbatch, part i draws from `key(*position, i, n)`. Code after the last of P parts,
+    such as the loss, draws from `key(*position, P, n)`."""
 
     def __init__(
         self, model: nn.Module, parts: Sequence[str], begin: Callable[[int], None]
@@ -51,7 +51,7 @@ class ModuleRandomStreams:
         modules = [model.get_submodule(name) for name in parts]
         draw = [_may_draw(module) for module in modules]
         self.are_several = any(draw)
-        """False if no part can draw: then only `start` seeds the generators."""
+        """False if no part can draw random numbers. Only `start` then seeds the generators."""
         # A part that cannot draw needs no stream; the loss always gets one.
         self._needed = [*draw, True]
         self._places: dict[int, list[int]] = {}
@@ -70,7 +70,7 @@ class ModuleRandomStreams:
         self._begin(key(*position, part, 0) if part and self.are_several else key(*position))
 
     def set_position(self, position: tuple[int, ...]) -> None:
-        """For a forward whose first part's generators are already seeded."""
+        """Call this method for a forward whose first part's generators are already seeded."""
         self._position = position
         self._calls.made.clear()
 
@@ -112,8 +112,8 @@ class ModuleRandomStreams:
 
 
 class _Calls(threading.local):
-    """Forwards of each sequential part in the current microbatch, by the module's id. Several
-    threads may compute chunks of a microbatch."""
+    """Counts the forwards of each sequential part in the current microbatch. Several threads may
+    compute chunks of a microbatch."""
 
     def __init__(self) -> None:
         self.made: dict[int, int] = {}

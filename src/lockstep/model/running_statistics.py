@@ -2,10 +2,12 @@
 microbatches to ranks.
 
 A microbatch changes a running statistic r to keep * r + gain. Every rank gathers (keep, gain) of
-all microbatches and applies them in the order of microbatches. Self-updating buffers (the vectors
-of `spectral_norm`, the codes of a vector quantizer) are updated once a step, from the first
-microbatch. Changes of other buffers are refused: at once if the change increases the tensor's
-version; a change through `.data` only in steps that compare the buffers' bits.
+all microbatches and applies them in the order of microbatches. Self-updating buffers are the
+vectors of `spectral_norm` and the codes of a vector quantizer. They are updated once a step, from
+the first microbatch.
+
+Changes of all other buffers are refused. A change that increases the tensor's version is refused at
+once. A change through `.data` is refused only in steps that compare the buffers' bits.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ class _ScratchBuffers:
         own_buffers(module).update(self.kept)
 
     def row(self) -> Tensor:
-        """Return this microbatch's update as float64: keep, number of forwards of the layer, gain
-        of each mean, gain of each variance."""
+        """Return the microbatch's update as float64: keep, number of forwards of the layer, gain of
+        each mean, gain of each variance."""
         calls = self.taken["num_batches_tracked"].double()
         momentum = self.module.momentum
         gains = torch.cat([self.taken["running_mean"], self.taken["running_var"]]).double()
@@ -69,7 +71,7 @@ class _ScratchBuffers:
         return torch.cat([torch.stack([keep, calls]), gains])
 
     def apply(self, rows: Tensor, gate: Tensor | None) -> None:
-        """Apply one row for each microbatch, in order, unless the bool tensor `gate` is False."""
+        """Apply one row for each microbatch, in order. A `gate` of False changes nothing."""
         mean, variance = self.kept["running_mean"], self.kept["running_var"]
         rows, gate = rows.to(mean.device), gate if gate is None else gate.to(mean.device)
         running = torch.cat([mean, variance]).double()
@@ -91,7 +93,7 @@ class _ScratchBuffers:
 
 
 class RunningStatistics:
-    """Updates one model's buffers once a step, with equal values on all ranks. Every rank calls
+    """Updates one model's buffers once a step, with equal values on all ranks. Every rank must call
     `begin` before a step, `note_microbatch` after each forward, and `commit` at the end."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
@@ -126,7 +128,6 @@ class RunningStatistics:
             for key in own
             if (name := f"{prefix}.{key}" if prefix else key) in self._others
         }
-        """The dict and key that hold each buffer that no forward may change."""
         named = dict(model.named_parameters())
         self._watched = [*self._others.values(), *named.values()]
         self._names = [
@@ -171,8 +172,8 @@ class RunningStatistics:
             updating.note_microbatch()
 
     def discard(self) -> None:
-        """Discard buffer updates of forwards that do not count: recomputations in the backward, and
-        forwards for another model."""
+        """Discard the buffer updates of recomputations in the backward, and of forwards for another
+        model."""
         for scratch in self._scratches:
             scratch.renew()
         for updating in self._updating:
@@ -180,7 +181,7 @@ class RunningStatistics:
 
     def check(self, *, compare: bool) -> None:
         """Raise if a forward has changed a tensor that it must not change. If `compare` is True,
-        every rank calls it, and every rank raises."""
+        every rank must call this method, and all ranks raise."""
         changed = self._changed()
         if compare and self._compares:
             flag = torch.tensor([changed is not None])
@@ -218,8 +219,8 @@ class RunningStatistics:
         return next(filter(None, (updating.reshaped() for updating in self._updating)), None)
 
     def commit(self, assignment: MicrobatchAssignment, count: int, *, apply: bool | Tensor) -> None:
-        """Every rank calls it. `apply` is False if the optimizer's step was skipped; a scalar bool
-        tensor if that is only known on the GPU."""
+        """Every rank must call this method. `apply` is False if the optimizer's step was skipped.
+        It is a scalar bool tensor if only the GPU knows the answer."""
         for updating in self._updating:
             updating.commit(assignment, self._data, count, apply=apply)
         if not self._scratches:
@@ -239,7 +240,6 @@ class RunningStatistics:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Empty if the tensor is sparse or quantized."""
     part = to_local(tensor)
     if part.layout != torch.strided or part.is_quantized:
         return torch.empty(0, dtype=torch.uint8)
@@ -248,7 +248,8 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 ATTRIBUTE = "self_updating_buffers"
-"""A module, or its class, lists in this attribute the buffers that its forward updates."""
+"""The name of an attribute of a module or its class. The attribute lists the buffers that the
+forward updates."""
 
 
 def self_updating(module: nn.Module) -> Sequence[str]:
@@ -270,8 +271,8 @@ def self_updating(module: nn.Module) -> Sequence[str]:
 
 
 class SelfUpdatingBuffers:
-    """One module's buffers that its forward updates. Each microbatch's forward changes copies of
-    the values from before the step; the first microbatch's copies become the new values."""
+    """The buffers of one module that its forward updates. Each microbatch's forward changes copies
+    of the values from before the step. The first microbatch's copies become the new values."""
 
     def __init__(self, prefix: str, module: nn.Module, names: Sequence[str]) -> None:
         self._prefix = f"{prefix}." if prefix else ""
@@ -311,8 +312,8 @@ class SelfUpdatingBuffers:
     def commit(
         self, assignment: MicrobatchAssignment, data: World, count: int, *, apply: bool | Tensor
     ) -> None:
-        """Every rank calls it. `apply` is False if the optimizer's step was skipped; a scalar bool
-        tensor if that is only known on the GPU."""
+        """Every rank must call this method. `apply` is False if the optimizer's step was skipped.
+        It is a scalar bool tensor if only the GPU knows the answer."""
         by_rank = assignment.indices_by_rank(count)
         owner = next(rank for rank, indices in enumerate(by_rank) if 0 in indices)
         for name, buffer in self.kept.items():

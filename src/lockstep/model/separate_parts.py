@@ -1,10 +1,8 @@
 """Computes a model's sequential parts (the modules that the model calls one after another) as if
-each were in its own process, so that with numerics=bitwise one process computes the bits of any
-pipeline.
-
-Between two parts, a tensor and its gradient have the strides of a new tensor, as if they had been
-received. A parameter that several parts share is a separate leaf of autograd's graph in each part.
-"""
+each part were in a separate process. With numerics=bitwise, one process then computes the bits of
+any pipeline. A tensor between two parts, and its gradient, have the strides of a new tensor, as if
+they had been received. A parameter that several parts share is a separate leaf of autograd's graph
+in each part."""
 
 from __future__ import annotations
 
@@ -29,13 +27,13 @@ class SeparateParts:
     def __init__(
         self, model: nn.Module, parts: Sequence[str], shared: Sequence[str], *, last: str
     ) -> None:
-        """`parts` are this rank's; `shared` and `last` are of the whole model."""
+        """`parts` are this rank's parts. `shared` and `last` describe the full model."""
         modules = {name: model.get_submodule(name) for name in parts}
         once = {id(each): each for name, each in modules.items() if name != last}
         self._handles = [each.register_forward_hook(_separate) for each in once.values()]
         self.leaves: dict[str, list[PartLeaf]] = {}
-        """A shared parameter's leaves, in the order of this rank's parts. The first of these parts
-        has no entry: there the parameter itself is the leaf."""
+        """The leaves of each shared parameter, in the order of this rank's parts. The first part
+        has no entry, because its leaf is the parameter."""
         self._in_place: list[PartLeaf] = []
         named = dict(model.named_parameters())
         for name in shared:
@@ -50,7 +48,7 @@ class SeparateParts:
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:
-        """Other forwards may run inside the context."""
+        """Other forwards may run in this context."""
         aside = [(leaf, leaf.take_out()) for leaf in list(self._in_place)]
         try:
             yield
@@ -64,8 +62,8 @@ class SeparateParts:
 
 
 class PartLeaf:
-    """A separate leaf of autograd's graph for a shared parameter, so that the gradient of one part
-    of the model is summed by itself."""
+    """A separate leaf of autograd's graph for a shared parameter. The gradient of one part of the
+    model is summed separately."""
 
     def __init__(self, shared: nn.Parameter, part: nn.Module, in_place: list[PartLeaf]) -> None:
         """`in_place` contains this object while a forward of the part runs."""
@@ -74,7 +72,7 @@ class PartLeaf:
         self.parameter = nn.Parameter(shared.detach())
         """Shares memory with the shared parameter."""
         self.gathered: nn.Parameter | None = None
-        """Shares memory with the all-gathered parameter; None without sharding."""
+        """Shares memory with the all-gathered parameter. None without sharding."""
         self._in_place = in_place
         self._owners = [
             (own_parameters(module), name)
@@ -169,8 +167,8 @@ def _separated(value: Any) -> Any:
 
 
 class _Separate(torch.autograd.Function):
-    """The identity, but the result, and the gradient of the input, have the strides of new
-    contiguous tensors."""
+    """The identity. The result and the gradient of the input have the strides of new contiguous
+    tensors."""
 
     generate_vmap_rule = True
 

@@ -1,5 +1,5 @@
-"""The `shard` axis: FSDP2 shards parameters, gradients and optimizer state. `FsdpReducer` reduces
-the gradients."""
+"""The `shard` axis. FSDP2 shards parameters, gradients and optimizer state, and `FsdpReducer`
+reduces the gradients."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ CHANGED_INPUT = re.compile(r"RegisterPostBackwardFunction is a view and is being
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the full parameters that FSDP2 has all-gathered and still holds, as after a forward
-    without a backward."""
+    """Free the full parameters that FSDP2 has all-gathered and still holds, for example after a
+    forward without a backward."""
     for group in fsdp_groups(model):
         group.reshard()
 
@@ -91,7 +91,7 @@ def error_of_change(name: str) -> RecipeError:
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Every rank enters the context."""
+    """Every rank must enter the context."""
     groups = fsdp_groups(model)
     for group in groups:
         group.unshard()
@@ -116,9 +116,9 @@ def unreduced(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def weights_backward(model: nn.Module) -> Iterator[None]:
-    """For a backward that computes only gradients of weights. FSDP2 gathers when a backward reaches
-    a module's output, and reduces when it reaches the module's input; such a backward reaches
-    neither. Every rank enters the context."""
+    """A context for a backward that computes only gradients of weights. FSDP2 gathers when a
+    backward reaches a module's output, and reduces when it reaches the module's input. A backward
+    of weights reaches neither. Every rank must enter the context."""
     groups = fsdp_groups(model)
     if not all(map(gathers_in_forward, groups)):  # see `gather_whole`
         yield
@@ -138,8 +138,8 @@ def weights_backward(model: nn.Module) -> Iterator[None]:
 
 
 def gathered_parameters(model: nn.Module) -> list[Any]:
-    """Return the full parameters into which FSDP2 all-gathers the shards: the leaves of autograd's
-    graph in a forward."""
+    """Return the full parameters into which FSDP2 all-gathers the shards. They are the leaves of
+    autograd's graph in a forward."""
     grouped = [fsdp_parameter_group(group) for group in fsdp_groups(model)]
     return [gathered(each) for group in grouped if group is not None for each in group.fsdp_params]
 
@@ -158,12 +158,12 @@ def shard(
     used_after_forward: Collection[nn.Module] = (),
     experts: Sequence[str] = (),
 ) -> None:
-    """Shard the parameters over `Mesh.shards`, block by block. Every rank calls it. `free_root`
-    frees parameters outside the blocks after the forward. `materialize` is called with a module
-    just before the module is sharded, so that a rank never holds more than one full block besides
-    its shards. `short` gives the weights to all-gather in autocast's precision. `keep_casts=False`
-    frees autocast's casts of weights after each block's forward. `used_after_forward` are modules
-    whose weights are not freed after the forward."""
+    """Shard the parameters over `Mesh.shards`, block by block. Every rank must call this function.
+    `free_root` frees parameters outside the blocks after the forward. `materialize` is called with
+    a module just before the module is sharded, so a rank never holds more than one full block
+    besides its shards. `short` gives the weights to all-gather in autocast's precision.
+    `keep_casts=False` frees autocast's casts of weights after each block's forward. Weights of the
+    modules `used_after_forward` are not freed after the forward."""
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise RecipeError(
@@ -227,10 +227,10 @@ def _check_dtypes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def unmark(model: nn.Module, compiled: Sequence[str]) -> None:
-    """Remove the attribute by which FSDP2 marks modules, because transformers calls the layers that
+    """Remove the attribute by which FSDP2 marks modules. transformers calls the layers that
     LayerDrop skips if a module has the attribute. Blocks in `compiled` keep the attribute for
-    torch.compile. Modules with a `generate` method keep it too: by it, transformers makes equally
-    many forwards on all ranks."""
+    torch.compile. Modules with a `generate` method also keep the attribute, because transformers
+    then makes equally many forwards on all ranks."""
     for name, module in model.named_modules():
         if not hasattr(module, "generate") and not any(
             is_within(name, block) for block in compiled
@@ -315,7 +315,7 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
 
 
 def modules_of(group: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules inside `group` that are outside of all inner modules of `fsdp_groups`."""
+    """Yield the modules inside `group`, without the modules of inner FSDP groups."""
     yield group
     for child in group.children():
         if not isinstance(child, FSDPModule):
@@ -323,9 +323,9 @@ def modules_of(group: nn.Module) -> Iterator[nn.Module]:
 
 
 class SkippedBlockGuard:
-    """Makes a forward all-gather also the blocks that it does not call (as with LayerDrop), so that
-    all ranks make the same collectives. Create the guard before the model is sharded and install it
-    afterwards, so that its hooks run around FSDP2's."""
+    """Makes a forward also all-gather the blocks that it does not call, as with LayerDrop. All
+    ranks then make the same collectives. Create the guard before the model is sharded and install
+    it afterwards. Its hooks then run around the hooks of FSDP2."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Any], *, gathers_ahead: bool) -> None:
         """`gathers_ahead` all-gathers a block's parameters while the previous block runs."""
@@ -364,7 +364,7 @@ class SkippedBlockGuard:
         return self._pass_through(skipped, output) if skipped else None
 
     def _pass_through(self, skipped: range, value: Any) -> Any:
-        """Pass one tensor of `value` through the skipped blocks, of which only the hooks run."""
+        """Pass one tensor of `value` through the hooks of the skipped blocks."""
         leaves, structure = tree_flatten(value)
         tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         place = next((place for place in tensors if leaves[place].requires_grad), None)

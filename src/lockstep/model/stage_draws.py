@@ -14,9 +14,9 @@ from lockstep.model.random_functions import draws
 
 
 class StageDraws(TorchFunctionMode):
-    """Refuses random functions without a `generator` that a user's hook calls for parameters of
-    pipeline stages. The default generators have the same seeds on all ranks of the pipeline, so
-    each stage would draw the numbers that one process draws for the first stage."""
+    """Refuses random functions without a `generator` in a user's hook on parameters of pipeline
+    stages. The default generators have the same seeds on all ranks of the pipeline. Each stage
+    would draw the numbers that one process draws for the first stage."""
 
     def __init__(self, models: Iterable[nn.Module], pipeline: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class StageDraws(TorchFunctionMode):
 
 
 def _drawn(args: Any, kwargs: Any) -> Iterator[Tensor | Size]:
-    """Two or more integers are a size; a single integer may mean anything."""
+    """Two or more integers are a size. A single integer may mean anything."""
     yield from (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
     for each in (*args, kwargs.get("size"), args):
         is_size = isinstance(each, tuple | list) and all(type(one) is int for one in each)

@@ -1,10 +1,8 @@
-"""SyncBatchNorm: the samples of every microbatch are split over the data ranks, and statistics are
-computed over all of its slices.
-
-Each layer exchanges (mean, variance, number of values) in the forward and two sums per channel in
-the backward, so every rank must run the same layers in the same order. Each slice has its own
-random numbers (so dropout masks depend on the number of ranks), and its own loss.
-"""
+"""SyncBatchNorm splits the samples of every microbatch over the data ranks, and computes statistics
+over all slices of the microbatch. Each layer exchanges (mean, variance, number of values) in the
+forward and two sums per channel in the backward. Every rank must run the same layers in the same
+order. Each slice has separate random numbers and a separate loss. Dropout masks therefore depend on
+the number of ranks."""
 
 from __future__ import annotations
 
@@ -27,15 +25,15 @@ from lockstep.plan import Plan
 
 
 class SyncBatchNormExchange:
-    """The ranks that exchange statistics, and what this rank computes now. All SyncBatchNorm layers
-    of a session share it, also those of a copied model."""
+    """The ranks that exchange statistics, and the slice that this rank computes now. All
+    SyncBatchNorm layers of a session share the object, also the layers of a copied model."""
 
     def __init__(self) -> None:
         self.world: World | None = None
         """None if microbatches are not split."""
         self.is_dummy: bool | None = None
-        """True during a dummy forward (this rank has no slice of the microbatch); False while this
-        rank computes a slice; None outside of microbatches."""
+        """True during the forward of a rank without a slice of the microbatch. False while the rank
+        computes a slice, and None outside of microbatches."""
 
     def __deepcopy__(self, _: Any) -> SyncBatchNormExchange:
         return self
@@ -95,7 +93,7 @@ def split_microbatches(
     microbatch: int,
 ) -> MicrobatchAssignment:
     """If a model has a SyncBatchNorm in training mode, split each microbatch over all data ranks.
-    Every rank calls it. `microbatch` is a number of samples."""
+    Every rank must call this function. `microbatch` is a number of samples."""
     mine = [
         (name, type(layer).__name__, isinstance(layer, nn.SyncBatchNorm))
         for name, layer in training_batchnorms(models)
@@ -130,8 +128,8 @@ def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, BatchNor
 
 
 class _Normalise(torch.autograd.Function):
-    """Returns (output, mean, variance, number of values per channel). The last three are float64
-    without gradient, for the running statistics; the variance is uncorrected."""
+    """Returns the output, and the mean, the variance and the number of values per channel. The last
+    three are float64 without gradient, for the running statistics. The variance is uncorrected."""
 
     @staticmethod
     def forward(

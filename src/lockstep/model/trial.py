@@ -1,4 +1,4 @@
-"""Contexts and tolerances for forwards that belong to no microbatch, and that check a model."""
+"""Contexts and tolerances for forwards that check a model. The forwards belong to no microbatch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from lockstep.model.shard import reshard
 SINGLE = torch.finfo(torch.float32).eps
 TF32 = 2.0**-10
 ROUNDINGS, SHORT_ROUNDINGS = 16.0, 4.0
-"""Largest allowed relative error between two results of which one is computed in another order.
-`ROUNDINGS` is in units of the dtype's epsilon to the power of 3/4 (1e-4 in float32);
-`SHORT_ROUNDINGS`, for shorter dtypes, in units of the epsilon (3% in bfloat16)."""
+"""Largest allowed relative error between two results that are computed in different orders.
+`ROUNDINGS` is in units of the dtype's epsilon to the power of 3/4 (1e-4 in float32).
+`SHORT_ROUNDINGS`, for shorter dtypes, is in units of the epsilon (3% in bfloat16)."""
 SMALL = 1e-2
-"""A parameter whose elements are all smaller in magnitude counts as zero: an error behind it would
-not show in the model's output."""
+"""A parameter counts as zero if all of its elements are smaller in magnitude. An error in a branch
+with such a gate would not show in the model's output."""
 
 _is_inside = ContextVar("inside a trial", default=False)
 
 
 def in_trial() -> bool:
-    """Return True while further forwards of a module check its output, inside a microbatch's
-    forward."""
+    """Return True while a module's forward is repeated to check its output."""
     return _is_inside.get()
 
 
@@ -49,8 +48,8 @@ def tolerance(tensor: Tensor) -> float:
 
 
 def epsilon(tensor: Tensor) -> float:
-    """Return the epsilon of the least precise dtype in which `tensor` may have been computed: its
-    own, autocast's, or TF32."""
+    """Return the epsilon of the least precise dtype in which `tensor` may have been computed.
+    Candidates are the dtype of the tensor, autocast's dtype, and TF32."""
     kinds = [tensor.dtype]
     if torch.is_autocast_enabled(tensor.device.type):
         kinds.append(torch.get_autocast_dtype(tensor.device.type))
@@ -85,7 +84,8 @@ def unchanged_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def nothing_dropped(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, except for BatchNorm, which normalizes with the statistics of the batch."""
+    """Set evaluation mode, except for BatchNorm, which normalizes with the statistics of the
+    batch."""
     modes = [(each, each.training) for each in model.modules()]
     try:
         for each, _ in modes:
@@ -98,8 +98,8 @@ def nothing_dropped(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def all_in_use(model: nn.Module) -> Iterator[None]:
-    """Give (nearly) zero parameters random values, the same on all ranks, so that a branch behind a
-    zero gate contributes to the output."""
+    """Give (nearly) zero parameters random values, the same on all ranks. A branch behind a zero
+    gate then contributes to the output."""
     generator, before = torch.Generator(), []
     reshard(model)  # forwards may have left parameters gathered
     try:

@@ -1,12 +1,12 @@
 """Autocast's casts of the weights that FSDP2 shards.
 
-FSDP2 gathers the weights of torch's layers in autocast's precision. Other code that used such a
-weight would get a rounded weight; `check_uses` detects this in the first backward.
+FSDP2 gathers the weights of torch's layers in autocast's precision. All other code that used the
+weights would get rounded values. `check_uses` detects such code in the first backward.
 
-For any other weight, a matrix product under autocast saves the cast weight for its backward. FSDP2
-cannot free these casts, so they would keep the full model in bf16 on every rank. So `drop_casts`
-replaces each saved cast by a function that makes the cast again, with the same bits, from the
-weight that FSDP2 gathers for the block's backward.
+FSDP2 gathers all other weights in full precision. A matrix product under autocast saves the cast
+weight for its backward. FSDP2 cannot free these casts, so they would keep the full model in bf16 on
+every rank. `drop_casts` replaces each saved cast by a function. The function makes the cast again,
+with the same bits, from the weight that FSDP2 gathers for the block's backward.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
 }
 """Parameters that the forwards of torch's modules use only in matrix products and convolutions."""
 SMALL_PART = 200
-"""A weight with less than 1 / 200 of the elements that FSDP2 gathers together keeps its dtype,
-because a router may be called outside of autocast. A router has at most 1 / (2 h) of these
-elements, where h is the width of the experts' hidden layer; the smallest projection of a large
-model's attention has 1 / 100."""
+"""A weight keeps its dtype if it has less than 1 / 200 of the elements that FSDP2 gathers together,
+because a router may be called outside of autocast. A router has at most 1 / (2 h) of the elements,
+where h is the width of the experts' hidden layer. The smallest projection of a large model's
+attention has 1 / 100."""
 VIEWS = (
     "(T|Transpose|Permute|View|UnsafeView|Split|SplitWithSizes|Chunk|Slice|Select|Squeeze|Unsqueeze"
     "|Expand|Alias|Unbind)"
@@ -71,15 +71,15 @@ _A_FORWARD_OF_ITS_OWN = (
 @dataclass(frozen=True, slots=True)
 class AutocastWeights:
     """The weights that FSDP2 may all-gather in autocast's `dtype`, by their module and their name
-    there."""
+    in the module."""
 
     dtype: torch.dtype
     owners: Collection[tuple[nn.Module, str]]
 
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype) -> Self:
-        """Find the float32 weights that autocast casts whenever their module computes. Call it
-        before the model's forwards are changed."""
+        """Find the float32 weights that autocast casts whenever their module computes. Call this
+        method before the model's forwards are changed."""
         kinds = dict(_WEIGHTS)
         if transformers := sys.modules.get("transformers.pytorch_utils"):
             kinds[transformers.Conv1D] = ("weight",)
@@ -93,7 +93,7 @@ class AutocastWeights:
         return cls(dtype, owners)
 
     def gather_short(self, groups: Iterable[nn.Module]) -> None:
-        """Weights that another module also uses, and small ones, keep their dtype."""
+        """Small weights and weights that another module also uses keep their dtype."""
         for group in groups:
             held = fsdp_parameter_group(group)
             parameters = [] if held is None else held.fsdp_params
@@ -105,8 +105,8 @@ class AutocastWeights:
 
 
 def check_uses(groups: Iterable[nn.Module], loss: Tensor) -> None:
-    """Raise if `loss` depends on a rounded weight through operations other than matrix products and
-    convolutions. Compiled code and the user's autograd.Functions cannot be checked."""
+    """Raise an error if `loss` depends on a rounded weight through operations other than matrix
+    products and convolutions. Compiled code and the user's autograd.Functions cannot be checked."""
     held = filter(None, map(fsdp_parameter_group, groups))
     parameters = [each for group in held for each in group.fsdp_params]
     names = {id(gathered): name for name, gathered in filter(None, map(gathered_short, parameters))}
@@ -162,7 +162,7 @@ View = Callable[[Tensor], Tensor]
 
 
 def drop_casts(group: nn.Module, *, is_root: bool) -> None:
-    """Stop autograd from keeping casts of `group`'s weights from forward to backward."""
+    """Stop autograd from keeping casts of the weights of `group` from forward to backward."""
     parameters = fsdp_parameter_group(group)
     compared: set[str] = set()
 
@@ -229,7 +229,7 @@ def _in_its_place(cast: _Cast, tensor: Tensor) -> _Cast:
 
 
 def _again_and_compared(expected: Tensor, name: str, compared: set[str], cast: _Cast) -> Tensor:
-    """Raises `PlanError` if the sum of the new cast's bits is not `expected`."""
+    """Raise `PlanError` if the sum of the new cast's bits is not `expected`."""
     again = cast.again()
     if again.untyped_storage().nbytes():
         if not torch.equal(_sum_of_bits(again), expected):
@@ -261,7 +261,7 @@ class _Cast:
 
     @classmethod
     def of(cls, tensor: Tensor, weights: Mapping[int, str]) -> _Cast | None:
-        """Return None if `tensor` is not a cast of one of these weights, or was changed after the
+        """Return None if `tensor` is not a cast of one of the weights, or was changed after the
         cast."""
         cast = base_of(tensor)
         if type(cast.grad_fn).__name__ != CAST or version(cast) or is_distributed(cast):
@@ -292,7 +292,7 @@ class _Cast:
         return source
 
     def again(self) -> Tensor:
-        """If the gathered weight is freed, return a tensor without memory: a backward also unpacks
+        """If the gathered weight is freed, return a tensor without memory. A backward also unpacks
         saved tensors that it does not use."""
         if not self.weight.untyped_storage().nbytes():
             device = self.weight.device

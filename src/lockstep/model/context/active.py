@@ -24,25 +24,21 @@ class ActiveSequence:
     exchange: Literal["auto", "keys", "heads"]
     documents: Documents | None
     is_handled: bool = False
-    """True in code that exchanges tensors between ranks itself. `SequenceMode` then leaves calls of
-    torch unchanged."""
+    """True in code that exchanges tensors between ranks. `SequenceMode` does not change calls of
+    torch in such code."""
     checkpointed_blocks: int = 0
     counts: dict[Any, int] = field(default_factory=dict)
-    """(kind, file and line of a call of torch) -> number of such calls since the start of the
-    forward."""
     chosen: ChosenKernels = field(default_factory=ChosenKernels)
     block_masks: dict[Any, Any] = field(default_factory=dict)
 
     def places(self) -> Tensor:
-        """Return the positions of this rank's tokens: (tokens,) in the sequence, or (samples,
-        tokens) in their documents if rows hold several."""
+        """Return the positions of this rank's tokens. The shape is (tokens,), or (samples, tokens)
+        if rows hold several documents."""
         own = self.layout.places
         return own if self.documents is None else self.documents.places(own)
 
 
 class Forward(Protocol):
-    """A context (`SequenceMode`) that is entered while a model computes this rank's tokens."""
-
     sequence: ActiveSequence
 
     def resumed(self, counts: dict[Any, int]) -> AbstractContextManager[Any]: ...
@@ -57,7 +53,7 @@ _stack = _Stack()
 
 
 def active() -> ActiveSequence | None:
-    """Return the state of this thread's forward; None outside of `SequenceMode`."""
+    """Return the state of this thread's forward, or None outside of `SequenceMode`."""
     return _stack.forwards[-1].sequence if _stack.forwards else None
 
 

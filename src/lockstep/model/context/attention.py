@@ -1,5 +1,5 @@
-"""`F.scaled_dot_product_attention` over sequences whose tokens are divided among ranks, that hold
-several documents, or whose dropout is drawn for each chunk."""
+"""`F.scaled_dot_product_attention` over sequences whose tokens are divided among ranks. It also
+supports rows of several documents, and dropout that is drawn for each chunk."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The arguments are those of `F.scaled_dot_product_attention`, with this rank's tokens. Every
-    rank of the axis `context` calls it."""
+    """The tensors have only this rank's tokens. Every rank of the axis `context` must call this
+    function."""
     layout, documents = sequence.layout, sequence.documents
     ranks = layout.world.size
     attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
@@ -95,8 +95,7 @@ def _exchange(
 
 
 class ChunkedAttention:
-    """Computes the attention of this rank's queries to the keys of all tokens. `attend` is
-    `F.scaled_dot_product_attention` with its scale."""
+    """Computes the attention of this rank's queries to the keys of all tokens."""
 
     def __init__(
         self,
@@ -154,7 +153,7 @@ class ChunkedAttention:
         )
 
     def _joined_parts(self, parts: Sequence[Tensor]) -> Tensor:
-        """Autograd saves the result, in the memory order that models use, instead of the parts."""
+        """Autograd saves the result instead of the parts."""
         whole = torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
         copies = torch.split(whole.detach(), [part.shape[2] for part in parts], 2)
         for part, copy in zip(parts, copies, strict=True):
@@ -192,8 +191,7 @@ class ChunkedAttention:
         return self._attend(query, key, value, is_causal=self._is_causal)
 
     def _chunk(self, span: range, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Only keys that the chunk can see are read: none after a causal chunk's end, none of
-        earlier documents."""
+        """The function skips keys that the chunk's queries do not attend to."""
         if not len(span):
             return query
         first = 0

@@ -1,6 +1,6 @@
-"""Finds the calls of torch in a model's forward that must change if a rank has only some of the
-tokens, and the dim of tokens in each. Forwards of two lengths show the dim, so a size that equals
-one length by chance is not mistaken for it."""
+"""Finds the calls of torch that must change if a rank has only some of the tokens, and the dim of
+tokens in each call. Forwards of two lengths show the dim. A size that equals one length by chance
+is not mistaken for the dim of tokens."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from lockstep.model.pipeline.boundary import Around
 
 Kind = Literal["attention", "arange", "slice", "draw"]
 NOT_TOKENS: Final = -1
-"""Stands for a dim if a call's sizes do not depend on the length of the sequence."""
+"""The dim of a call whose sizes do not depend on the length of the sequence."""
 NOT_THE_MODEL = ("torch.distributed.", "lockstep.")
-"""Prefixes of the names of Python modules that slice tensors for themselves, not for the model."""
+"""Prefixes of the names of Python modules whose slices do not belong to the model."""
 SHARDED = "lockstep.model.tensor."
 OTHERWISE: Final = -2
-"""Stands for a dim if a call's sizes depend on the length of the sequence, but not exactly one size
-equals it."""
+"""The dim of a call whose sizes depend on the length of the sequence if no single size equals the
+length."""
 
 
 Site = tuple[Kind, str, int]
-"""Kind of a call of torch, and the file and line that make the call."""
 
 
 class Call(NamedTuple):
@@ -40,8 +39,6 @@ class Call(NamedTuple):
 
     site: Site
     sizes: tuple[int, ...]
-    """For a slice, the number of indices that it takes of each dim, or 0 for a dim without a
-    stop."""
     table: tuple[int, ...] = ()
 
 
@@ -51,8 +48,7 @@ Dims = Mapping[Site, Sequence[int]]
 def call_of(
     function: Any, args: Sequence[Any], keywords: Mapping[str, Any], caller: FrameType
 ) -> Call | None:
-    """Return None for a call that stays the same if a rank has only some of the tokens. `caller`:
-    the frame that makes the call."""
+    """Return None for a call that does not change if a rank has only some of the tokens."""
     if function is torch.Tensor.__getitem__:
         # FSDP2 slices gathered tensors, in some forwards more often than in others
         if not is_call_of_model(caller) or (index := as_slices(*args)) is None:
@@ -103,8 +99,8 @@ def _argument(args: Sequence[Any], keywords: Mapping[str, Any], place: int, name
 
 
 def arange_span(args: Sequence[Any], keywords: Mapping[str, Any]) -> range | None:
-    """Return the integers that a call of `torch.arange` makes; None unless they are integers with
-    step 1."""
+    """Return the integers that a call of `torch.arange` makes. Returns None unless the step is
+    1."""
     if not args:
         args = [keywords["start"]] if "start" in keywords else [0]
         args = [*args, keywords["end"]]
@@ -117,8 +113,8 @@ def arange_span(args: Sequence[Any], keywords: Mapping[str, Any]) -> range | Non
 
 
 def as_slices(table: Tensor, index: Any) -> tuple[int | slice, ...] | None:
-    """Return the index in `table[index]` as an integer or slice for each of the first dims; None
-    if it has another form, such as a tensor."""
+    """Return the index in `table[index]` as one integer or slice per dim. Returns None for an index
+    of another type, such as a tensor."""
     given = index if isinstance(index, tuple) else (index,)
     places = [place for place, each in enumerate(given) if each is Ellipsis]
     if len(places) == 1:
@@ -154,8 +150,8 @@ class _Recorder(TorchFunctionMode):
 def find_dims(
     forward: Callable[[int, Around], object], lengths: tuple[int, int]
 ) -> dict[int, Dims]:
-    """Call `forward(length, around)` for each of two lengths. `around(stage)` is a context for a
-    pipeline stage's forward. Returns the dims of each stage on this rank."""
+    """Run the model's forward on sequences of two lengths, and compare the sizes. Returns the dims
+    of each pipeline stage on this rank."""
     recorded = []
     for length in lengths:
         recorders: dict[int, _Recorder] = defaultdict(_Recorder)

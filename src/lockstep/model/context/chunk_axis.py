@@ -15,15 +15,15 @@ from lockstep.tree import Counter, cover, fold
 
 @dataclass(frozen=True)
 class ChunkAxis:
-    """The chunks of a sequence in the place of an axis's ranks, in paired order (first, last,
-    second, last but one, ...). A process has several chunks, and computes each in its own
-    thread."""
+    """The chunks of a sequence, in place of the ranks of an axis. Their paired order is first,
+    last, second, last but one, and so on. A process has several chunks, and computes each chunk in
+    a separate thread."""
 
     rank: int
     """The index, in paired order, of the chunk that the calling thread computes."""
     size: int
     processes: World
-    """The processes of the axis `context`. Each has some of the chunks, consecutive in paired
+    """The processes of the axis `context`. Each process has chunks that are consecutive in paired
     order."""
     threads: ChunkThreads
 
@@ -42,8 +42,7 @@ class ChunkAxis:
         return self.shares[self.processes.rank]
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int], order: Tensor) -> Tensor:
-        """Every chunk's thread calls it, with its own `rows`. `counts`: number of rows of each
-        chunk. `order`: for each row of the result, its index in the chunks' concatenated rows."""
+        """Every chunk's thread must call this method."""
 
         def answer(parts: list[Tensor]) -> list[Tensor]:
             each = [sum(counts[share.start : share.stop]) for share in self.shares]
@@ -54,9 +53,9 @@ class ChunkAxis:
         return gathered
 
     def sum_rows(self, rows: Tensor, counts: Sequence[int], order: Tensor) -> Tensor:
-        """Each chunk's thread passes `rows` for all chunks, and gets its own rows of their sum. The
-        sum is a fixed binary tree over the chunks, so the bits do not depend on the number of
-        processes."""
+        """Each chunk's thread passes `rows` for all chunks, and gets the sum of the rows of its
+        chunk. The sum is a fixed binary tree over the chunks, so the bits do not depend on the
+        number of processes."""
         own = self.own_share
 
         def answer(total: _RowSum) -> Sequence[Tensor]:
@@ -81,8 +80,7 @@ class _RowSum:
 def _over_processes(
     nodes: Sequence[Tensor], shares: Sequence[range], counts: Sequence[int], processes: World
 ) -> Tensor:
-    """Every process calls it, with the sums over its own chunks as `nodes`, and gets its rows of
-    the sum over all."""
+    """Every process must call this function."""
     if processes.size == 1:
         return nodes[0]
     covers = [cover(share.start, share.stop, shares[-1].stop) for share in shares]

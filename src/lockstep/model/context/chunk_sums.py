@@ -1,5 +1,5 @@
-"""Sums the losses of a sequence's chunks, and the chunks' gradients of parameters, in a fixed
-binary tree over the chunks, so that the bits do not depend on the number of processes."""
+"""Sums the losses of a sequence's chunks, and the chunks' gradients of parameters. The sum is a
+fixed binary tree over the chunks, so the bits do not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -32,20 +32,17 @@ class ChunkInputs:
 
     axis: ChunkAxis
     parameters: Sequence[Tensor]
-    """Parameters, or the tensors that take their place in autograd's graph. All chunks share
-    them."""
     received: Sequence[Tensor] = ()
     """The tensors that this rank's pipeline stage has received from the previous stage, for all of
     the process's chunks."""
     leaves: Sequence[Sequence[Tensor]] = ()
     in_two: bool = False
-    """True if a zero-bubble schedule runs one backward for the gradients of `received` and a later
-    one for those of `parameters`. The first then computes both."""
+    """True if a zero-bubble schedule runs one backward for inputs and a later one for weights. The
+    first backward then computes both gradients."""
 
 
 def sum_losses(values: Sequence[Any], inputs: ChunkInputs) -> Any:
-    """Every process calls it, and runs the backward of the result. `values`: the losses of this
-    process's chunks. If they are no numbers, the first of them is returned."""
+    """Every process must call this function, and run the backward of the result."""
     rows = [list(scalars_of(value)) for value in values]
     if not all(_is_number(each) for row in rows for each in row):
         return values[0]
@@ -71,7 +68,7 @@ def sum_losses(values: Sequence[Any], inputs: ChunkInputs) -> Any:
 
 
 def join_outputs(outputs: Sequence[Any], inputs: ChunkInputs) -> list[Any]:
-    """Every process calls it, and runs the one backward that the returned tensors share."""
+    """Every process must call this function. The returned tensors share one backward."""
     rows = [tensors_in(output) for output in outputs]
     flat = [each for row in rows for each in row]
     learns = list(map(_learns, flat))
@@ -88,16 +85,14 @@ def join_outputs(outputs: Sequence[Any], inputs: ChunkInputs) -> list[Any]:
 
 
 Backward = Callable[[Sequence[Tensor]], list[Tensor | None]]
-"""(gradients of the chunks' outputs) -> gradients of the tensors received from the previous
-pipeline stage, then of the parameters."""
 
 
 def _with_backward(
     values: Sequence[Tensor], learns: Sequence[bool], backward: Backward, inputs: ChunkInputs
 ) -> tuple[Tensor, ...]:
-    """Return tensors with the values of `values`, which share `backward`. A node of its own
-    returns the parameters' gradients, because torch's zero-bubble schedules add up the gradients of
-    all outputs of a node."""
+    """Return copies of `values` that share the function `backward`. A separate autograd node
+    returns the gradients of the parameters, because torch's zero-bubble schedules add up the
+    gradients of all outputs of a node."""
     given = (*inputs.received, *inputs.parameters)
     shared = _SharedBackward(backward, given, in_two=inputs.in_two)
     start = _Inputs.apply(shared, inputs.axis.device, *given)  # type: ignore[no-untyped-call]
@@ -105,8 +100,6 @@ def _with_backward(
 
 
 class _SharedBackward:
-    """The state of the chunks' backward that its two nodes in autograd's graph share."""
-
     def __init__(self, backward: Backward, inputs: Sequence[Tensor], *, in_two: bool) -> None:
         self._backward = backward
         self._inputs = inputs
@@ -164,8 +157,8 @@ def _starts(tensors: Sequence[Scalar], gradients: Sequence[Tensor]) -> list[tupl
 def _gradients(
     pairs: Sequence[Sequence[tuple[Tensor, Tensor]]], inputs: ChunkInputs
 ) -> list[Tensor | None]:
-    """Return the gradients of the received tensors, then those of the parameters; only the latter
-    are summed over chunks."""
+    """Return the gradients of the received tensors, then the gradients of the parameters. Only the
+    gradients of parameters are summed over chunks."""
     axis, parameters = inputs.axis, inputs.parameters
     sums = [LeavesInAnyOrder(torch.add, count=axis.size) for _ in parameters]
     own, threads, keeps = axis.own_share, axis.threads, keeps_graph() and not inputs.in_two
@@ -208,8 +201,8 @@ def _gradients(
 def _over_processes(
     axis: ChunkAxis, parameters: Sequence[Tensor], sums: Sequence[LeavesInAnyOrder[Tensor]]
 ) -> list[Tensor | None]:
-    """Return each parameter's gradient summed over all chunks; None if no chunk uses it. `sums`:
-    the gradients of this process's chunks."""
+    """Return each parameter's gradient summed over all chunks, or None if no chunk uses the
+    parameter."""
     own, processes = axis.own_share, axis.processes
     used = torch.tensor([float(bool(each.values)) for each in sums], device=axis.device)
     processes.all_reduce(used)

@@ -1,6 +1,6 @@
-"""Threads that compute the chunks of a sequence for bitwise numerics, each until its chunk needs
-values of the other chunks. One thread runs at a time. So the model's own code computes each chunk,
-with the shapes of one chunk, on any number of processes."""
+"""Threads that compute the chunks of a sequence for bitwise numerics. One thread runs at a time,
+until its chunk needs values from other chunks. Each forward has the shapes of one chunk, on any
+number of processes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SIGNALS_SECONDS = 0.5
 
 
 class ChunkEnded(BaseException):
-    """Ends a chunk's thread because another chunk's thread has failed. Not an `Exception`: models
-    must not catch it."""
+    """Ends a chunk's thread after another chunk's thread has failed. The class is not an
+    `Exception`, because models must not catch it."""
 
 
 class ChunkThreads:
-    """Runs functions in threads of their own, one at a time. The functions exchange values by
-    `meet`."""
+    """Runs each function in a separate thread. One thread runs at a time. The functions exchange
+    values by `meet`."""
 
     def __init__(self, device: torch.device) -> None:
         self.around_others: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -59,16 +59,13 @@ class ChunkThreads:
         answer: Callable[[Any], Sequence[Any]],
         collect: Callable[[], Any] = list,
     ) -> Any:
-        """Wait until every function given to `run` has called it. Then `answer` is called once
-        with all values, and each function gets its item of the result. `what`: the purpose, the
-        same for all functions."""
+        """Wait until every function has called `meet`. `answer` is then called once with all
+        values, and each function gets one item of the result."""
         assert self._turns is not None, "inside of run"
         return self._turns.meet(what, value, answer, collect)
 
 
 class _Turns:
-    """The threads of one call of `ChunkThreads.run`, of which one runs at a time."""
-
     def __init__(
         self,
         functions: Sequence[Callable[[], Any]],
@@ -79,7 +76,7 @@ class _Turns:
         self._functions = functions
         self._around_others = around_others
         self._locks = [threading.Lock() for _ in functions]
-        """One lock for each thread. A thread may run once it has acquired its own lock."""
+        """One lock for each thread. A thread may run after it has acquired its lock."""
         for lock in self._locks:
             lock.acquire()
         self._generators = [_Generators(device) for _ in functions]
@@ -118,9 +115,9 @@ class _Turns:
         return self._results
 
     def _wait_for_all(self) -> None:
-        """Python runs signal handlers between two waits: a signal that another thread receives, or
-        that arrives just before a wait, does not interrupt it. An interrupted `Thread.join` would
-        take the thread for ended (bpo-45274)."""
+        """Python handles signals between two waits. A signal that another thread receives does not
+        interrupt a wait. An interrupted `Thread.join` would report that the thread has ended
+        (bpo-45274)."""
         while not self._all_ended.wait(SIGNALS_SECONDS):
             pass
 
@@ -182,8 +179,8 @@ class _Turns:
 
 
 class _Generators:
-    """The states of the default generators of Python, numpy and torch. Numpy's generator is
-    replaced as a whole, because saving its state is slow."""
+    """The states of the default generators of Python, numpy and torch. Saving the state of numpy's
+    generator is slow, so the generator object is replaced."""
 
     def __init__(self, device: torch.device) -> None:
         self._torch = accelerator.generators_of([device])
@@ -216,9 +213,9 @@ class _Generators:
 
 
 def _thread_settings(device: torch.device) -> Callable[[], Any]:
-    """Return a context that gives another thread this thread's settings (autocast, grad mode,
-    ...). Inside it, a backward runs in the thread that starts it and not in autograd's own threads,
-    so that one backward can wait for another."""
+    """Return a context that gives another thread this thread's settings, such as autocast and grad
+    mode. A backward in the context runs in the thread that starts it, so one backward can wait for
+    another."""
     threads, has_gradients = torch.get_num_threads(), torch.is_grad_enabled()
     kinds = [kind for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)]
     dtypes = [torch.get_autocast_dtype(kind) for kind in kinds]

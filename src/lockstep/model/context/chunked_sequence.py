@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class ChunkedSequenceCut(SequenceCut):
-    """A `SequenceCut` that computes each chunk of a sequence by itself, in a thread, for bitwise
+    """A `SequenceCut` that computes each chunk of a sequence in a separate thread, for bitwise
     numerics. The chunks take the place of ranks of the axis `context`."""
 
     def __init__(
@@ -48,9 +48,6 @@ class ChunkedSequenceCut(SequenceCut):
         *,
         in_two: bool,
     ) -> None:
-        """`processes`: the ranks of the axis `context`. `separate`: the leaves of parameters that
-        several parts of the model share. `in_two`: True if a pipeline's schedule computes the
-        gradients of weights in another backward than those of inputs."""
         super().__init__(model, processes, sequence, "keys", forwards, beside)
         self._in_two = in_two
         self._leaves = {
@@ -156,8 +153,8 @@ class ChunkedSequenceCut(SequenceCut):
         return map_tensors(output[0], whole)
 
     def _whole_tensor(self, layout: TokenLayout, parts: Sequences[Tensor]) -> Tensor:
-        """Return the tensor of all tokens in the sequence's order. Every process calls it.
-        `parts`: the tensors of this process's chunks."""
+        """Return the tensor of all tokens in the sequence's order. Every process must call this
+        method."""
         first, axis = parts[0].detach(), layout.world
         assert isinstance(axis, ChunkAxis)
         if not has_tokens(first, self.dim, layout.local):
@@ -242,8 +239,8 @@ def _leaves_of_stage(
 
 
 def _with_leaves(arguments: Arguments) -> tuple[Arguments, list[Tensor]]:
-    """Replace the tensors in a stage's arguments by new autograd leaves, so that each chunk's
-    gradients can be computed by themselves."""
+    """Replace the tensors in a stage's arguments by new autograd leaves. Each chunk then has
+    separate gradients."""
     tensors = tensors_in(arguments)
     leaves = [each.detach().requires_grad_(each.requires_grad) for each in tensors]
     arrived = iter(received_inputs(tuple(leaves)))

@@ -1,5 +1,5 @@
-"""Checks that counts of tokens that a forward reads into Python, and that differ between ranks, do
-not change the model's output."""
+"""Checks that the counts of tokens that a forward reads into Python do not change the model's
+output. Only counts that differ between ranks are checked."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from lockstep.model.context.proof import gather_over
 
 
 class TriedGroup(NamedTuple):
-    """The result of computing a group of tokens twice: all of them on one rank, and divided among
-    ranks (or chunks)."""
+    """The result of computing a group of tokens twice. All tokens are computed once on one rank,
+    and once divided among ranks or chunks."""
 
     differences: Sequence[tuple[float, float]]
-    """For each of this rank's chunks: the relative difference between the two outputs, and the
-    relative difference that rounding explains."""
+    """Has one item for each of this rank's chunks. The first number is the relative difference
+    between the two outputs. The second number is the relative difference that rounding explains."""
     noted: CountsByPlace
 
 
 @dataclass(frozen=True, slots=True)
 class TriedTokens:
-    """The tokens of a microbatch in groups, each of which can be computed twice."""
+    """The tokens of a microbatch in groups. Each group can be computed twice."""
 
     layout: TokenLayout
     groups: int
     compute: Callable[[int], TriedGroup]
-    """Computes the group with this index twice. Every rank calls it."""
+    """Computes the group with this index twice. Every rank must call this function."""
 
 
 def check_counts(
@@ -52,9 +52,8 @@ def check_counts(
     tokens_of: Callable[[Any], TriedTokens],
     worlds: Sequence[World],
 ) -> None:
-    """Compute again the first microbatch of a step in which ranks have read different counts of
-    tokens. Every rank of `worlds` calls it, and all raise the same error. `tokens_of`: (the model's
-    arguments for a microbatch) -> its tokens."""
+    """Compute the first microbatch of a step again if its ranks have read different counts of
+    tokens. Every rank of `worlds` must call this function. All ranks raise the same error."""
     mine = [[microbatch, noted_to_json(noted)] for microbatch, noted in step.noted.items()]
     everyone = gather_over(mine, worlds)
     difference = first_different_counts(
@@ -100,8 +99,6 @@ def _error(
     kind: str,
     otherwise: str,
 ) -> RecipeError:
-    """`shown`: the lines at which ranks have read different counts in the check too. `wrong`:
-    differences that rounding does not explain."""
     lines = [each for each in shown if each in difference.lines] or [*difference.lines]
     counts = difference.lines[lines[0]]
     first, *others = counts
@@ -122,8 +119,7 @@ def _error(
 
 
 def short_rows(tokens: int, chunks: int, width: int) -> list[list[int]]:
-    """Divide a sequence's token indices into rows with `width` tokens of each chunk. If a row is
-    divided into as many chunks, each gets tokens of the chunk with the same number. A short
+    """Divide a sequence's token indices into rows with `width` tokens of each chunk. A short
     sequence is one row."""
     if tokens <= chunks * width:
         return [[*range(tokens)]]

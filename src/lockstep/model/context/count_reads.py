@@ -1,7 +1,8 @@
-"""The counts of tokens that a model's forward reads into Python (`chosen.any()`, `len(rows)`),
-compared between ranks that divide the tokens. Different counts are right for code that skips an
-expert without tokens, but not for `if rare.any(): x = 2 * x`. Only results show which it is, so
-some tokens are computed both on one rank and divided."""
+"""Compares the counts of tokens that a model's forward reads into Python, such as `chosen.any()`
+and `len(rows)`. Ranks that divide a sequence's tokens read different counts. Code that skips an
+expert without tokens is correct with different counts. `if rare.any(): x = 2 * x` is not. The
+difference shows only in results, so some tokens are computed twice: on one rank, and divided among
+ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.part_digests import PartDigests
 
 MOST_CHECKS = 8
-"""Largest number of checks of the counts that one line of code reads."""
+"""Largest number of checks for one line of code."""
 MOST_KEPT_BYTES = 2**26
-"""Largest total size of a step's microbatches whose arguments are kept for a check. The first
-microbatch is always kept."""
+"""Largest total size of the microbatches of a step that are kept for a check. The first microbatch
+is always kept."""
 
 
 class Counts(NamedTuple):
@@ -42,7 +43,7 @@ class Counts(NamedTuple):
 class KnownCounts:
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, float]] = {}
-        """Line of code -> the range of counts for which no further check is needed."""
+        """Maps each line of code to the range of counts that need no check."""
         self._checks: dict[str, int] = {}
 
     def has(self, line: str, low: float, high: float) -> bool:
@@ -50,8 +51,8 @@ class KnownCounts:
         return known is not None and known[0] <= low and high <= known[1]
 
     def add(self, line: str, counts: Iterable[Counts], *, is_shown: bool) -> None:
-        """Add the counts that a check has tried, of all ranks (or chunks). `is_shown`: False if the
-        ranks read equal counts at the line during the check, so that it did not try the line."""
+        """Add the counts that a check has tried on all ranks (or chunks). `is_shown` is False if
+        the ranks read equal counts at the line during the check."""
         checks = self._checks[line] = self._checks.get(line, 0) + 1
         if checks >= MOST_CHECKS:
             self._known[line] = -math.inf, math.inf
@@ -62,8 +63,7 @@ class KnownCounts:
 
 
 class PartCounts:
-    """Collects the counts that the forward of one rank (or chunk) reads, except those in
-    `known`."""
+    """Collects the counts that the forward of one rank (or chunk) reads."""
 
     def __init__(self, known: KnownCounts) -> None:
         self._known = known
@@ -113,11 +113,8 @@ class Place(NamedTuple):
     """Identifies the forward of one rank (or of one chunk) of a microbatch."""
 
     axis: int
-    """The first rank of the axis `context` to which the rank belongs, numbered among all ranks."""
     forward: int
     part: int
-    """The rank, numbered among all ranks; if chunks are computed by themselves, the index of the
-    chunk."""
     parts: int
 
 
@@ -143,8 +140,8 @@ class DifferentCounts(NamedTuple):
 
 
 class CountReads(PartDigests):
-    """Collects the counts of tokens that a step's forwards read into Python, and compares them over
-    the ranks that divide the tokens."""
+    """Collects the counts of tokens that a step's forwards read into Python. The counts are
+    compared between the ranks that divide a sequence's tokens."""
 
     def __init__(self, world: World, *, is_summed: bool) -> None:
         super().__init__(world, is_summed=is_summed)
@@ -153,7 +150,7 @@ class CountReads(PartDigests):
         self.latest = self._step
 
     def begin_microbatch(self, arguments: Any) -> None:
-        """Every rank of the axis calls it. `arguments`: the model's arguments for all tokens."""
+        """Every rank of the axis must call this method."""
         step = self._step
         step.microbatches += 1
         size = sum(each.nbytes for each in tensors_in(arguments))

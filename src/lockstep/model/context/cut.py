@@ -1,5 +1,5 @@
-"""Calls a model and its loss with only this rank's tokens of each sequence: for the axis `context`,
-and for `Recipe.sequence` (chunks, packed documents)."""
+"""Calls a model and its loss with only this rank's tokens of each sequence. The axis `context` and
+`Recipe.sequence` (chunks, packed documents) need it."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ from lockstep.recipe.sequence import Sequence
 
 T = TypeVar("T")
 LENGTHS = (17, 19)
-"""Numbers of tokens in two forwards whose comparison shows which torch calls depend on the
+"""Numbers of tokens in two forwards. Their comparison shows which torch calls depend on the
 sequence's length."""
 COMPARED_TOKENS_PER_CHUNK = 8
 COMPARED_SAMPLES = 4
-"""One sample is not enough: a model that keeps the best half of the tokens is often not detected,
-because the best halves of the ranks may together be the best half of all tokens."""
+"""One sample is not enough to detect a model that keeps the best half of the tokens. The best
+halves of the ranks may together be the best half of all tokens."""
 WINDOWS = 8
 """Number of windows (runs of tokens) of a long sequence on which the loss is tried before all
 windows."""
 MOST_LOSSES = 16
-"""Largest number of loss functions whose checks are remembered: a training loop may make a new
+"""Largest number of loss functions whose checks are remembered. A training loop may make a new
 function for each step."""
 MOST_LAYOUTS = 64
 
@@ -90,8 +90,8 @@ class MicrobatchCut(NamedTuple):
 
 class SequenceCut:
     """Calls a model and its loss with this rank's tokens of each sequence. Every rank of the axis
-    `context` (and of a pipeline) makes one, and calls its methods in the same order. A single rank
-    has all tokens, but draws random numbers for each chunk, and keeps attention within
+    `context` and of a pipeline must create one, and call its methods in the same order. A single
+    rank has all tokens. It draws random numbers for each chunk, and keeps attention within
     documents."""
 
     def __init__(
@@ -103,9 +103,8 @@ class SequenceCut:
         forwards: Forwards | None = None,
         beside: Sequences[World] = (),
     ) -> None:
-        """`sequence`: with None, several ranks raise an error if the forward draws random numbers.
-        `beside`: the other axes, except a pipeline's, along which ranks communicate in the
-        forward."""
+        """If `sequence` is None, several ranks raise an error if the forward draws random
+        numbers."""
         self.dim = (Sequence() if sequence is None else sequence).dim
         self._model = model
         self._world = world
@@ -121,18 +120,16 @@ class SequenceCut:
         of the next one."""
         self._layouts: dict[int, TokenLayout] = {}
         self._dims: dict[bool, Mapping[int, Dims]] = {}
-        """True for training mode -> pipeline stage -> the dim of tokens in each of the stage's
-        calls of torch."""
         self._checked: set[bool] = set()
         self._shifts = _OfLosses[int]()
         self._sequences: dict[int, list[bool]] = {}
         self._labels: dict[tuple[bool, int], list[bool]] = {}
-        """(training mode, number of tensors in the batch) -> for each tensor, True if it has a dim
-        of tokens."""
+        """Keys are the training mode and the number of tensors in the batch. Values have True for
+        each tensor with a dim of tokens."""
         self.current: MicrobatchCut
         self.reads = HostReads(world, is_summed=self._is_summed)
-        """The numbers that forwards and losses read from tensors into Python (`tensor.item()`).
-        They must be the same on all ranks."""
+        """The numbers that forwards and losses read from tensors into Python by `tensor.item()`.
+        They must be equal on all ranks."""
         self.counts = CountReads(world, is_summed=self._is_summed)
         """The counts of tokens that forwards read from tensors into Python. They may differ between
         ranks."""
@@ -143,8 +140,7 @@ class SequenceCut:
         return output, self.loss(loss, output, batch)
 
     def run(self, arguments: Any, batch: Any) -> Any:
-        """Return the model's output for this rank's tokens. `arguments`: the result of
-        `Recipe.inputs`, with all tokens."""
+        """Return the model's output for this rank's tokens."""
         self.current = self.cut_of(arguments, batch)
         self.counts.begin_microbatch(arguments)
         return self._output(arguments, self.current, self.kernels)
@@ -179,8 +175,7 @@ class SequenceCut:
         return within(partial(self._noting_mode, cut, chosen=self.kernels))
 
     def scored(self, score: Callable[[Any, LossFunction], T], loss: LossFunction, result: Any) -> T:
-        """Return `score(output, loss)`, with the loss of this rank's tokens in place of `loss`.
-        `result`: of the last stage."""
+        """Return the score of the model's output, with a loss function of this rank's tokens."""
         return score(result, partial(self.loss, loss))
 
     @contextmanager
@@ -231,8 +226,8 @@ class SequenceCut:
 
     @property
     def hides_tokens(self) -> bool:
-        """True if attention needs more than a causal mask: a rank has only some of the tokens, or
-        the recipe has documents."""
+        """True if attention needs more than a causal mask, because a rank has only some of the
+        tokens or because the recipe has documents."""
         return self._world.size > 1 or self._sequence.documents is not None
 
     @property
@@ -245,8 +240,8 @@ class SequenceCut:
 
     @property
     def _axis_of_trials(self) -> World | ChunkAxis:
-        """The two or more ranks (or chunks) that divide a sequence when the loss is tried on parts
-        of it."""
+        """The ranks (or chunks) that divide a sequence while the loss is tried on parts of the
+        sequence."""
         return self._world
 
     @property
@@ -254,9 +249,9 @@ class SequenceCut:
         return self._model.training in self._checked
 
     def check(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
-        """Check that the model and the loss give the same results if each rank has only some of
-        the tokens. Every rank that communicates in the forward calls it, once in training mode and
-        once in evaluation mode. All ranks raise the same error."""
+        """Check that the model and the loss give the same results if each rank has only some of the
+        tokens. Every rank that communicates in the forward must call this method once in training
+        mode and once in evaluation mode. All ranks raise the same error."""
         self._know_sequences(arguments, self._size_of(arguments)[1])
         self._know_dims(arguments)
         if self._is_cut:
@@ -265,14 +260,13 @@ class SequenceCut:
         self._checked.add(self._model.training)
 
     def check_counts(self, step: StepCounts, summed: World) -> None:
-        """Every rank of the axis and of `summed` (the ranks whose gradients are summed) calls it,
-        with its own `step`, in the mode of that step. All ranks raise the same error."""
+        """Every rank of the axis and of `summed` must call this method, in the mode (training or
+        evaluation) of the step. All ranks raise the same error."""
         with unchanged(self._model, self._world.device), all_in_use(self._model):
             check_counts(step, self.counts.known, self._tokens_tried, (self._world, summed))
 
     def _tokens_tried(self, arguments: Any) -> TriedTokens:
-        """Return all tokens of a microbatch in groups of short sequences. A group of several has
-        no more tokens of a sample than a rank has in a step."""
+        """Return all tokens of a microbatch in groups of short sequences."""
         samples, tokens = self._size_of(arguments)
         known, layout = self._know_sequences(arguments, tokens), self._layout_of(tokens)
         rows = short_rows(tokens, layout.chunks, COMPARED_TOKENS_PER_CHUNK)
@@ -295,8 +289,7 @@ class SequenceCut:
         return TriedTokens(self._layout_of(compared), len(groups), compute)
 
     def _rows(self, arguments: Any, known: list[bool], samples: int, places: Tensor) -> Any:
-        """Return a batch of short sequences: for each row of `places` and each sample, the
-        sample's tokens at these indices."""
+        """Return a batch of short sequences, one for each sample and each row of `places`."""
 
         def taken(tensor: Tensor) -> Tensor:
             if len(tensor) != samples:  # the same for all samples
@@ -311,8 +304,8 @@ class SequenceCut:
         return map_tensors(arguments, lambda each: (taken if next(sequences) else repeated)(each))
 
     def loss(self, loss: LossFunction, output: Any, batch: Any) -> Any:
-        """Return the loss of this rank's tokens; its sum over the ranks is the loss of all tokens.
-        `output`: of `run` for this batch."""
+        """Return the loss of this rank's tokens. Its sum over the ranks is the loss of all
+        tokens."""
         return self._loss_of(loss, output, batch, self.current, self.reads.begin())
 
     def _loss_of(
@@ -330,8 +323,8 @@ class SequenceCut:
             return loss_of_part(watched_loss, output, batch, parts, layout.world.rank, shift)
 
     def whole(self, output: Any) -> Any:
-        """Return the output for all tokens, in the sequence's order, without a gradient. Every
-        rank calls it. `output`: the latest result of `run`."""
+        """Return the output for all tokens, in the sequence's order, without a gradient. Every rank
+        must call this method."""
         if self._world.size == 1:
             return output
         layout, dim = self.current.layout, self.dim
@@ -348,9 +341,6 @@ class SequenceCut:
         observer: Around = lambda _: nullcontext(),
         part: PartReads | None = None,
     ) -> Any:
-        """`observer`: (stage) -> a context inside the stage's forward. In a pipeline, only the last
-        rank gets the output."""
-
         @contextmanager
         def around(stage: int) -> Iterator[None]:
             with self._mode(cut, stage, chosen=ChosenKernels(), part=part), observer(stage):
@@ -433,8 +423,9 @@ class SequenceCut:
         return layout
 
     def _know_sequences(self, arguments: Any, tokens: int) -> list[bool]:
-        """Return, for each tensor of the model's arguments, True if it has a dim of tokens. The
-        first batch decides: in a later batch, a tensor may be as long as the sequence by chance."""
+        """Return, for each tensor of the model's arguments, True if the tensor has a dim of tokens.
+        The first batch decides. In a later batch, a tensor may be as long as the sequence by
+        chance."""
         leaves = tensors_in(arguments)
         are_sequences = [has_tokens(leaf, self.dim, tokens) for leaf in leaves]
         known = self._sequences.setdefault(len(leaves), are_sequences)
@@ -450,8 +441,8 @@ class SequenceCut:
         return known
 
     def _know_labels(self, batch: Any, tokens: int) -> list[bool]:
-        """Return, for each tensor of a batch, True if it was as long as the sequence in every
-        batch so far."""
+        """Return, for each tensor of a batch, True if the tensor was as long as the sequence in
+        every batch."""
         leaves = tensors_in(batch)
         kind = self._model.training, len(leaves)
         known = self._labels.get(kind, [True] * len(leaves))
@@ -505,8 +496,8 @@ class SequenceCut:
         return documents
 
     def _check_documents(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
-        """Try the model with two documents in a row, and the loss with the batch's documents: a
-        document must not change the output or the loss of another. Every rank calls it."""
+        """Check that a document does not change the output or the loss of another document. Every
+        rank must call this method."""
         cut = self.cut_of(arguments, batch)
         if (documents := cut.documents) is None:
             return
@@ -531,7 +522,6 @@ class SequenceCut:
     def _check_labels(
         self, loss: LossFunction, output: Any, has: int, batch: Any, cut: MicrobatchCut
     ) -> None:
-        """`has`: the number of tokens of `output`, which may belong to another batch."""
         if cut.documents is None or self._compared.get(loss):
             return
         tokens = cut.layout.tokens
@@ -585,7 +575,7 @@ class SequenceCut:
         self, loss: LossFunction, output: Any, layout: TokenLayout, batch: Any, cut: MicrobatchCut
     ) -> int:
         """Return 1 if the loss compares a token's output with the next token's label, else 0. If
-        the batch does not show it, both are right for this batch."""
+        the batch does not show the shift, both values are right for the batch."""
         samples, tokens = cut.samples, cut.layout.tokens
         known, most = self._know_labels(batch, tokens), self._most_of(tokens)
         most -= most > 2 and most % 2 == 0  # odd, so that a rank has no two consecutive tokens

@@ -17,18 +17,13 @@ from lockstep.model.trial import SINGLE, epsilon, tolerance
 
 MOST_TOKENS = 32
 Call = Callable[[Any, Documents], Any]
-"""(arguments of the model, their documents) -> the model's output; None on a rank of a pipeline
-without it."""
 Part = Callable[[Any, int, int], tuple[Any, Any]]
-"""(batch, row, first token) -> zeros like the model's output for some consecutive tokens of the
-row, and the batch with only these tokens."""
 
 
 @torch.no_grad()
 def check_model(call: Call, arguments: Any, documents: Documents) -> Any:
-    """Try the model with a row of two documents, made of a batch's first tokens: the second
-    document's output must not depend on the first. Every rank calls it: it takes three forwards.
-    Returns the output of a row."""
+    """Compute a row of two documents, made of a batch's first tokens. The second document's output
+    must not depend on the first document. Every rank must call this function."""
     half = tried_tokens(documents) // 2
     if not half:
         return None
@@ -110,8 +105,7 @@ def check_labels(
     loss: Callable[[Any, Any], Any], part: Part, most: int, batch: Any, documents: Documents
 ) -> bool:
     """Raise `LossError` if the loss compares the last token of a document with the first token of
-    the next one. Returns False if no row has two documents, or no output changes the loss. `most`:
-    the number of tokens of a row that the loss gets at a time."""
+    the next one. Returns False if the batch cannot show it."""
     lasts = documents.lasts()
     if not lasts.any():
         return False
@@ -192,8 +186,8 @@ def _with_other_firsts(batch: Any, documents: Documents) -> Any:
 
 
 def _has_next_tokens(batch: Any, documents: Documents, read: Tensor) -> bool:
-    """True if one tensor of the batch has the next token of another (shifted labels) at all tokens
-    in `read`, whose output the loss reads."""
+    """Return True if one tensor of the batch is another one shifted by a token, as labels are. Only
+    the tokens in `read` are compared."""
     places = read[:, :-1]
     tensors = [leaf for leaf in tree_leaves(batch) if _is_labels(leaf, documents)]
     return any(

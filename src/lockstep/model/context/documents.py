@@ -1,5 +1,4 @@
-"""Documents packed into the rows of a batch: the document of each token, and positions that restart
-at each document."""
+"""Documents packed into the rows of a batch, and positions that restart at each document."""
 
 from __future__ import annotations
 
@@ -29,15 +28,15 @@ class Documents:
     """The documents in the rows of one microbatch."""
 
     ids: Tensor
-    """(samples, tokens): the number of each token's document, counted from 0 in each row. Padding
-    counts as the last document."""
+    """The number of each token's document, counted from 0 in each row. Padding counts as the last
+    document."""
     positions: Tensor
-    """(samples, tokens): the position of each token in its document."""
+    """The position of each token in its document."""
 
     @classmethod
     def of(cls, ids: Any, device: torch.device) -> Documents:
-        """`ids`: the result of `Sequence.documents`. On an accelerator, the order of ids along a
-        row is asserted on the device, so that the host does not wait."""
+        """On an accelerator, the order of ids along a row is asserted on the device. The host does
+        not wait."""
         ids = _checked(ids).to(device).long()
         # padding comes last
         order = torch.where(ids == PADDING, torch.iinfo(torch.long).max, ids)
@@ -64,7 +63,7 @@ class Documents:
     @cached_property
     def lengths(self) -> list[list[int]]:
         """The number of tokens of each document, for each row. On an accelerator, the host waits
-        for the device, once per microbatch."""
+        for the device once per microbatch."""
         return [row.unique_consecutive(return_counts=True)[1].tolist() for row in self.ids.cpu()]
 
     def places(self, indices: Tensor) -> Tensor:
@@ -72,8 +71,8 @@ class Documents:
         return positions[0] if len(positions) == 1 else positions
 
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return a mask (samples, 1, queries, keys), True within a document. `queries`, `keys`:
-        indices of tokens in the row."""
+        """Return a mask of shape (samples, 1, queries, keys). The mask is True within a
+        document."""
         return self.ids[:, None, queries, None] == self.ids[:, None, None, keys]
 
     def by_document(
@@ -83,8 +82,7 @@ class Documents:
         key: Tensor,
         value: Tensor,
     ) -> Tensor:
-        """Return the attention of whole rows, computed for one document after another. `compute`:
-        (row, index of the first token, query, key, value) -> the attention of a document."""
+        """Return the attention of whole rows, computed for one document after another."""
         rows = []
         samples = zip(*(torch.split(each, 1) for each in (query, key, value)), strict=True)
         for row, (sample, lengths) in enumerate(zip(samples, self.lengths, strict=True)):
@@ -98,8 +96,8 @@ class Documents:
         return token - int(self.positions[:, token].max())
 
     def lasts(self) -> Tensor:
-        """Return a mask (samples, tokens): True at the last token of each document that is
-        followed by another one in its row."""
+        """Return a mask of shape (samples, tokens). The mask is True at the last token of a
+        document, except for the last document in a row."""
         return torch.nn.functional.pad(self.ids.diff(dim=1) != 0, (0, 1))
 
 

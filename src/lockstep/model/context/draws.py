@@ -1,5 +1,5 @@
-"""Draws a model's random numbers (such as dropout's) for each chunk of a sequence by itself, so
-that they do not depend on which rank has the chunk. The chunk's generator is seeded with the
+"""Draws a model's random numbers (such as dropout's) separately for each chunk of a sequence. The
+numbers do not depend on the rank that has the chunk. The generator of a chunk is seeded with the
 chunk's index and one number from the default generator, whose state is the same on all ranks."""
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ OF_A_SHAPE = frozenset([torch.rand, torch.randn])
 
 
 def draws_by_default(function: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """True if this call draws from a default generator, by a function in `OF_A_TENSOR` or
-    `OF_A_SHAPE`."""
+    """Return True if a call draws from a default generator."""
     return (
         (function in OF_A_TENSOR or function in OF_A_SHAPE)
         and keywords.get("generator") is None
@@ -73,8 +72,8 @@ def sizes_of(args: Sequence[Any], keywords: Mapping[str, Any]) -> list[int]:
 
 
 def seeded_chunks(chunks: Sequence[int], device: torch.device) -> Iterator[int]:
-    """Yield 0, 1, ... with the default generators (also of `device`) seeded for each of `chunks`.
-    At the end, they are in the state after one drawn number. The caller must exhaust the
+    """Seed the default generators for one chunk after another, and yield 0, 1, 2, and so on. At the
+    end, the generators are in the state after one drawn number. The caller must exhaust the
     iterator."""
     with disable_current_modes():
         number = int(torch.empty((), dtype=torch.int64).random_())
@@ -94,8 +93,6 @@ def draw_by_chunk(
     chunks: Sequence[int],
     widths: Sequence[int],
 ) -> Any:
-    """`dim`: the dim of tokens in the result. `chunks`, `widths`: the index of each of this rank's
-    chunks, and its number of tokens."""
     if function in OF_A_SHAPE:
         sizes = sizes_of(args, keywords)
         others = {name: value for name, value in keywords.items() if name != "size"}

@@ -1,8 +1,10 @@
-"""Attention over a sequence whose tokens are on several ranks. `exchange="keys"` gathers keys and
-values: each rank computes the attention of its own tokens to all tokens, with any attention.
-`exchange="heads"` exchanges tokens for heads (all-to-all; Jacobs et al., DeepSpeed Ulysses, 2023):
-each rank computes the attention of all tokens in some heads. In both, gradients are summed in the
-order of ranks."""
+"""Attention over a sequence whose tokens are on several ranks.
+
+`exchange="keys"` gathers keys and values. Each rank computes the attention of its tokens to all
+tokens, with any attention function. `exchange="heads"` exchanges tokens for heads by all-to-all
+(Jacobs et al., DeepSpeed Ulysses, 2023). Each rank computes the attention of all tokens in some
+heads. Both exchanges sum gradients in rank order.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,20 @@ from lockstep.model.context.stand_in import StandIn, sums_of
 from lockstep.sequence import chunks_of, spans
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(query, key, value) -> attention; all have shape (samples, heads, tokens, features)."""
+"""A function that maps query, key and value to the attention. All tensors have the shape (samples,
+heads, tokens, features)."""
 
 
 @dataclass(frozen=True)
 class TokenLayout:
     """The division of a sequence's tokens among the ranks of the axis `context`. Chunks of
-    consecutive tokens are given to ranks in paired order (first, last, second, last but one, ...).
-    A single rank has the sequence unchanged."""
+    consecutive tokens are given to ranks in paired order: first, last, second, last but one, and so
+    on. A single rank has the unchanged sequence."""
 
     tokens: int
     chunks: int
     world: World | ChunkAxis
-    """The ranks of the axis; with bitwise numerics, the chunks in the place of ranks."""
+    """The ranks of the axis. With bitwise numerics, chunks take the place of ranks."""
 
     def spans_of(self, rank: int) -> tuple[range, ...]:
         if self.world.size == 1:
@@ -51,7 +54,6 @@ class TokenLayout:
 
     @property
     def cut_by(self) -> str:
-        """The part of the plan that divides sequences, for texts of errors."""
         is_chunked = isinstance(self.world, ChunkAxis)
         return "numerics=bitwise" if is_chunked else f"context={self.world.size}"
 
@@ -66,8 +68,7 @@ class TokenLayout:
 
     @cached_property
     def own_chunks(self) -> Sequence[int]:
-        """The indices in the sequence of this rank's chunks, in the order in which the rank has
-        them."""
+        """The indices of this rank's chunks in the sequence."""
         if self.world.size == 1:
             return range(self.chunks)
         return chunks_of(self.chunks, self.world.size, self.world.rank)
@@ -115,7 +116,7 @@ class TokenLayout:
 def chosen_exchange(
     exchange: Literal["auto", "keys", "heads"], *, heads: int, key_heads: int, ranks: int
 ) -> Literal["keys", "heads"]:
-    """For "auto", returns the exchange that sends fewer bytes. With A bytes in one activation, N
+    """For "auto", return the exchange that sends fewer bytes. With A bytes in one activation, N
     ranks, and g key heads per query head, a rank sends 4 (1 + g) A (N - 1) / N² bytes for `heads`,
     and 6 g A (N - 1) / N for `keys`."""
     if exchange != "auto":
@@ -133,8 +134,8 @@ def attend_by_keys(
     attend: Attend,
     recomputed: RecomputedTensors,
 ) -> Tensor:
-    """Every rank calls it. Autograd does not save the gathered tensors; the backward gathers them
-    again."""
+    """Every rank must call this function. Autograd does not save the gathered tensors. The backward
+    gathers them again."""
     keys, values = key, value
     if layout.world.size > 1:
         whole = gather_keys(layout, key, value)
@@ -148,7 +149,7 @@ def attend_by_keys(
 
 
 def _is_sent(layout: TokenLayout) -> bool:
-    """False if all chunks are on one process, so that they share keys without an exchange."""
+    """Return False if all chunks are on one process, which needs no exchange of keys."""
     world = layout.world
     return not isinstance(world, ChunkAxis) or world.processes.size > 1
 
@@ -161,8 +162,8 @@ def attend_by_heads(
     attend: Attend,
     recomputed: RecomputedTensors,
 ) -> Tensor:
-    """Every rank calls it. The number of ranks must divide the number of key heads. Autograd does
-    not save the output for all tokens; the backward uses a `StandIn`."""
+    """Every rank must call this function. The number of ranks must divide the number of key heads.
+    The backward uses a `StandIn`, so autograd does not save the output for all tokens."""
     world = layout.world
     if world.size == 1:
         return attend(query, key, value)
@@ -193,14 +194,14 @@ def _to_tokens(layout: TokenLayout, output: Tensor, stand_in: StandIn | None) ->
 
 
 def gather_keys(layout: TokenLayout, key: Tensor, value: Tensor) -> Tensor:
-    """Return the keys and values of all tokens, concatenated along the features. Every rank calls
-    it."""
+    """Return the keys and values of all tokens, concatenated along the features. Every rank must
+    call this function."""
     return gather_tokens(layout, torch.cat([key, value], -1), 2)
 
 
 def gather_tokens(layout: TokenLayout, tensor: Tensor, dim: int) -> Tensor:
     """Return the tokens of all ranks along `dim`, in the sequence's order, with a gradient. Every
-    rank calls it."""
+    rank must call this function."""
     if layout.world.size == 1:
         return tensor
     rows = tensor.movedim(dim, 0).contiguous()
@@ -227,7 +228,7 @@ def _exchanged(
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends each rank `several` tensors, in one collective; the backward sends the gradients
+    """Sends several tensors to each rank in one collective. The backward sends the gradients
     back."""
 
     @staticmethod
@@ -245,7 +246,7 @@ class _AllToAll(torch.autograd.Function):
 
 class _ToTokens(torch.autograd.Function):
     """Sends each rank the attention output of its tokens in this rank's heads. The backward sends
-    the gradients back, with the sums that the `StandIn` needs."""
+    back the gradients, and the sums that the `StandIn` needs."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, layout: TokenLayout, stand_in: StandIn | None) -> Tensor:
@@ -286,7 +287,6 @@ class _ToTokens(torch.autograd.Function):
 def _all_to_all(
     world: World, shapes: Sequence[Sequence[int]], several: int, parts: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """`parts`: `several` tensors for rank 0, then as many for rank 1, and so on."""
     given = torch.cat([part.reshape(-1) for part in parts])
     sizes = [math.prod(shape) for shape in shapes]
     received = world.all_to_all(
@@ -302,8 +302,8 @@ def _sums(sizes: Sequence[int], several: int) -> list[int]:
 
 
 class GatherRows(torch.autograd.Function):
-    """Gathers the rows (one for each token) of all ranks, in the sequence's order. The backward
-    sums a row's gradients in rank order, so that the bits do not depend on timing."""
+    """Gathers the rows of all ranks, in the sequence's order. A row has one token. The backward
+    sums a row's gradients in rank order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layout: TokenLayout) -> Tensor:
@@ -337,7 +337,7 @@ class GatherRows(torch.autograd.Function):
 
 
 class _GatherChunks(torch.autograd.Function):
-    """Gathers the rows (one for each token) of all chunks, in the sequence's order. The backward
+    """Gathers the rows of all chunks, in the sequence's order. A row has one token. The backward
     sums a row's gradients in a fixed binary tree over the chunks."""
 
     @staticmethod

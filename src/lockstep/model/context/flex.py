@@ -13,8 +13,7 @@ from torch import Tensor
 from lockstep.base.torch_private import without_torch_function_modes
 
 Allowed = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(sample, head, query, key) -> True where the query may attend to the key; a `mask_mod` of
-torch."""
+"""A `mask_mod` of torch's FlexAttention."""
 
 
 def places_of(spans: Iterable[range], device: torch.device) -> Tensor:
@@ -22,8 +21,7 @@ def places_of(spans: Iterable[range], device: torch.device) -> Tensor:
 
 
 def allowed_tokens(ids: Tensor | None, places: Tensor, *, is_causal: bool) -> Allowed:
-    """Allow keys of the query's document. `places[i]`: the index in the row of query number i.
-    `ids`: the document of each token, (samples, tokens); None: each row is one document."""
+    """Return a mask function that is True for the keys of the query's document."""
 
     def allowed(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         place = places[query]
@@ -51,7 +49,7 @@ def flex_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """Tensors have the shape (samples, heads, tokens, features)."""
+    """The tensors have the shape (samples, heads, tokens, features)."""
     compute = _function("flex_attention", query.device)
     # torch cannot compile under a TorchFunctionMode
     with without_torch_function_modes():
@@ -63,8 +61,8 @@ def flex_attention(
 
 @cache
 def _function(name: str, device: torch.device) -> Any:
-    """Return a function of `torch.nn.attention.flex_attention`. It is compiled, except for a CPU,
-    where only tests use it and compiling is slow."""
+    """Return a function of `torch.nn.attention.flex_attention`, compiled except on a CPU. Only
+    tests use a CPU, where compilation is slow."""
     from torch.nn.attention import flex_attention as library
 
     function = getattr(library, name)

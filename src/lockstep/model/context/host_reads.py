@@ -1,6 +1,6 @@
-"""The numbers that a forward or a loss reads from tensors into Python, to decide what to compute.
-If ranks divide a sequence's tokens, `if x.sum() > 0` would decide by the tokens that a rank has, so
-all ranks must read the same number. Counts of chosen tokens may differ (`count_reads.py`)."""
+"""The numbers that a forward or a loss reads from tensors into Python. If ranks divide a sequence's
+tokens, `if x.sum() > 0` would decide by a rank's tokens only. All ranks must therefore read the
+same number. Counts of chosen tokens may differ (`count_reads.py`)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from lockstep.model.context.part_digests import PartDigests
 from lockstep.model.host_values import ARRAYS, READS, functions_named
 
 MOST_NAMED = 1000
-"""Largest number of a forward's reads that are kept, so that an error can name the line."""
+"""Largest number of a forward's reads that are kept for error messages."""
 _COUNT = "_lockstep_count"
 _COUNTING = functions_named(
     *("any", "all", "nonzero", "count_nonzero", "bincount", "histc", "unique", "argwhere"),
     *("unique_consecutive", "searchsorted"),
 )
 _GIVE_COUNTS = ARRAYS | {Tensor.__contains__}
-"""Functions of torch that return counts to Python: values that may differ between ranks."""
+"""Functions of torch that return counts to Python. The counts may differ between ranks."""
 _SHAPED = functions_named("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select")
 _SUMS = functions_named("sum", "cumsum")
 _COMPARISONS = functions_named(
@@ -43,7 +43,6 @@ _COMPARISONS = functions_named(
 
 class Read(NamedTuple):
     place: str
-    """File and line of the code that reads it."""
     value: str
 
 
@@ -55,12 +54,11 @@ class PartReads:
         self.reads: list[Read] = []
         self.counts = counts
         self.digest = hashlib.blake2b()
-        """The digest of the numbers that must be the same on all ranks (or for all chunks)."""
+        """The digest of the numbers that must be the same on all ranks."""
         self._has_counts = False
 
     def note(self, function: Any, args: Any, result: Any, caller: FrameType) -> None:
-        """Add the result of a call of torch that reads a number into Python. `caller`: the frame
-        that makes the call."""
+        """Add the result of a call of torch that reads a number into Python."""
         if function in READS:
             if any(map(_is_count, args)) or _is_several(result):
                 self._note_count(result, caller)
@@ -102,9 +100,6 @@ class PartReads:
 
 
 class Noting(TorchFunctionMode):
-    """A context that adds the numbers that the code in it reads from tensors into Python to
-    `part`."""
-
     def __init__(self, part: PartReads) -> None:
         super().__init__()
         self._part = part
@@ -116,8 +111,6 @@ class Noting(TorchFunctionMode):
 
 
 def noting(function: Callable[[Any, Any], Any], part: PartReads) -> Callable[[Any, Any], Any]:
-    """Add the numbers that each call of `function` reads into Python to `part`; equal ones once,
-    because one rank may call a loss more often than another."""
     is_first = True
 
     def noted(*args: Any) -> Any:
@@ -134,8 +127,8 @@ def noting(function: Callable[[Any, Any], Any], part: PartReads) -> Callable[[An
 
 
 class HostReads(PartDigests):
-    """Collects the numbers that a step's forwards and losses read into Python, and compares them
-    over the ranks that divide the sequences' tokens."""
+    """Collects the numbers that a step's forwards and losses read into Python. The numbers are
+    compared between the ranks that divide a sequence's tokens."""
 
     def __init__(self, world: World, *, is_summed: bool = True) -> None:
         super().__init__(world, is_summed=is_summed)
@@ -145,8 +138,8 @@ class HostReads(PartDigests):
         self._before = self._reads
 
     def begin(self) -> int:
-        """Begin a forward (or a call of the loss), and return its number in the step. Every rank of
-        the axis begins the same ones."""
+        """Begin a forward or a call of the loss, and return its number in the step. Every rank of
+        the axis must call this method."""
         self._forwards += 1
         return self._forwards
 
@@ -162,8 +155,8 @@ class HostReads(PartDigests):
         self._forwards = 0
 
     def difference(self) -> str | None:
-        """Return an error's text for the first number in the last step that two ranks (or chunks)
-        have read differently. Every rank of `world` calls it."""
+        """Return the error text for the first number in the last step that two ranks (or chunks)
+        have read differently. Every rank of `world` must call this method."""
         mine = [[*key, reads] for key, reads in self._before.items()]
         everyone = [each for theirs in self._world.gather_values(mine) for each in theirs]
         forwards: dict[int, dict[int, list[Read]]] = {}

@@ -1,5 +1,5 @@
-"""Chooses the kernel for attention that needs more than a causal mask: tokens of a row belong to
-different documents, or a rank has only some of the queries."""
+"""Chooses the kernel for attention that needs more than a causal mask. The tokens of a row then
+belong to different documents, or a rank has only some of the queries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kernel = Literal["varlen", "flex", "documents", "mask", "own"]
 VARLEN_DTYPES: Final = (torch.bfloat16, torch.float16)
 FLEX_DTYPES: Final = (*VARLEN_DTYPES, torch.float32)
 MOST_FEATURES: Final = 256
-"""Largest size of a head in the flash kernels. (It must be a multiple of 8.)"""
+"""Largest size of a head in the flash kernels. It must be a multiple of 8."""
 FEWEST_FEATURES: Final = 16
 KERNELS: Mapping[Kernel, str] = {
     "varlen": "torch.nn.attention.varlen",
@@ -27,7 +27,7 @@ KERNELS: Mapping[Kernel, str] = {
     "mask": "the model's attention with a dense mask",
     "own": "the model's attention",
 }
-"""Kernel -> its name in the event that reports the choice, the fastest kernel first."""
+"""Maps each kernel, the fastest first, to its name in the event that reports the choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Facts:
     """The facts that decide which kernel computes a call of attention."""
 
     no_varlen: str
-    """The reason why `varlen_attn` does not run on the device; "" if it runs."""
+    """The reason why `varlen_attn` does not run on the device, or an empty string."""
     no_flex: str
     on_cpu: bool
     dtype: torch.dtype
@@ -44,13 +44,12 @@ class Facts:
     equal_features: bool = True
     dropout: float = 0.0
     whole_rows: bool = True
-    """True if there is a query for each key."""
+    """True if a query exists for each key."""
     own_mask: bool = False
     own_rule: bool = False
-    """True if a query attends to less than its document (or, if causal, to less than its earlier
-    tokens), as with a sliding window or padding."""
+    """True if a query attends to less than its document, as with a sliding window or padding."""
     own_softmax: bool = False
-    """True if the model does not compute sdpa: its attention may have sinks or a softcap."""
+    """True if the model's attention has sinks or a softcap."""
 
 
 def facts(query: Tensor, value: Tensor, **given: bool | float) -> Facts:
@@ -68,16 +67,16 @@ def facts(query: Tensor, value: Tensor, **given: bool | float) -> Facts:
 
 @cache
 def _device_facts(device: torch.device) -> tuple[str, str]:
-    """Return the reasons why `varlen_attn` and FlexAttention do not run on a device, each "" if it
-    does."""
+    """Return the reasons why `varlen_attn` and FlexAttention do not run on a device, or empty
+    strings."""
     triton = "" if find_spec("triton") else "it needs Triton, which is not installed"
     no_flex = accelerator.why_no_flex_attention(device) or triton
     return accelerator.why_no_varlen_attention(device), no_flex
 
 
 def computed_dtype(given: Tensor) -> torch.dtype:
-    """Return the dtype to which `F.scaled_dot_product_attention` casts `given`, with or without
-    autocast. (Autocast leaves float64 unchanged.)"""
+    """Return the dtype to which `F.scaled_dot_product_attention` casts `given`. Autocast leaves
+    float64 unchanged."""
     kind = given.device.type
     casts = torch.is_autocast_enabled(kind) and given.dtype is not torch.float64
     return torch.get_autocast_dtype(kind) if casts else given.dtype

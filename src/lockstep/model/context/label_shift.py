@@ -1,6 +1,6 @@
-"""Computes a loss function on the tokens of one rank. If the loss shifts its labels (`output[:,
-:-1]`, `labels[:, 1:]`), the label that belongs to a chunk's last token is on another rank, so the
-loss gets labels that are already shifted."""
+"""Computes a loss function on the tokens of one rank. A loss may shift its labels (`output[:,
+:-1]`, `labels[:, 1:]`). The label of a chunk's last token is then on another rank. The loss
+therefore gets labels that are already shifted."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def has_tokens(tensor: Tensor, dim: int, tokens: int) -> bool:
 
 
 def map_tokens(value: Any, dim: int, tokens: int, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `function` to each tensor that has the tokens along `dim` (and to the hidden states
-    of chunked logits)."""
+    """Apply `function` to each tensor that has the tokens along `dim`, and to the hidden states of
+    chunked logits."""
     return map_tensors(
         value,
         lambda tensor: with_hidden(tensor, function) if has_tokens(tensor, dim, tokens) else tensor,
@@ -44,7 +44,7 @@ def map_known(value: Any, known: Sequence[bool], function: Callable[[Tensor], Te
 
 def windows(tokens: int, most: int) -> list[int]:
     """Return the index of the first token of each window of `most` tokens. Windows overlap by one
-    token, so that any two consecutive tokens are together in a window."""
+    token, so any two consecutive tokens are together in a window."""
     return [*range(0, tokens - most, max(1, most - 1)), tokens - most]
 
 
@@ -54,15 +54,15 @@ class BatchCut(NamedTuple):
     layout: TokenLayout
     dim: int
     known: Sequence[bool]
-    """For each of the batch's tensors, True if it has a dim of tokens."""
+    """For each of the batch's tensors, True if the tensor has a dim of tokens."""
 
 
 def parts_of(
     output: Any, batch: Any, cut: BatchCut, rank: int, shift: int
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs (part of the output, part of the batch) whose losses sum to the loss of the
-    tokens of `rank`. `output` has these tokens, `batch` all. `shift`: 1 if the loss compares a
-    token's output with the next token's label, else 0."""
+    """Yield pairs of a part of the output and a part of the batch. Their losses sum to the loss of
+    the tokens of `rank`. `shift` is 1 if the loss compares a token's output with the next token's
+    label, else 0."""
     layout, dim = cut.layout, cut.dim
     places = layout.places_of(rank)
     own_tokens, tokens = layout.counts[rank], layout.tokens
@@ -123,8 +123,8 @@ def loss_of_part(
 
 
 def _with_zero_gradient(nothing: Tensor, total: Any) -> Any:
-    """Give a gradient of zeros to a loss that has none because no token has a label: the backward
-    has collectives, which every rank must call."""
+    """Give a gradient of zeros to a loss without one. A loss has no gradient if no token has a
+    label, but every rank must call the collectives of the backward."""
     is_tensor = isinstance(total, Tensor)
     if (is_tensor and (total.requires_grad or total.numel() != 1)) or total != 0:
         return total
@@ -132,9 +132,9 @@ def _with_zero_gradient(nothing: Tensor, total: Any) -> Any:
 
 
 def find_shift(loss: LossFunction, output: Any, batch: Any, cut: BatchCut) -> int | None:
-    """Return 1 if the loss compares a token's output with the next token's label, else 0; None if
-    this batch does not show it. Raises `LossError` if the loss is not a sum over tokens, or if
-    rounding hides the shift."""
+    """Return 1 if the loss compares a token's output with the next token's label, else 0. Returns
+    None if the batch does not show the shift. Raises `LossError` if the loss is not a sum over
+    tokens, or if rounding hides the shift."""
     layout, dim = cut.layout, cut.dim
     tokens = layout.tokens
     generator = torch.Generator().manual_seed(17)
@@ -201,8 +201,8 @@ def _of_a_part(said: str, layout: TokenLayout, dim: int) -> LossError:
 
 
 def _check_shared(loss: LossFunction, output: Any, batch: Any, cut: BatchCut, shift: int) -> None:
-    """Raise `LossError` if the loss uses a tensor of the output that has no dim of tokens (such as
-    an auxiliary loss): each rank would add it."""
+    """Raise `LossError` if the loss uses a tensor of the output that has no dim of tokens, such as
+    an auxiliary loss. Each rank would add it."""
     layout, dim = cut.layout, cut.dim
     shared: list[Tensor] = []
 

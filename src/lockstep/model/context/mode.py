@@ -28,9 +28,7 @@ from lockstep.model.context.host_reads import PartReads
 
 
 class SequenceMode(TorchFunctionMode):
-    """Makes a model's forward compute only this rank's tokens of each sequence. `only_draws`: True
-    for a model of transformers, whose attention is registered with the library. `draws_by_chunk`:
-    False raises an error if the forward draws random numbers."""
+    """Makes a model's forward compute only this rank's tokens of each sequence."""
 
     def __init__(
         self,
@@ -147,8 +145,8 @@ class SequenceMode(TorchFunctionMode):
         return draw_by_chunk(function, args, keywords, dim, layout.own_chunks, layout.widths)
 
     def _check_recomputation(self, *, without_gradients: bool) -> None:
-        """Raise `RecipeError` if the model itself uses activation checkpointing, which would
-        recompute this call outside of this mode."""
+        """Raise `RecipeError` if the model's code uses activation checkpointing, because the
+        recomputation would run outside of `SequenceMode`."""
         if self.sequence.checkpointed_blocks:
             return
         is_off = without_gradients and self._has_gradients and not torch.is_grad_enabled()
@@ -179,8 +177,8 @@ _NAMES = {
 
 
 def _rows(table: Tensor, index: tuple[Any, ...], dim: int, places: Tensor) -> Tensor:
-    """Return `table[index]`, but with the rows at `places` (this rank's tokens) in place of those
-    of the slice `index[dim]`."""
+    """Return `table[index]`, with the rows of this rank's tokens instead of the rows of all
+    tokens."""
     # earlier dims that are indexed by a number are missing in the result
     gone = sum(isinstance(each, int) for each in index[:dim])
     others = tuple(slice(None) if place == dim else each for place, each in enumerate(index))

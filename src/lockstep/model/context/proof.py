@@ -1,4 +1,4 @@
-"""A check before the first step that a forward whose tokens are divided among ranks computes the
+"""Checks before the first step that a forward whose tokens are divided among ranks computes the
 same as a forward of all tokens on one rank. The error names the first call of torch whose result
 differs."""
 
@@ -82,7 +82,7 @@ REASONS = {
         "a loss over all tokens: return the logits, and compute the loss in Recipe.loss",
     ),
 }
-"""Function of torch that combines tokens -> what the function computes, and the remedy."""
+"""Maps each torch function that combines tokens to an explanation and a remedy."""
 OTHER_REASON = (
     "something else for a part of the tokens; compute each token by itself, or {otherwise}"
 )
@@ -118,8 +118,8 @@ def _torch_name(module: nn.Module) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Provers:
-    """The ranks that together check a model before the first step, because they exchange tensors in
-    its forward."""
+    """The ranks that check a model together before the first step. They exchange tensors in its
+    forward."""
 
     worlds: Sequence[World]
 
@@ -132,8 +132,8 @@ class Provers:
         return gather_over(value, self.worlds)
 
     def raise_on_all_ranks(self, compute: Callable[[], T]) -> T:
-        """Return `compute()`. If it fails on any rank along `worlds`, every rank raises. Every
-        rank calls it."""
+        """Return `compute()`. If it fails on any rank, all ranks raise an error. Every rank must
+        call this method."""
         result: Any = None
         failure: Exception | None = None
         try:
@@ -158,22 +158,20 @@ def gather_over(value: Any, worlds: Iterable[World]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A forward whose output is compared with another one's: of this rank's tokens, of each of its
-    chunks, or of all tokens."""
+    """A forward whose output is compared with the output of another forward."""
 
     layouts: Sequence[TokenLayout]
-    """For each forward that this process runs (one for each chunk if chunks are computed by
-    themselves), the division of the tokens."""
+    """The division of the tokens in each forward that this process runs."""
     compute: Callable[[Sequence[Around]], Sequence[Any]]
-    """(for each item of `layouts`, the context of each stage's forward) -> the output for each
-    item; empty on ranks without the model's output. Every rank calls it."""
+    """Runs the forwards. Every rank must call this function. Ranks without the model's output
+    return an empty list."""
     counts: Sequence[PartCounts]
 
 
 def prove(cut: Trial, whole: Trial, dim: int, ranks: Provers) -> Any:
     """Compare the outputs of `cut`, for this rank's tokens or chunks, with the output of `whole`,
-    for all tokens. Every rank calls it. Returns the output of the first chunk; None on ranks
-    without it."""
+    for all tokens. Every rank must call this function. Returns the output of the first chunk, or
+    None on ranks without the output."""
     layout = cut.layouts[0]
     found, states = _run(cut, [partial(_with_reason, each) for each in cut.layouts])
     expected, (expected_states,) = _run(whole)
@@ -192,7 +190,7 @@ def prove(cut: Trial, whole: Trial, dim: int, ranks: Provers) -> Any:
 
 def differences(cut: Trial, whole: Trial, dim: int) -> list[tuple[float, float]]:
     """Return, for each output of `cut`, the relative difference from the output of `whole`, and the
-    relative difference that rounding explains. The model must be whole on this rank."""
+    relative difference that rounding explains."""
     found, _ = _run(cut, [partial(_with_reason, each) for each in cut.layouts])
     expected, _ = _run(whole)
     return _differences(found, expected, cut.layouts, dim)
@@ -207,8 +205,8 @@ def _differences(
 
 @contextmanager
 def _with_reason(layout: TokenLayout, _: int) -> Iterator[None]:
-    """Raise `RecipeError` if the forward inside fails in torch, as the model may need all
-    tokens."""
+    """Raise `RecipeError` if a forward with some of the tokens fails in torch. The model may need
+    all tokens."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
@@ -223,7 +221,7 @@ def _with_reason(layout: TokenLayout, _: int) -> Iterator[None]:
 
 class _States:
     """Starts the forward of every stage with the random generators in the same state, and records
-    the state of torch's default generator at the end of each."""
+    the state of torch's default generator at the end of each stage."""
 
     def __init__(self, device: torch.device, observer: Around) -> None:
         self._device = device
@@ -281,8 +279,8 @@ def _difference(found: Any, expected: Any, layout: TokenLayout, dim: int) -> tup
 def _explanation(
     cut: Trial, whole: Trial, differences: Sequence[tuple[float, float]], ranks: Provers
 ) -> str:
-    """Run both forwards again to find the first call of torch whose result differs. Every rank
-    calls it."""
+    """Run both forwards again to find the first call of torch whose result differs. Every rank must
+    call this function."""
     layout = cut.layouts[0]
     known = [pair for theirs in ranks.gather(differences) for pair in theirs]
     errors, allowances = zip(*known, strict=True)
@@ -317,16 +315,16 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A summary of a call's result: its shape, and sums of squares of its elements (under None of
-    all; for each dim that is as long as the sequence, per token)."""
+    """A summary of a call's result: the shape, and sums of squares of the elements, in total and
+    per token."""
 
     shape: torch.Size
     squares: dict[int | None, Tensor]
 
 
 class _Results(TorchFunctionMode):
-    """Records the results of the model's calls of torch in a forward; if `expected` is given,
-    compares them with the results of the same calls in a forward of all tokens."""
+    """Records the results of the model's calls of torch in a forward. If `expected` is given, the
+    results are compared with the results of a forward of all tokens."""
 
     def __init__(
         self, layout: TokenLayout, expected: list[tuple[str, _Tensor]] | None, allowed: float
@@ -360,8 +358,8 @@ class _Results(TorchFunctionMode):
                 self.first = _Result(self._stage, number, name, line, is_attention)
 
     def _differs(self, part: Tensor, whole: _Tensor) -> bool | None:
-        """Return None if a call's results agree, True if they differ because the result has a row
-        and a column for each token, as in attention, else False."""
+        """Return None if a call's results agree. Returns True if they differ because the result has
+        a row and a column for each token, as in attention, else False."""
         layout = self._layout
         if part.dim() != len(whole.shape):
             return False

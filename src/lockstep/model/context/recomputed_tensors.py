@@ -14,9 +14,9 @@ Make = Callable[[], Tensor]
 
 
 class RecomputedTensors:
-    """A context in which autograd does not save tensors that were added, or views of them. The
-    backward makes such a tensor again, and keeps it until all of its saved views have been used.
-    Enter it once, for the forward of one attention."""
+    """A context in which autograd does not save the added tensors or their views. The backward
+    makes the tensor again, and keeps it until all of its saved views have been used. Enter the
+    context once, for the forward of one attention."""
 
     def __init__(self) -> None:
         self._sources: dict[int, Source] = {}
@@ -36,8 +36,8 @@ class RecomputedTensors:
         self._copies[storage_address(tensor.untyped_storage())] = copy
 
     def drop(self, tensor: Tensor) -> None:
-        """Drop the reference to a tensor that was added, so that its memory is freed unless other
-        code needs it in the forward."""
+        """Drop the reference to a tensor that was added. Its memory is freed unless other code
+        needs the tensor in the forward."""
         self._sources.pop(storage_address(tensor.untyped_storage())).release()
 
     def __enter__(self) -> None:
@@ -73,8 +73,7 @@ class RecomputedTensors:
 
 
 class Source:
-    """A tensor that the backward can compute again, and the number of its saved views that still
-    need it."""
+    """A tensor that the backward can compute again, and the number of its saved views."""
 
     def __init__(self, make: Make, tensor: Tensor) -> None:
         self._make = make
@@ -106,17 +105,14 @@ class _Saved:
 
 
 class _Other:
-    """Saved by autograd in place of a tensor that need not be recomputed. A copy of the tensor may
-    still be added later in the forward."""
-
     def __init__(self, tensor: Tensor, hooks: tuple[Any, Any] | None) -> None:
         self._packed: Any = tensor
         self._unpack: Callable[[Any], Any] = lambda tensor: tensor
         self._outer = hooks
 
     def pack(self, copies: dict[int, Tensor], sources: dict[int, Source]) -> None:
-        """Save the tensor's copy if it is in `copies`, nothing if its memory is in `sources` (it is
-        computed again), else what the surrounding saved-tensor hooks return."""
+        """Save the tensor's copy from `copies`, or nothing if `sources` contains the tensor's
+        memory. Otherwise save the result of the surrounding saved-tensor hooks."""
         tensor: Tensor = self._packed
         copy = copies.get(storage_address(tensor.untyped_storage()), tensor)
         if copy.shape == tensor.shape:

@@ -1,9 +1,12 @@
-"""A tensor that the backward of an attention reads instead of the attention's output. If each rank
-computes all tokens in some heads (`exchange="heads"`), the output would be saved twice: the
-projection after it keeps a rank's tokens of all heads, and the attention's backward reads all
-tokens of some heads. That backward uses the output only in the sum of output times gradient for
-each token and head. The stand-in is zero except for one or two numbers for each token and head,
-which give the same sum."""
+"""A tensor that the backward of an attention reads instead of the attention's output. With
+`exchange="heads"`, each rank computes all tokens in some heads, and the output would be saved
+twice. The next projection saves a rank's tokens of all heads, and the attention's backward reads
+all tokens of some heads.
+
+The attention's backward uses the output only in the sum of output times gradient for each token and
+head. The stand-in is zero except for one or two numbers for each token and head, which give the
+same sum.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ from torch import Tensor
 
 NEAR = 2.0**-8
 """The stand-in's second number, at the gradient's second largest element, corrects the sum's
-rounding error, unless that element is smaller than this fraction of the largest."""
+rounding error. It is omitted if the element is smaller than this fraction of the largest
+element."""
 
 
 class StandIn:
-    """Replaces one attention's output, of shape (samples, heads, tokens, features), in the
-    backward."""
+    """Replaces the output of one attention in the backward. The shape is (samples, heads, tokens,
+    features)."""
 
     def __init__(self, output: Tensor) -> None:
         self._place = output.size(), output.stride(), output.storage_offset()
@@ -46,7 +50,7 @@ class StandIn:
 
 def sums_of(output: Tensor, gradient: Tensor) -> Tensor:
     """Return the sum over features of output times gradient, in at least float32, as a view of the
-    gradient's dtype: (samples, heads, tokens, 1 or 2)."""
+    gradient's dtype."""
     dtype = wide(gradient.dtype)
     sums = (output.to(dtype) * gradient.to(dtype)).sum(-1, keepdim=True)
     return sums.view(gradient.dtype)

@@ -1,9 +1,11 @@
-"""Lets models of transformers compute sequences that are divided among ranks, or rows of several
-documents, through the library's registries of attention functions and of mask functions.
+"""Lets models of transformers compute sequences that are divided among ranks, and rows of several
+documents. It uses the library's registries of attention functions and of mask functions.
+
 transformers describes every mask as a function of indices (sample, head, query, key). This module
 evaluates the function at the positions of tokens in their documents, and masks tokens of other
-documents. The model's code is unchanged, and outside of `SequenceMode` it computes the same as
-before."""
+documents. The model's code is unchanged. Outside of `SequenceMode`, the model computes the same as
+before.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,7 @@ PREFIX = "lockstep_"
 
 
 def pretrained_models(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the `PreTrainedModel`s of transformers in `model`, without those inside another
-    one."""
+    """Return the outermost `PreTrainedModel`s of transformers in `model`."""
     library = sys.modules.get("transformers.modeling_utils")
     models: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules() if library is not None else ():
@@ -59,9 +60,9 @@ def pretrained_models(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def open_transformers(model: nn.Module) -> bool:
-    """Make the attention of transformers' models stay within documents, or get the keys of all
-    ranks, in `SequenceMode`. Call it once, before the first forward. Returns False if `model` has
-    no such models."""
+    """Register attention functions with transformers that keep attention within documents and get
+    the keys of all ranks. They act only in `SequenceMode`. Call this function once, before the
+    first forward. Returns False if `model` has no models of transformers."""
     models = pretrained_models(model)
     for _, each in models:
         own = _checked_implementation(each)
@@ -156,8 +157,8 @@ def _complete_call(
     arguments: tuple[Any, ...],
     given: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of a call of a transformers model, completed with the positions of this
-    rank's tokens, a padding mask of the whole row, and no cache of keys. None outside of
+    """Return the arguments of a call of a transformers model, with the positions of this rank's
+    tokens and a padding mask of the full row, but without a KV cache. Returns None outside of
     `SequenceMode`."""
     if (sequence := active()) is None:
         return None
@@ -182,9 +183,9 @@ def _complete_call(
 
 
 class SequenceMask:
-    """The attention mask of one kind of layers in a forward, evaluated for the queries of this
-    rank, of one document, or of all tokens. A mask is 0 where a query attends to a key, else the
-    smallest number of its dtype."""
+    """The attention mask of one kind of layers in a forward. The mask is evaluated for the queries
+    of this rank, of one document, or of all tokens. It is 0 for a pair of query and key that
+    attention may use, else the smallest number of the dtype."""
 
     def __init__(
         self,
@@ -195,8 +196,6 @@ class SequenceMask:
         samples: int,
         device: torch.device,
     ) -> None:
-        """`own`: "sdpa" or "eager". `function`: transformers' own (sample, head, query, key) ->
-        True where the query attends to the key. `padding`: (samples, tokens), 0 at padding."""
         self.sequence = sequence
         self._function = function
         self._padding = None if padding is None or padding.all() else padding
@@ -204,7 +203,7 @@ class SequenceMask:
         causal = import_module("transformers.masking_utils").causal_mask_function
         # other implementations, without a mask, attend to all tokens
         self.is_causal = function is causal and self._padding is None
-        """True if a token attends to exactly itself and the tokens of its document before it."""
+        """True if a token attends to exactly the tokens of its document up to its position."""
         self._needs_none = own == "sdpa" and self.is_causal
         self._made: dict[Any, Tensor] = {}
         self._block_masks: dict[tuple[range, ...], Any] = {}
@@ -215,8 +214,8 @@ class SequenceMask:
         return mask
 
     def of_rank(self, dtype: torch.dtype) -> Tensor:
-        """Return the mask of this rank's queries and the keys of all tokens: (samples, 1, queries,
-        keys)."""
+        """Return the mask of this rank's queries and the keys of all tokens, of shape (samples, 1,
+        queries, keys)."""
         places = self.sequence.layout.places.to(self._device)
         return self._cached_mask(
             "rank", lambda: self._allowed(slice(None), places, self._every), dtype
@@ -229,8 +228,7 @@ class SequenceMask:
         return self._cached_mask("all", lambda: self._allowed(slice(None), every, every), dtype)
 
     def of_document(self, row: int, first: int, tokens: int, dtype: torch.dtype) -> Tensor | None:
-        """Return a mask (1, 1, tokens, tokens); None if sdpa needs none. `row`, `first`: the
-        sample, and the index of the document's first token in it."""
+        """Return a mask of shape (1, 1, tokens, tokens), or None if sdpa needs no mask."""
         if self._needs_none:
             return None
         rows, own = slice(row, row + 1), self._every[first : first + tokens]
@@ -256,7 +254,6 @@ class SequenceMask:
         return self._block_masks[kind]
 
     def _allowed_token(self, places: Tensor) -> Allowed:
-        """Query number i of the returned function is the token at index `places[i]`."""
         documents, padding, function = self.sequence.documents, self._padding, self._function
 
         def allowed(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -314,7 +311,6 @@ def _mask(
     device: torch.device,
     **given: Any,
 ) -> Any:
-    """A mask function of transformers, after `own`: "sdpa" or "eager"."""
     if (sequence := active()) is None:
         masks = import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
         return masks[own](
@@ -352,7 +348,6 @@ def _attention(
     attention_mask: Any,
     **given: Any,
 ) -> Any:
-    """An attention function of transformers, after `own`: "sdpa" or "eager"."""
     compute = _own_attention(own, type(module))
     if not isinstance(attention_mask, SequenceMask):
         if active() is not None:
@@ -475,7 +470,7 @@ def _by_document(
 
 
 class _HeadsOf:
-    """Replaces an attention module in a call that computes only this rank's heads: parameters with
+    """Replaces an attention module in a call that computes only this rank's heads. Parameters with
     one value per head have only the values of these heads."""
 
     def __init__(self, module: nn.Module, heads: int, layout: TokenLayout) -> None:
@@ -491,8 +486,7 @@ class _HeadsOf:
 
 
 def _own_attention(own: str, kind: type) -> Callable[..., Any]:
-    """Return the attention function that a class of attention modules calls by default for the
-    implementation `own`."""
+    """Return the attention function that a class of attention modules calls by default."""
     name = "eager_attention_forward" if own == "eager" else "ALL_ATTENTION_FUNCTIONS"
     for each in kind.__mro__:
         attention: Any = getattr(sys.modules.get(each.__module__), name, None)

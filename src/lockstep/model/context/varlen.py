@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 class Bounds(NamedTuple):
-    """The bounds of the documents to which the queries in a span of a row belong, in the form that
-    `varlen_attn` takes."""
+    """The bounds of the documents to which a row's queries belong, in the format of
+    `varlen_attn`."""
 
     queries: list[int]
     """Cumulative sums, from 0, of the number of queries in each document."""
     keys: list[int]
     seen: range
-    """The indices in the row of the keys that these queries may attend to."""
+    """The indices in the row of the keys that the queries may attend to."""
 
 
 def bounds(lengths: Iterable[int], span: range, *, is_causal: bool) -> Bounds:
-    """The kernel aligns the last query of a document with its last key, so causal attention gets
+    """The kernel aligns the last query of a document with its last key. So causal attention gets
     the keys up to the end of the span."""
     queries, keys = [], []
     for begin, end in pairwise(accumulate(lengths, initial=0)):
@@ -47,8 +47,7 @@ def varlen_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """Tensors have the shape (samples, heads, tokens, features). `lengths`: for each row, the
-    number of tokens of each document. `spans`: the indices of the queries in the row."""
+    """The tensors have the shape (samples, heads, tokens, features)."""
     from torch.nn.attention.varlen import varlen_attn  # registers operators
 
     def attend(of: Bounds, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -85,7 +84,7 @@ def _parts(
     is_causal: bool,
 ) -> Iterable[Tensor]:
     """Yield the attention of each span of a row. Keys stay views of the row's keys, because the
-    backward makes those again."""
+    backward makes the row's keys again."""
     query, key, value = row
     for part, span in zip(torch.split(query, [*map(len, spans)]), spans, strict=True):
         if span:

@@ -1,6 +1,7 @@
-"""The arithmetic of routers' loads and balance losses. A load is a row of integers for one layer:
-for each expert, the number of tokens that chose it; then the number of tokens, of choices out of
-range, and of tokens with logits that are not finite. Sums of integers are exact in any order."""
+"""The arithmetic of routers' loads and balance losses. A load is a row of integers for one layer.
+It has the number of tokens of each expert, then the number of tokens, the number of choices out of
+range, and the number of tokens with logits that are not finite. Sums of integers are exact in any
+order."""
 
 from __future__ import annotations
 
@@ -16,9 +17,8 @@ MORE = 3
 def loads_of_samples(
     index: Tensor, is_finite: Tensor, counted: Tensor | None, experts: int, *, samples: int
 ) -> Tensor:
-    """Return the load of each sample: integers of shape (samples, experts + MORE). `index`:
-    (tokens, k), the chosen experts. `counted`: (tokens,), False for padding; None: all tokens
-    count."""
+    """Return the load of each sample. `counted` is False for padding tokens. If `counted` is None,
+    all tokens count."""
     counts = (
         torch.ones(len(index), dtype=torch.int64, device=index.device)
         if counted is None
@@ -37,8 +37,7 @@ def loads_of_samples(
 
 
 def chosen_per_token(load: Tensor) -> Tensor:
-    """Return, for each expert, the fraction of the tokens that chose it, in float64. `load`: (...,
-    experts + MORE)."""
+    """Return, for each expert, the fraction of the tokens that chose the expert, in float64."""
     tokens = load[..., -MORE, None].clamp(min=1)
     return load[..., :-MORE].double() / tokens.double()
 
@@ -64,9 +63,9 @@ def summed_probabilities(given: Tensor, counted: Tensor | None, *, samples: int)
 
 
 def balance_loss(chosen: Tensor, summed: Tensor) -> Tensor:
-    """Return one layer's balance loss as a sum over tokens, E Σ f Σ p. `chosen`: f, the fraction
-    of the tokens that chose each expert. `summed`: each expert's router probability p summed over
-    tokens. Both have the shape (samples, experts), or (experts,)."""
+    """Return one layer's balance loss as a sum over tokens, E Σ f Σ p. E is the number of experts,
+    f is the fraction of the tokens that chose an expert, and p is the router probability of the
+    expert, summed over tokens."""
     return chosen.shape[-1] * (chosen.to(summed.dtype) * summed).sum()
 
 
@@ -80,8 +79,8 @@ def z_loss(logits: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def bias_step(load: Tensor) -> Tensor:
-    """Return 1 for an expert with fewer tokens than the mean, -1 for one with more, else 0.
-    Integer arithmetic makes it exact."""
+    """Return 1 for an expert with fewer tokens than the mean, -1 for one with more, else 0. Integer
+    arithmetic makes the comparison exact."""
     counts = load[:-MORE]
     return (counts.sum() - counts * len(counts)).sign()
 

@@ -1,8 +1,7 @@
-"""The forward of a module of experts that is divided over ranks. A rank sends the row of each of
-its pairs (token, chosen expert) to the rank that holds the expert. There the module's own forward
-computes the rows. The outputs are weighted and summed on the token's rank, so that the router's
-gradient is computed there. No row is dropped or padded. The host waits once, for the numbers of
-rows."""
+"""The forward of a module of experts that is divided over ranks. A rank sends the row of each pair
+(token, chosen expert) to the rank that holds the expert. There the module's forward computes the
+rows. The outputs are weighted and summed on the token's rank, which also computes the router's
+gradient. No row is dropped or padded. The host waits once, for the numbers of rows."""
 
 from __future__ import annotations
 
@@ -36,32 +35,31 @@ from lockstep.model.trial import SMALL
 
 _PLAIN = (int, float, str, FunctionType, BuiltinFunctionType)
 ComputeRows = Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]
-"""(rows of tokens, the index of each row's expert among this rank's experts, weights of 1, number
-of rows from each rank) -> the experts' output for the rows."""
+"""Computes the experts' output for rows of tokens. The arguments are the rows, the index of each
+row's expert among this rank's experts, weights of 1, and the number of rows from each rank."""
 
 
 @dataclass(slots=True, eq=False)
 class Dispatch:
-    """The forward of one module of experts that is divided over the ranks of the axis `expert`:
-    each rank holds equally many of its experts."""
+    """The forward of one module of experts that is divided over the ranks of the axis `expert`. All
+    ranks hold equally many experts."""
 
     names: Sequence[str]
     place: int
-    """The index of this module in `names`."""
     most: int
     experts: Experts
     world: World
     exchange: SyncBatchNormExchange
     proved: set[tuple[Any, ...]]
     leaves: Leaves | None
-    """With bitwise numerics: the parameter tensors that keep the gradients for different ranks'
-    rows apart."""
+    """With bitwise numerics, the parameter tensors that keep the gradients of different ranks' rows
+    apart."""
     _own: Callable[..., Any] = field(init=False)
     _signature: inspect.Signature = field(init=False)
     _attributes: tuple[Any, ...] = field(init=False)
     _is_checked: bool = False
     _is_left: bool = False
-    """True for a module whose forward cannot be divided, so that its own forward is called."""
+    """True for a module whose forward cannot be divided. Its unchanged forward is called."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatch:
         made = copy(self)
@@ -85,7 +83,7 @@ class Dispatch:
         module.forward = wraps(self._own)(Uncompiled(partial(self.forward)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Every rank of the axis calls it at the same time. All ranks raise the same error."""
+        """Every rank of the axis must call this method. All ranks raise the same error."""
         given = [*self._signature.bind(*args, **kwargs).arguments.values()]
         with handled():
             self._check(given)
@@ -101,14 +99,14 @@ class Dispatch:
             return self._dispatched(self.world, compute, tokens, index, weights, is_dummy=is_dummy)
 
     def leave_out(self) -> None:
-        """Tell the other ranks that the forward on this rank leaves this module out. All ranks
-        raise if another rank calls the module."""
+        """Tell the other ranks that the forward on this rank skips this module. All ranks raise if
+        another rank calls the module."""
         self._exchange_counts(self.world, self._nothing(), None)
 
     def end_forward(self) -> None:
         """Tell the other ranks that the forward on this rank has ended. Raises `RecipeError` if
-        another rank calls a module of experts instead; on an accelerator this rank does not wait
-        for the answer, so only the other rank raises."""
+        another rank calls a module of experts instead. On an accelerator, this rank does not wait
+        for the answer, and only the other rank raises."""
         call = self._call(len(self.names))
         with handled():
             _, theirs = self._exchange(self.world, self._nothing(), call)
@@ -140,8 +138,8 @@ class Dispatch:
         return (pairs * weights[..., None]).sum(1).to(back.dtype)
 
     def _prove(self, tokens: Tensor, index: Tensor, weights: Tensor) -> None:
-        """Compare this forward with the module's own forward with all experts, on random tensors
-        of the arguments' shapes. Every rank calls it."""
+        """Compare the divided forward with the module's original forward of all experts. The inputs
+        are random tensors. Every rank must call this method."""
         world, each = self.world, self.experts.count // self.world.size
         whole = {key: _in_use(full_tensor(part.detach())) for key, part in self._parameters()}
         local = {key: tensor[world.rank * each :][:each] for key, tensor in whole.items()}
@@ -176,9 +174,8 @@ class Dispatch:
     def _exchange_counts(
         self, world: World, routing: Routing, index: Tensor | None
     ) -> tuple[list[int], list[int], Tensor]:
-        """Return the number of rows to send to each rank, the number to receive from each, and the
-        number to receive from each for each of this rank's experts. `index`: None if the module is
-        left out. All ranks raise the same error."""
+        """Return the number of rows to send to each rank, to receive from each rank, and to receive
+        from each rank for each of this rank's experts. All ranks raise the same error."""
         count, each = self.experts.count, self.experts.count // world.size
         mine, theirs = self._exchange(world, routing, self._call(self.place, index is None))
         # the host waits here
@@ -203,15 +200,14 @@ class Dispatch:
         return sent, received, theirs[:, :each]
 
     def _call(self, place: int, is_left_out: bool = False) -> int:
-        """The ranks compare this number, to see if they call the same module. `place`: the module's
-        index in `names`; at the end of a forward, the number of modules."""
+        """Return a number that ranks compare to check that they call the same module."""
         sequence = None if self.leaves is None else active()
         chunks = 0 if sequence is None else sequence.layout.chunks
         return 2 * (place + (len(self.names) + 1) * chunks) + is_left_out
 
     def _exchange(self, world: World, routing: Routing, call: int) -> tuple[Tensor, Tensor]:
-        """The tensors have the same shape for all modules, so that ranks that call different
-        modules can exchange them."""
+        """The tensors have the same shape for all modules, so ranks that call different modules can
+        exchange them."""
         ranks = world.size
         counts = routing.counts.view(ranks, -1)
         padded = F.pad(counts, (0, self.most // ranks - counts.shape[1]))
@@ -304,8 +300,8 @@ class Dispatch:
         return type(module), module.training, shapes, self._attributes
 
     def _check(self, given: list[Any]) -> None:
-        """If the divided forward is wrong for a module that every rank holds whole, the module's
-        own forward is used from then on; otherwise all ranks raise `RecipeError`."""
+        """Check the divided forward of the module. If it is wrong, a module that every rank holds
+        whole uses its original forward. Otherwise all ranks raise `RecipeError`."""
         if not self._is_checked or (not self._is_left and self._kind() not in self.proved):
             # all ranks must call this module before they prove it
             self._exchange_counts(self.world, self._nothing(), self._nothing().order)
@@ -365,8 +361,8 @@ def _problem(given: list[Any]) -> str | None:
 
 @torch.no_grad()
 def _in_use(parameter: Tensor) -> Tensor:
-    """Return random values for a parameter that is (nearly) all zeros, because zeros would hide an
-    error in the check."""
+    """Return random values for a parameter that is (nearly) all zeros. Zeros would hide an error in
+    the check."""
     if parameter.abs().max() >= SMALL:
         return parameter
     generator = torch.Generator().manual_seed(parameter.numel())
@@ -387,8 +383,7 @@ def _with_parameters(parameters: Parameters) -> Iterator[None]:
 
 class _Rows(torch.autograd.Function):
     """Returns, for each pair (token, chosen expert) in `order`, the row of its token. The backward
-    sums a token's gradients in the order of its choices, so that the bits do not depend on
-    `order`."""
+    sums a token's gradients in the order of its choices, so the bits do not depend on `order`."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, order: Tensor, choices: int) -> Tensor:
@@ -404,8 +399,8 @@ class _Rows(torch.autograd.Function):
 
 
 def _unsorted(rows: Tensor, order: Tensor, pairs: int) -> Tensor:
-    """Return the rows of all pairs, sorted by token and choice; zeros for pairs that were not
-    sent. `order`: for each of `rows`, the number of its pair."""
+    """Return the rows of all pairs (token, chosen expert), sorted by token and choice. Pairs that
+    were not sent have zeros."""
     made = rows.new_empty if len(order) == pairs else rows.new_zeros
     return made(pairs, *rows.shape[1:]).index_copy(0, order, rows)
 

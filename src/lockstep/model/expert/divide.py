@@ -1,4 +1,4 @@
-"""The `expert` axis: each rank holds some of the experts of each layer, and sends tokens to the
+"""The `expert` axis. Each rank holds some of the experts of each layer, and sends tokens to the
 experts of other ranks."""
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ def check_experts(model: nn.Module, experts: Mapping[str, Experts], ranks: int) 
 
 
 def check_parts(shared: Iterable[str], experts: Mapping[str, Experts]) -> None:
-    """`shared`: names of the parameters that several parts of the model have."""
     for name, each in experts.items():
         if any(is_within(parameter, name) for parameter in shared):
             raise PlanError(
@@ -91,10 +90,9 @@ def divide_experts(
     materialize: Callable[[nn.Module], None],
     bitwise: bool,
 ) -> list[Leaves]:
-    """Reduce the modules to this rank's experts, in place. Every rank calls it, before FSDP2
-    shards the model. `roots`: names of the modules that are called one after another in a forward
-    (a pipeline's parts). `materialize`: gives values to a module's parameters on the meta device.
-    Returns each module's `Leaves` with bitwise numerics, else an empty list."""
+    """Reduce the modules to this rank's experts, in place. Every rank must call this function
+    before FSDP2 shards the model. `materialize` gives values to a module's parameters on the meta
+    device. With bitwise numerics, returns each module's `Leaves`."""
     proved: set[tuple[object, ...]] = set()
     leaves: list[Leaves] = []
     layers = []
@@ -117,8 +115,8 @@ def divide_experts(
 def compute_by_rows(
     experts: Mapping[str, Experts], world: World, exchange: SyncBatchNormExchange
 ) -> None:
-    """Make modules of experts that every rank holds whole compute the same bits as modules that
-    are divided over ranks. `world`: a world of this rank alone."""
+    """Make modules of experts that every rank holds whole compute the same bits as modules that are
+    divided over ranks."""
     proved: set[tuple[object, ...]] = set()
     for place, each in enumerate(experts.values()):
         Dispatch(list(experts), place, each.count, each, world, exchange, proved, None).install()
@@ -126,8 +124,8 @@ def compute_by_rows(
 
 def use_eager(experts: Mapping[str, Experts]) -> list[str]:
     """Make modules of experts of transformers compute one expert after another (the "eager"
-    implementation), because in faster implementations the bits of a row depend on the other rows.
-    Returns the names of the changed modules."""
+    implementation), and return their names. In faster implementations, the bits of a row depend on
+    the other rows."""
     changed = []
     for name, each in experts.items():
         config = getattr(each.module, "config", None)

@@ -1,6 +1,6 @@
-"""Finds the modules that hold the experts of a model. Such a module computes all experts of a
-layer: its parameters are stacked, with the experts as dim 0, and its forward takes tokens (S, D),
-the chosen experts of each (S, k), and their weights (S, k)."""
+"""Finds the modules that hold the experts of a model. The module computes all experts of a layer.
+Its parameters are stacked, with the experts as dim 0. Its forward takes tokens (S, D), the chosen
+experts of each token (S, k), and their weights (S, k)."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Experts(nn.Module):
             output = output.index_add(0, row, weighted.to(output.dtype))
         return output
 """
-"""Code of a module of experts, which an error suggests in place of a list with one module for each
-expert."""
+"""Code of a module of experts, for an error message. The error suggests the code in place of a list
+with one module for each expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class Experts:
 
 
 def find_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, Experts]:
-    """`names`: `Recipe.experts`; None: find modules by their form (stacked parameters, forward of
-    three arguments). Raises `RecipeError` for names of other modules, and for experts in a list of
+    """If `names` is None, find the modules that have stacked parameters and a forward of three
+    arguments. Raises `RecipeError` for names of other modules, and for experts in a list of
     modules."""
     experts = stacked_experts(model, names)
     if names is None and not experts and (lists := _lists_of_experts(model)):
@@ -106,8 +106,8 @@ def _count(name: str, module: nn.Module) -> int:
 
 
 def _lists_of_experts(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return the lists of modules with equal shapes that seem to be experts: those with "expert"
-    in their name, and those beside a linear layer with one output per module."""
+    """Return the lists of modules with equal shapes that seem to be experts. Their name contains
+    "expert", or a linear layer beside the list has one output per module."""
     lists = {}
     for name, module in model.named_modules():
         for child, members in module.named_children():

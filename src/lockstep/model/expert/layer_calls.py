@@ -1,6 +1,6 @@
-"""Detects that a forward leaves out a layer of experts (as stochastic depth does), or calls one
-more often. Each call of such a layer has collectives, so a rank tells the others which layers it
-leaves out, and that its forward has ended."""
+"""Detects that a forward skips a layer of experts (as with stochastic depth), or calls a layer more
+often. Each call of a layer of experts has collectives. So a rank tells the other ranks which layers
+it skips, and that its forward has ended."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class _RunningForward(threading.local):
     """The progress of the model's forward that runs in this thread."""
 
     next: int | None = None
-    """Index of the layer that is expected next; None outside of a forward. (Recomputation calls
-    layers in another order.)"""
+    """Index of the layer that is expected next, or None outside of a forward. Recomputation calls
+    layers in another order."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _RunningForward:
         return _RunningForward()
 
 
 class LayerCalls:
-    """Watches the layers of experts that the forwards of a model, or of a part of it, call."""
+    """Watches the calls of layers of experts in the forwards of a model."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Dispatch]) -> None:
         self._layers = layers

@@ -1,6 +1,6 @@
-"""Keeps the gradients of experts apart for the rows of each rank, so that bitwise numerics can add
-them in a fixed order. Each rank's rows (which belong to one microbatch) are computed with tensors
-of their own, called leaves, which share memory with the parameters."""
+"""Keeps the gradients of experts apart for the rows of each rank. Bitwise numerics adds the
+gradients in a fixed order. The rows of one rank belong to one microbatch. They are computed with
+separate tensors, called leaves, which share memory with the parameters."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def divided_parameters(module: nn.Module) -> Iterator[tuple[Key, DTensor]]:
 
 
 class Leaves:
-    """The tensors (leaves) in place of one module's parameters with which the rows of each rank are
-    computed."""
+    """The tensors that replace one module's parameters. Each rank's rows are computed with separate
+    tensors."""
 
     def __init__(self, module: nn.Module, ranks: int) -> None:
         self._module = module
@@ -45,8 +45,8 @@ class Leaves:
         return next((key for key, each in pairs if each is parameter), None)
 
     def of(self, key: Key) -> list[nn.Parameter]:
-        """Return a parameter's leaves, one for the rows of each rank. Under FSDP2, call it only
-        while the parameter is gathered."""
+        """Return the leaves of a parameter, one for the rows of each rank. Under FSDP2, the
+        parameter must be gathered."""
         module, name = key
         parameter = own_parameters(module)[name]
         assert parameter is not None, "it was a parameter"
@@ -59,16 +59,15 @@ class Leaves:
         return tensors
 
     def take(self, key: Key) -> list[Tensor | None]:
-        """Return a parameter's gradient for the rows of each rank (None where there is none), and
-        clears these gradients."""
+        """Return and clear a parameter's gradient for the rows of each rank."""
         tensors = self._tensors.get(key)
         return [None] * self.ranks if tensors is None else list(map(_take, tensors))
 
 
 class ParameterLeaves:
-    """The tensors whose `.grad` gets the gradient of one parameter in a backward: the parameter
-    itself (under FSDP2 the gathered one), or one tensor for the rows of each rank of the axis
-    `expert`."""
+    """The tensors whose `.grad` gets the gradient of one parameter in a backward. They are the
+    parameter, or one tensor for the rows of each rank of the axis `expert`. Under FSDP2, the
+    parameter is the gathered one."""
 
     def __init__(
         self, parameter: nn.Parameter, leaves: Sequence[Leaves], key: Key | None = None
@@ -109,7 +108,7 @@ class ParameterLeaves:
 
 
 def leaves_of(model: nn.Module, leaves: Sequence[Leaves]) -> dict[nn.Parameter, ParameterLeaves]:
-    """Under FSDP2, call it while parameters are sharded."""
+    """Under FSDP2, call this function while parameters are sharded."""
     by_parameter: dict[nn.Parameter, ParameterLeaves] = {}
     for module in model.modules():
         for name, parameter in own_parameters(module).items():

@@ -1,6 +1,6 @@
 """Checks, in the first forward, that a module of experts that is divided over ranks computes the
-same as with all experts on one rank. Half of the random rows choose their experts at random; all
-other rows choose the same experts."""
+same as with all experts on one rank. Half of the random rows choose their experts at random. The
+other half choose the same experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.model.trial import tolerance
 
 T = TypeVar("T")
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(tokens, index, weights) -> the output of a module of experts."""
+"""Computes the output of a module of experts from tokens, chosen experts and weights."""
 ROWS = 32
 RULE = (
     "the output of a token must be the sum over its experts of weight times expert(token), where"
@@ -43,10 +43,9 @@ def prove(
     weights: Tensor,
     world: World,
 ) -> None:
-    """Every rank of the axis `expert` calls it, and all raise the same error. `whole`: the module's
-    own forward with all experts. `alone`: the divided forward on one rank with all experts, whose
-    bits must equal those of `divided`; None if bits may differ. `tokens`, `index`, `weights`: give
-    the shapes."""
+    """Every rank of the axis `expert` must call this function. All ranks raise the same error.
+    `whole` is the module's original forward with all experts. `alone` is the divided forward on one
+    rank with all experts, and its bits must equal the bits of `divided`."""
     generator = torch.Generator().manual_seed(world.rank)
     rows = 2 * ROWS
     scores = torch.rand(rows, experts, generator=generator)
@@ -106,8 +105,8 @@ def _check_close(name: str, found: list[Tensor], expected: list[Tensor], world: 
 
 
 def on_all_ranks(world: World, name: str, compute: Callable[[], T]) -> T:
-    """Return `compute()`. Every rank calls it. All ranks raise `RecipeError` if it fails on
-    any."""
+    """Return `compute()`. Every rank must call this function. All ranks raise `RecipeError` if it
+    fails on any rank."""
 
     def compute_named() -> T:
         try:

@@ -34,20 +34,20 @@ class RoutedLayer:
     experts: Experts
     router: str
     bias: str | None = None
-    """Name of the buffer that is added to the router's scores before experts are chosen; None if
-    `Recipe.balance` does not update it."""
+    """Name of the buffer that is added to the router's scores before experts are chosen. None if
+    `Recipe.balance` does not update the buffer."""
 
 
 @dataclass(slots=True)
 class Choices:
-    """The logits of one layer's router in a forward, and the experts that were chosen. Empty if the
-    forward skipped the layer."""
+    """The logits of one layer's router in a forward, and the chosen experts. Empty if the forward
+    skipped the layer."""
 
     logits: list[Tensor] = field(default_factory=list)
-    """(tokens, experts), for each call of the router."""
+    """For each call of the router, logits of shape (tokens, experts)."""
     index: list[Tensor] = field(default_factory=list)
-    """The k experts that each token has chosen, (tokens, k), for each call of the module of
-    experts."""
+    """For each call of the module of experts, the chosen experts of each token, of shape (tokens,
+    k)."""
     places: Tensor | None = None
     """The positions of this rank's tokens in the sequence, if ranks divide its tokens."""
 
@@ -59,8 +59,8 @@ def find_routers(
     *,
     with_bias: bool = False,
 ) -> list[RoutedLayer]:
-    """Call it before the model is parallelized. `with_bias`: True to find each router's bias
-    too."""
+    """Call this function before the model is parallelized. If `with_bias` is True, each router's
+    bias is found too."""
     layers = find_experts(model, experts)
     if not layers:
         raise RecipeError(
@@ -96,8 +96,8 @@ def _routers_matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def router_beside(model: nn.Module, name: str, experts: Experts) -> str:
-    """The router is the module in the same parent module as the experts, or inside a module there,
-    that has a weight with a row for each expert."""
+    """The router is in the same parent module as the experts. It has a weight with a row for each
+    expert."""
     around = name.rpartition(".")[0]
     parent = model.get_submodule(around)
     inside = {id(each) for each in experts.module.modules()}
@@ -182,8 +182,8 @@ class RoutingRecorder:
         self._choices = [Choices() for _ in self.layers]
 
     def take(self) -> list[Choices]:
-        """Return the records since `start`, and stops recording, so that the recomputation of a
-        block is not recorded."""
+        """Return the records since `start`, and stop recording. The recomputation of a block is not
+        recorded."""
         choices, self._choices = self._choices, None
         return [Choices() for _ in self.layers] if choices is None else choices
 
@@ -220,7 +220,7 @@ class RoutingRecorder:
 
 def _in_range(index: Tensor, experts: int) -> Tensor:
     """Replace indices out of range on a CPU, because the module of experts would raise an error on
-    this rank alone. The loads count such choices, so that all ranks raise one error after the
+    this rank alone. The load counts choices out of range, and all ranks raise one error after the
     step's forwards."""
     if index.is_cpu and index.numel() and (int(index.min()) < 0 or int(index.max()) >= experts):
         return index.clamp(0, experts - 1)

@@ -11,14 +11,14 @@ class Routing:
     """The pairs (token, expert) of this rank's tokens, in the order in which they are sent."""
 
     order: Tensor
-    """The numbers of the pairs, sorted by expert and then by token. Pair number `k * token +
-    choice` is a token with one of its k experts."""
+    """The numbers of the pairs (token, expert), sorted by expert and then by token. The number of a
+    pair is `k * token + choice`."""
     counts: Tensor
     outside: Tensor
 
     @classmethod
     def of(cls, index: Tensor, experts: int) -> Routing:
-        """`index` (S, k): the k experts of each token. The host does not wait for the device."""
+        """`index` has the k experts of each token. The host does not wait for the device."""
         experts_in_order, order = index.reshape(-1).sort(stable=True)
         bounds = torch.arange(
             experts + 1, dtype=experts_in_order.dtype, device=experts_in_order.device
@@ -33,8 +33,7 @@ class Routing:
 
 
 def local_experts(counts: Tensor, rows: int) -> Tensor:
-    """Return, for each received row, the index of its expert among this rank's experts. `counts`:
-    (ranks, local experts), the number of rows from each rank. `rows`: their sum."""
+    """Return, for each received row, the index of its expert among this rank's experts."""
     ends = counts.flatten().cumsum(0)
     # not repeat_interleave, for which the host may wait
     places = torch.arange(rows, device=counts.device)

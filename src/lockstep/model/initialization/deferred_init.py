@@ -1,11 +1,11 @@
-"""Deferred initialization: builds a model without values, and computes the initial value of each
+"""Deferred initialization builds a model without values, and computes the initial value of each
 tensor separately.
 
-`DeferredModel.build` runs the model's factory on fake tensors and logs every operation that writes;
-`materialize` replays only the operations on which one tensor depends. Each random operation draws
-from a generator that is seeded by the operation's number, so its result does not depend on earlier
-operations. A value that the factory's Python code needs (`.item()`, `if mask.any():`) is computed
-by replaying the log.
+`DeferredModel.build` runs the model's factory on fake tensors and logs every operation that writes.
+`materialize` replays only the operations on which one tensor depends. A random operation draws from
+a generator that is seeded by the operation's number. Its result does not depend on earlier
+operations. The log is also replayed if the factory's Python code needs a value, as in `.item()` and
+`if mask.any():`.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def build(factory: Callable[[], Any], key: int) -> Any:
 
 
 class DeferredModel:
-    """A model on the meta device, whose initial values can be computed one tensor at a time."""
+    """A model on the meta device. Its initial values can be computed one tensor at a time."""
 
     module: Any
-    """Its parameters and buffers are on the meta device; other tensors that the factory made have
+    """Parameters and buffers are on the meta device. All other tensors that the factory made have
     their values."""
 
     def __init__(
@@ -69,7 +69,7 @@ class DeferredModel:
             for name, tensor in named(remove_duplicate=False)
         }
         self.names = {id(tensor): name for name, tensor in reversed(self._names.items())}
-        """The first name in `module` of each parameter or buffer, by `id()`."""
+        """Maps the `id()` of each parameter or buffer to its first name in `module`."""
 
     @classmethod
     def build(cls, factory: Callable[[], Any], key: int) -> DeferredModel:
@@ -133,7 +133,7 @@ def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder)
 
 @contextmanager
 def _older_objects_frozen() -> Iterator[None]:
-    """Hide existing objects from `gc.get_objects`, so that the search for the factory's tensors is
+    """Hide existing objects from `gc.get_objects`. The search for the factory's tensors is then
     fast."""
     if is_frozen():  # objects that other code has frozen could not be told apart from ours
         yield
@@ -173,8 +173,7 @@ def _check(recorder: InitRecorder, tensors: list[tuple[str, Any]]) -> None:
 
 
 def _reason(error: Exception, recorder: InitRecorder) -> str:
-    """Name the operation that raised `error`, and the last line of code outside of torch and this
-    package that led to it."""
+    """Name the operation that raised `error`, and the last line of user code that led to it."""
     place, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -187,7 +186,7 @@ def _reason(error: Exception, recorder: InitRecorder) -> str:
 
 
 def replace_contents(tensor: Any, new: Any) -> Any:
-    """Exchange the contents of two tensors; `tensor` keeps its id, class and attributes. Returns
+    """Exchange the contents of two tensors. `tensor` keeps its id, class and attributes. Returns
     the former contents."""
     kind = _plain_class(tensor)
     if issubclass(kind, nn.Parameter):

@@ -27,20 +27,19 @@ class InitialModel:
     module: Any
     deferred: DeferredModel | None
     reason: str | None
-    """Why the model could not be deferred."""
+    """The reason why the model could not be deferred."""
 
     checksums: dict[str, int] = field(default_factory=dict)
     """Checksums of the initial values that this rank has computed."""
     given: frozenset[str] = frozenset()
-    """First names of the tensors whose values are loaded later, as from a checkpoint."""
+    """Names of the tensors whose values are loaded later, for example from a checkpoint."""
 
     @classmethod
     def build(
         cls, factory: Callable[[], Any], key: int, mesh: Mesh, *, without_values: bool = False
     ) -> InitialModel:
-        """Every rank calls it, and every rank raises if two ranks' models differ in structure. A
-        factory that cannot be deferred is called under the caller's dispatch modes if
-        `without_values`."""
+        """Every rank must call this method. All ranks raise an error if the models of two ranks
+        differ in structure."""
         deferred, reason = None, None
         if mesh.torch_mesh is not None or without_values:
             try:
@@ -62,8 +61,7 @@ class InitialModel:
         return initial
 
     def materialize(self, part: nn.Module, device: torch.device) -> None:
-        """Give the meta tensors of `part`, a module of the model, their initial values, under all
-        of their names."""
+        """Give the meta tensors of `part`, a module of the model, their initial values."""
         if self.deferred is None:
             return
         values = {

@@ -1,9 +1,6 @@
-"""Logs the ATen operations of a model's factory that write to a storage, and replays those on which
-one tensor depends.
-
-The log refers to storages, so making a view needs no entry, an operation on a slice is a write to
-the storage, and `p.data.copy_(q)` and `p.data = q` need no special rule.
-"""
+"""Logs the ATen operations of a model's factory that write to a storage, and replays the operations
+on which one tensor depends. The log refers to storages. Making a view needs no entry. An operation
+on a slice is a write to the storage. `p.data.copy_(q)` and `p.data = q` need no special rule."""
 
 from __future__ import annotations
 
@@ -64,8 +61,8 @@ class LoggedOperation:
     args: Any
     kwargs: Any
     outputs: tuple[StorageView | None, ...]
-    """For each tensor that the operation returned: its view if the operation made its storage, else
-    None."""
+    """Has one item for each tensor that the operation returned. The item is a view of the tensor's
+    storage if the operation made the storage, else None."""
     reads: frozenset[int]
     writes: frozenset[int]
     fresh: frozenset[int]
@@ -81,10 +78,11 @@ class OperationLog:
         self._entries: list[LoggedOperation] = []
         self._writers: dict[int, list[int]] = {}
         self.storages: dict[int, Any] = {}
-        """Keys are addresses. The log keeps storages alive, so that addresses stay unique; fake
-        storages have no memory."""
+        """Keys are addresses. The log keeps storages alive, so addresses stay unique. Fake storages
+        have no memory."""
         self.constants: dict[int, torch.UntypedStorage] = {}
-        """Values of storages, by address: copies of tensors from lists, NumPy or files."""
+        """Maps addresses of storages to values, which are copies of tensors from lists, NumPy or
+        files."""
 
     def keep(self, storage: Any) -> int:
         address = storage_address(storage)
@@ -125,7 +123,7 @@ class OperationLog:
             torch.set_default_dtype(dtype)
 
     def _slice(self, wanted: set[int]) -> list[int]:
-        """Return the ascending indices of the entries on which these storages depend."""
+        """Return the ascending indices of the logged operations on which the storages depend."""
         needed: set[int] = set()
         live: set[int] = set()  # each has exactly one pair in next_writes
         next_writes: list[tuple[int, int]] = []

@@ -34,8 +34,8 @@ class CannotDefer(LockstepError):
 
 
 class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Seeds torch's default CPU generator by `keys.key(key, n)` before the n-th random operation
-    inside; `torch.manual_seed` inside has no effect. Operations in other threads, and on devices
+    """Seeds torch's default CPU generator by `keys.key(key, n)` before the n-th random operation.
+    `torch.manual_seed` has no effect in the context. Operations in other threads, and on devices
     other than the CPU, are not covered."""
 
     @classmethod
@@ -63,8 +63,8 @@ class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
-    """Seeds random operations as `KeyedInit` does, logs operations on fake tensors, and executes
-    operations on tensors that have values."""
+    """Seeds random operations in the same way as `KeyedInit`. Operations on fake tensors are
+    logged. Operations on tensors that have values are executed."""
 
     def __init__(self, key: int) -> None:
         super().__init__(key)
@@ -130,8 +130,8 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _constant(self, item: Any) -> Any:
-        """Return a fake tensor for a tensor with values, and log a copy of the values, because
-        NumPy could change them later without an operation of torch."""
+        """Return a fake tensor for a tensor with values, and log a copy of the values. NumPy could
+        change the values later without an operation of torch."""
         if not isinstance(item, Tensor) or _is_fake(item):
             return item
         copy = item.detach().clone()
@@ -167,8 +167,6 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         )
 
     def _outputs(self, out: Any) -> tuple[tuple[StorageView | None, ...], set[int]]:
-        """Returns the outputs' views, and the addresses of the storages that the operation has
-        made."""
         outputs: list[StorageView | None] = []
         new: set[int] = set()
         for tensor in tensor_leaves(out):
@@ -208,7 +206,6 @@ def _generator(args: Any, kwargs: Any) -> torch.Generator | None:
 
 
 def _is_empty(func: Any, args: Any, kwargs: Any) -> bool:
-    """Code gives such a tensor the storage of a file or of a copy."""
     on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
     return func is torch.ops.aten.empty.memory_format and 0 in args[0] and on_cpu
 

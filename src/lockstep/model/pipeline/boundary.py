@@ -1,5 +1,5 @@
-"""A pipeline's microbatches, and descriptions of what a stage passes to the next one: a tensor or a
-tuple of tensors."""
+"""A pipeline's microbatches, and descriptions of the tensors that a stage passes to the next
+one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ Around = Callable[[int], AbstractContextManager[Any]]
 """Maps a pipeline stage's index to the context in which the stage's forward runs. A model without a
 pipeline is stage 0."""
 Run = Callable[[int, Callable[["Arguments"], Any], Any], Any]
-"""Calls a stage's forward: (stage index, forward, arguments) -> output."""
 
 
 class Arguments(NamedTuple):
@@ -37,8 +36,8 @@ class Arguments(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """A stage's arguments or outputs for each chunk of a sequence, if the stage computes each chunk
-    by itself (bitwise numerics)."""
+    """A stage's arguments or outputs for each chunk of a sequence. With bitwise numerics, the stage
+    computes each chunk separately."""
 
     each: tuple[Any, ...]
 
@@ -53,7 +52,7 @@ def within(around: Around) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class PipelineLoss:
-    """A microbatch's loss. `total` and `grad_output` are scalars; the backward accumulates the
+    """A microbatch's loss. `total` and `grad_output` are scalars. The backward accumulates the
     gradient of `grad_output * total`."""
 
     total: Tensor
@@ -67,7 +66,7 @@ class StageTerm(NamedTuple):
     scaled: Tensor
     """A scalar, already multiplied by its factor."""
     record: Sequence[Tensor | float]
-    """Numbers that are added to those of the same microbatch's `PipelineLoss.record`."""
+    """Numbers that are added to the microbatch's `PipelineLoss.record`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +76,14 @@ class PipelineMicrobatch:
 
     position: tuple[int, ...]
     inputs: Callable[[], Arguments | Chunks]
-    """Called on the first rank, twice: for the shapes, and in the first stage's forward."""
+    """Called twice on the first rank: for the shapes, and in the first stage's forward."""
     score: Callable[[Any], Any]
     """Computes the loss from the model's output, on the last rank."""
     is_dummy: bool = False
     """True if this rank computes the microbatch only because all ranks must call the forwards'
     collectives. Its gradient is zero."""
     is_recomputed: bool = False
-    """True if another pipeline also computes this microbatch, and the gradients are compared."""
+    """True if another pipeline also computes the microbatch, and the gradients are compared."""
     run: Run | None = None
     before: Callable[[], object] = lambda: None
     term: Callable[[], StageTerm | None] = lambda: None
@@ -98,12 +97,12 @@ class Boundary(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     gradients: tuple[bool, ...]
-    """For each tensor, True if the next stage sends back a gradient of it."""
+    """For each tensor, True if the next stage sends back a gradient."""
     single: bool
     """True if the stage's output is a tensor, False if it is a tuple."""
     chunks: int | None
-    """Number of the sequence's chunks, if a stage computes each by itself; the other fields then
-    list the tensors of one chunk after another."""
+    """Number of the sequence's chunks, if a stage computes each chunk separately. The other fields
+    then list the tensors of one chunk after another."""
 
     @classmethod
     def of(cls, value: Any, part: str) -> Boundary:
@@ -176,8 +175,8 @@ class Boundary(NamedTuple):
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """The description without the sizes of dims, the same for all microbatches in one call of a
-        schedule."""
+        """The description without the sizes of dims. It is the same for all microbatches in one
+        call of a schedule."""
         sizes = tuple(map(len, self.shapes))
         return self.dtypes, self.gradients, self.single, self.chunks, sizes
 
@@ -211,8 +210,8 @@ def received_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def sendable_outputs(value: Any, scaled: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return contiguous tensors that are no views. Their backward also accumulates the gradient of
-    `scaled`, a scalar loss of this stage."""
+    """Return contiguous tensors that are not views. Their backward also accumulates the gradient of
+    `scaled`, a scalar loss of the stage."""
     chunks = value.each if isinstance(value, Chunks) else (value,)
     tensors = [each for one in chunks for each in (one if isinstance(one, tuple) else (one,))]
     return _StageOutputs.apply(scaled, *tensors)  # type: ignore[no-untyped-call, no-any-return]

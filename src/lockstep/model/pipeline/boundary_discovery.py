@@ -1,6 +1,6 @@
-"""Discovers the shapes of the tensors that a pipeline's stages exchange, by computing one
-microbatch for each combination of input shapes. Torch's own shape inference repeats every part and
-the loss for each schedule, and deadlocks if one rank fails."""
+"""Discovers the shapes of the tensors that a pipeline's stages exchange. One microbatch is computed
+for each combination of input shapes. Torch's shape inference repeats every part and the loss for
+each schedule, and deadlocks if one rank fails."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PipelineFailure:
         self._world = world
 
     def raise_on_all_ranks(self, compute: Callable[[], Any]) -> Any:
-        """Every rank calls it, and every rank raises if `compute` fails on any rank."""
+        """Every rank must call this method. All ranks raise if `compute` fails on any rank."""
         self.error, result = None, None
         try:
             result = compute()
@@ -49,13 +49,13 @@ class PipelineFailure:
         return result
 
     def raise_if_any(self) -> None:
-        """Every rank calls it, and every rank raises if any rank has an error."""
+        """Every rank must call this method. All ranks raise if any rank has an error."""
         # an exchange between hosts, which does not wait for devices
         if self._world.any(self.error is not None):
             self.raise_known()
 
     def raise_known(self) -> None:
-        """Every rank calls it once all ranks know that some rank has an error."""
+        """Every rank must call this method after all ranks know that a rank has an error."""
         mine, self.error = self.error, None
         error = None if mine is None else [type(mine).__name__, str(mine)]
         everyone = self._world.gather_values(error)
@@ -148,7 +148,7 @@ FAILED = -1
 
 
 class BoundaryDiscovery:
-    """Every rank of the pipeline makes the same calls."""
+    """Every rank of the pipeline must make the same calls."""
 
     def __init__(
         self, model: nn.Module, forwards: StageForwards, world: World, failure: PipelineFailure
@@ -162,21 +162,19 @@ class BoundaryDiscovery:
         self._sequential_check = SequentialCheck(model, self._stages.parts)
         self._checked_modes: set[bool] = set()
         self._known: dict[tuple[int, bool], list[Boundary]] = {}
-        """Keys: (hash of the inputs' shapes and dtypes, True if there is a backward)."""
 
     def routes(
         self, microbatches: Sequence[PipelineMicrobatch], *, backward: bool
     ) -> list[list[Boundary]]:
-        """Return a boundary for each microbatch and each stage except the last. Every rank calls
-        it."""
+        """Return a boundary for each microbatch and each stage except the last. Every rank must
+        call this method."""
         keys = [(signature, backward) for signature in self._signatures(microbatches)]
         for index in self._undiscovered(keys):
             self._known[keys[index]] = self._discover(microbatches[index], backward)
         return [self._known[key] for key in keys]
 
     def _undiscovered(self, keys: Sequence[tuple[int, bool]]) -> list[int]:
-        """Return the first microbatch of each key that is unknown, here or on any rank that must
-        run the same forwards."""
+        """Return the first microbatch of each key that is unknown on any rank."""
         new = torch.zeros(len(keys))
         for key in set(keys) - self._known.keys():
             new[keys.index(key)] = 1.0
@@ -186,7 +184,7 @@ class BoundaryDiscovery:
 
     def _signatures(self, microbatches: Sequence[PipelineMicrobatch]) -> list[int]:
         """Return a hash of the shapes and dtypes of each microbatch's inputs. The host does not
-        wait for its device. Raises on every rank if the first rank fails."""
+        wait for its device. Every rank raises if the first rank fails."""
         numbers = torch.zeros(len(microbatches), dtype=torch.int64)
         if self.world.rank == 0:
             try:
@@ -219,7 +217,7 @@ class BoundaryDiscovery:
             self._checked_modes.add(self._model.training)
 
     def _discover(self, microbatch: PipelineMicrobatch, backward: bool) -> list[Boundary]:
-        """Every rank calls it."""
+        """Every rank must call this method."""
 
         def compute(stage: int, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
             with (
@@ -246,7 +244,8 @@ class BoundaryDiscovery:
         return route
 
     def try_forward(self, arguments: Arguments | Chunks, run: Run) -> Any:
-        """Every rank calls it. Returns the model's output on the last rank, None elsewhere."""
+        """Return the model's output on the last rank, and None on every other rank. Every rank must
+        call this method."""
 
         def compute(stage: int, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
             given = arguments
@@ -265,8 +264,8 @@ class BoundaryDiscovery:
         compute: Callable[[int, tuple[Tensor, ...], Sequence[Boundary]], Any],
         count: int,
     ) -> tuple[list[Boundary], Any]:
-        """Compute the first `count` stages one after another. Every rank calls it. Returns the
-        boundaries and, on the last stage's rank, the model's output."""
+        """Compute the first `count` stages one after another. Every rank must call this method.
+        Returns the boundaries and, on the last stage's rank, the model's output."""
         route: list[Boundary] = []
         value: tuple[Tensor, ...] = ()
         last_output = None

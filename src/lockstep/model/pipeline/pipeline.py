@@ -1,8 +1,8 @@
-"""The `pipeline` axis: each rank has some stages of the model.
+"""The `pipeline` axis. Each rank has some stages of the model.
 
-This module adds to torch's schedules: a loss factor for each microbatch; microbatches of different
-shapes in one call of a schedule; a random stream for each part of the model; and a schedule that
-runs to its end if a forward fails, before every rank raises.
+This module adds to torch's schedules: a loss factor for each microbatch, microbatches of different
+shapes in one call of a schedule, and a random stream for each part of the model. If a forward
+fails, the schedule runs to its end before every rank raises.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from lockstep.plan import Schedule
 
 
 class Pipeline:
-    """The stages of one model on one rank. Every rank of the pipeline makes one, and calls its
-    methods in the same order. `together` has, for each axis whose ranks call collectives in a
-    stage's forward, the ranks along the axis."""
+    """The stages of one model on one rank. Every rank of the pipeline must create a `Pipeline`, and
+    call its methods in the same order. For each axis whose ranks call collectives in a stage's
+    forward, `together` has the ranks along the axis."""
 
     def __init__(
         self,
@@ -70,23 +70,22 @@ class Pipeline:
         self.try_forward = self._discovery.try_forward
         self._after: Callable[[int], object] = lambda _: None
         self.on_gradient: Callable[[int, int], None] | None = None
-        """Called with the stage's index in `modules` and the microbatch's index, once the gradient
+        """Called with the stage's index in `modules` and the microbatch's index after the gradient
         of the stage's weights is complete."""
         self.on_exchange: Callable[[int, Sequence[int], Sequence[Tensor]], None] | None = None
-        """Called with the microbatch's index, the position of the exchange (the index of the
-        stage's forward or backward among all of the microbatch's, then `RECEIVED` or `SENT`), and
-        the tensors. The loss counts as sent."""
+        """Called with the microbatch's index, the position of the exchange, and the tensors. The
+        loss counts as a sent tensor."""
         self.leaves: Sequence[PartLeaf] = ()
         self.expert_leaves: Sequence[Leaves] = ()
-        """The tensors that get the gradients for each rank's rows, for each module of experts that
-        is divided over ranks."""
+        """For each divided module of experts, the tensors that get the gradients of each rank's
+        rows."""
         self._schedules: dict[Any, tuple[Any, list[VariableShapeStage]]] = {}
         self._microbatches: Sequence[PipelineMicrobatch] = ()
         self._routes: list[list[Boundary]] = []
         self._results: dict[int, Any] = {}
         self._rows: dict[int, list[Sequence[Tensor | float]]] = {}
-        """Keys are indices of microbatches. Values are the records of this rank's stages, to be
-        summed over ranks."""
+        """Keys are indices of microbatches. Values are the records of this rank's stages, which are
+        summed over ranks later."""
 
     @property
     def exchange(self) -> SyncBatchNormExchange | None:
@@ -98,8 +97,8 @@ class Pipeline:
         self._forwards.exchange = exchange
 
     def watch(self, around: Around, after: Callable[[int], object]) -> None:
-        """`run` calls `after` after each forward, in the order of microbatches and not for dummy
-        microbatches. Both functions take the stage's index in `modules`."""
+        """`run` calls `after` after each forward, in the order of microbatches. Dummy microbatches
+        are skipped. Both functions take the stage's index in `modules`."""
         self._forwards.around, self._after = around, after
 
     @property
@@ -120,8 +119,8 @@ class Pipeline:
 
     def run(self, microbatches: Sequence[PipelineMicrobatch], columns: int = 1) -> Tensor:
         """Compute forward and backward of all microbatches. Returns every microbatch's
-        `PipelineLoss.record`: shape (microbatches, columns), float64, the same on every rank. If a
-        forward fails, every rank raises; the gradients are then invalid."""
+        `PipelineLoss.record` as a float64 tensor of shape (microbatches, columns), the same on
+        every rank. If a forward fails, every rank raises, and the gradients are invalid."""
         if not microbatches:
             return torch.zeros((0, columns), dtype=torch.float64, device=self.world.device)
         self._run_all(microbatches, backward=True)
@@ -144,8 +143,9 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[PipelineMicrobatch]) -> list[Any]:
-        """Returns each microbatch's `score` on the last rank, an empty list elsewhere. All
-        activations between stages are in memory at once: pass a few microbatches at a time."""
+        """Return each microbatch's `score` on the last rank, and an empty list on every other rank.
+        All activations between stages are in memory at once, so pass only a few microbatches at a
+        time."""
         if not microbatches:
             return []
         self._run_all(microbatches, backward=False)
@@ -164,8 +164,8 @@ class Pipeline:
                 self._run_schedule(start + first, start + end, schedule, backward)
 
     def _starts(self) -> list[int]:
-        """Return the microbatches with which a new call of the schedule begins, because their
-        tensors between stages differ from the previous microbatch's in more than their shapes."""
+        """Return the microbatches with which a new call of the schedule begins. In one call, the
+        tensors between stages differ only in size."""
         kinds = list(map(_signatures, self._routes))
         starts = [
             0,
@@ -253,8 +253,8 @@ class Pipeline:
         return [each for leaves in self.expert_leaves for each in leaves.within(modules)]
 
     def _forward(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
-        """If the forward fails, return zeros, so that no rank waits for the output. But if the
-        forward has collectives, raise at once, because the other ranks would wait in them."""
+        """If the forward fails, return zeros, so that no rank waits for the output. A forward with
+        collectives raises at once, because the other ranks would wait in the collectives."""
         try:
             return self._compute(stage, local, index, received)
         except Exception as error:
@@ -296,7 +296,7 @@ class Pipeline:
         )
 
     def _zeros_with_gradient(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
-        """The gradient of the received tensors is zero too."""
+        """The gradient of the received tensors is also zero."""
         arrived = received_inputs(received) if received else ()
         link = sum(
             (tensor.sum() * 0 for tensor in arrived if tensor.requires_grad),
@@ -332,7 +332,7 @@ class _StageModule(nn.Module):
         self.parts = nn.ModuleList(parts)
         self.leaves = nn.ParameterList(leaves)
         self.expert_leaves = expert_leaves
-        """Called after the forward: with sharded parameters, the tensors exist only then."""
+        """Called after the forward, because sharded parameters exist only then."""
         self.compute = compute
         self.received: tuple[Tensor, ...] = ()
         self.index = 0

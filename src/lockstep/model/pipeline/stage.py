@@ -1,6 +1,6 @@
-"""The forwards of a rank's pipeline stages, and a subclass of torch's `PipelineStage` that allows
-microbatches of different shapes, handles missing gradients, and frees memory early. Imports torch's
-schedules, which takes long."""
+"""The forwards of a rank's pipeline stages, and a subclass of torch's `PipelineStage`. The subclass
+allows microbatches of different shapes, handles missing gradients, and frees memory early. The
+import of torch's schedules takes long."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class VariableShapeStage(PipelineStage):
     the schedule."""
     on_missing_gradient: Callable[[], None]
     on_gradient: Callable[[int], None] | None
-    """Called with the microbatch's index in `Pipeline.run`, once the gradient of the stage's
+    """Called with the microbatch's index in `Pipeline.run` after the gradient of the stage's
     weights is complete."""
     on_exchange: Callable[[int, Sequence[int], Sequence[Tensor]], None] | None
 
@@ -94,7 +94,7 @@ class VariableShapeStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """If the output does not depend on an input, zeros are sent to the previous stage as the
-        input's gradient; torch's stage would deadlock."""
+        input's gradient. Torch's stage would deadlock."""
         received = self.received.pop(bwd_chunk_id, ())
         is_full = kwargs.get("full_backward", True)
         self._note_received(bwd_chunk_id, self._backward_place, self.grad_recv_info)
@@ -181,7 +181,7 @@ class VariableShapeStage(PipelineStage):
 
 
 def _allocates_at_receive(info: Any) -> bool:
-    """True from torch 2.15 on; before, each microbatch has a buffer."""
+    """Return True for torch 2.15 and later. In earlier versions, each microbatch has a buffer."""
     return hasattr(info, "allocate_buffer")
 
 
@@ -216,7 +216,7 @@ class StageForwards:
         received: tuple[Tensor, ...],
         route: Sequence[Boundary],
     ) -> Any:
-        """`route` has the boundary after each stage before this one."""
+        """`route` has the boundary after each previous stage."""
         self.streams.start(microbatch.position, self.stages.ranges[stage].start)
         if stage == 0:
             arguments = microbatch.inputs()
@@ -236,15 +236,15 @@ class StageForwards:
 
     @property
     def lockstep_ranks(self) -> Sequence[World]:
-        """For each axis whose ranks call collectives in the forwards, the ranks along it."""
+        """For each axis whose ranks call collectives in the forwards, the ranks along the axis."""
         if (exchange := self._exchange_in_training) is None:
             return self._together
         return () if exchange.world is None else (exchange.world,)
 
     @contextmanager
     def computing(self, microbatch: PipelineMicrobatch) -> Iterator[None]:
-        """Tell SyncBatchNorm whether the microbatch is a dummy, also in the recomputation of
-        activation checkpointing."""
+        """Tell SyncBatchNorm if the microbatch is a dummy, also in the recomputation of activation
+        checkpointing."""
         exchange = self._exchange_in_training
         if exchange is None:
             yield

@@ -1,4 +1,4 @@
-"""The split of a model's sequential parts into pipeline stages of similar cost. Nothing here
+"""The split of a model's sequential parts into pipeline stages of similar cost. No function here
 communicates."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zer
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """A parameter that several parts of the model share. Gradients are summed over `ranks`, in this
-    order; the first of these ranks includes the parameter in the norm of the gradient."""
+    """A parameter that several parts of the model share. Gradients are summed over `ranks` in
+    order. The first of the ranks includes the parameter in the norm of the gradient."""
 
     name: str
     ranks: tuple[int, ...]
@@ -49,7 +49,7 @@ class Stages:
         per_rank: int = 1,
         bitwise: bool = False,
     ) -> Stages:
-        """Call it before any parameter is removed from `model`."""
+        """Call this method before any parameter is removed from `model`."""
         if not (parts := sequential_parts(model, patterns)):
             raise RecipeError(
                 f"pipeline={ranks} and a model ({type(model).__name__}) that is not an"
@@ -86,9 +86,9 @@ class Stages:
 
 
 def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """Return the names of the parts that the model's forward calls one after another; empty if the
-    order is unknown. The parts of an `nn.Sequential` are its members. Otherwise `patterns` name the
-    parts, in their order."""
+    """Return the names of the parts that the model's forward calls one after another, or an empty
+    list if the order is unknown. The parts of an `nn.Sequential` are its members. For other models,
+    `patterns` name the parts in order."""
     if patterns is None:
         if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
             return []
@@ -108,8 +108,8 @@ def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[s
 
 
 def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
-    """Return contiguous runs with the smallest largest sum; of several such splits, the one with
-    the smallest sum of squares."""
+    """Return contiguous runs with the smallest maximum sum. Among several solutions, the sum of
+    squares is the smallest."""
     most = _best(costs, count, lambda cost: cost, max, math.inf)[-1][0]
     table = _best(costs, count, lambda cost: cost * cost, lambda one, other: one + other, most)
     runs: list[range] = []
@@ -123,8 +123,9 @@ def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
 
 def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
     """Return (first microbatch, index after the last, schedule) for consecutive calls of torch's
-    schedules. Torch's 1F1B needs at least as many microbatches as stages; GPipe runs fewer. Torch's
-    interleaved schedules need a multiple of the number of rounds; a second call runs the rest."""
+    schedules. Torch's 1F1B needs at least as many microbatches as stages, so GPipe runs fewer.
+    Torch's interleaved schedules need a multiple of the number of rounds, so a second call runs the
+    rest."""
     if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.ranges)):
         return [(0, count, schedule)] if count else []
     if schedule == "1f1b":
@@ -147,8 +148,8 @@ def check_microbatches(count: int, stages: Stages) -> None:
 def shared_parameters(
     model: nn.Module, parts: Sequence[str], ranks: Sequence[int], *, each_part: bool
 ) -> tuple[SharedParameter, ...]:
-    """Return the parameters that parts on several ranks share; with `each_part`, also those that
-    several parts on one rank share."""
+    """Return the parameters that parts on several ranks share. With `each_part`, parameters that
+    several parts on one rank share are also returned."""
     holders: dict[int, list[int]] = {}
     for part, rank in zip(parts, ranks, strict=True):
         for parameter in model.get_submodule(part).parameters():
@@ -163,8 +164,8 @@ def shared_parameters(
 
 
 def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
-    """Set other parameters and buffers to None. All modules stay, so the names of the remaining
-    tensors do not change."""
+    """Set the parameters and buffers of all other parts to None. All modules stay, so the names of
+    the remaining tensors do not change."""
     held = {id(tensor) for name in names for tensor in module_tensors(model.get_submodule(name))}
     for module in model.modules():
         for tensors in (own_parameters(module), own_buffers(module)):
@@ -235,8 +236,8 @@ def _best(
     most: float,
 ) -> list[tuple[float, int]]:
     """Dynamic programming over the number of runs. Entry row * (len(costs) + 1) + stop of the
-    result is (least value, start of the last run) for costs[:stop] in `row` runs, none of which has
-    a sum above `most`."""
+    result is (least value, start of the last run) for costs[:stop] in `row` runs. No run has a sum
+    above `most`."""
     length, sums = len(costs), list(accumulate(costs, initial=0.0))
     table = [(math.inf, 0)] * ((count + 1) * (length + 1))
     table[0] = (0.0, 0)

@@ -1,6 +1,6 @@
 """Zeros that stand for missing gradients of parameters that a microbatch does not use. Under
-zero-bubble, torch asks for the gradient of each parameter in the graph, and raises if one has
-none."""
+zero-bubble, torch asks for the gradient of each parameter in the graph, and raises if a gradient is
+missing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The `tensor` axis (tensor parallelism): the weights of layers are DTensors. A `colwise` layer
-computes a shard of its outputs on each rank. The `rowwise` layer after it takes this shard as input
-and sums over the ranks. Between the two, user code runs on the shard (`sharded_features.py`);
-elsewhere, all ranks of the axis have equal activations. With slices, the output has the same bits
+"""The `tensor` axis (tensor parallelism). The weights of layers are DTensors. A `colwise` layer
+computes a shard of its outputs on each rank. The next `rowwise` layer takes the shard as input and
+sums over the ranks. User code between the two layers runs on the shard (`sharded_features.py`). All
+other code has equal activations on all ranks of the axis. With slices, the output has the same bits
 on any number of ranks (`sliced.py`)."""
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def tensor_parallel(
     experts: Sequence[str] = (),
     slices: Slices | None = None,
 ) -> None:
-    """Shard the layers of `model` over `mesh` (one axis), in place. Every rank calls it, before
-    FSDP2 shards the model. `materialize`: gives a layer its values just before it is sharded; all
-    ranks must compute the same values. `experts`: modules that are called with all tokens on every
-    rank. `mesh`: None for slices on a single rank."""
+    """Shard the layers of `model` over `mesh` (one axis), in place. Every rank must call this
+    function before FSDP2 shards the model. `materialize` gives a layer its values just before the
+    layer is sharded, and must compute the same values on all ranks. If `mesh` is None, a single
+    rank computes in slices."""
     shared = shared_names(model)
     unsharded_now: set[str] = set()
     sliced = None if slices is None else SlicedModel(model, list(styles), slices)
@@ -109,9 +109,9 @@ def tensor_parallel(
 
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
-    """All-reduce gradients that are partial sums, such as that of a norm's weight with the style
-    `sequence`. Every rank calls it once, after a step's last backward. A rank without a gradient
-    that other ranks have gives it zeros before."""
+    """All-reduce gradients that are partial sums, such as the gradient of a norm's weight with the
+    style `sequence`. Every rank must call this function once, after a step's last backward. A rank
+    without a gradient contributes zeros."""
     for parameter in parameters:
         gradient = parameter.grad
         if (
@@ -136,7 +136,7 @@ def _gather_tokens(
 
 
 class _ShardedLayer:
-    """The hooks of one sharded layer: they place its parameters, its input and its output according
+    """The hooks of one sharded layer. They place its parameters, its input and its output according
     to its style."""
 
     def __init__(
@@ -147,7 +147,8 @@ class _ShardedLayer:
         slices: Slices | None,
         features: ShardedFeatures,
     ) -> None:
-        """`unsharded_now`: names of the layers that currently run with full inputs and weights."""
+        """`unsharded_now` has the names of the layers that currently run with full inputs and
+        weights."""
         self._slices = slices
         self._features = features
         self._name = name
@@ -168,7 +169,7 @@ class _ShardedLayer:
             self._placement(module, self._first(inputs), 1)
 
     def mark_output(self, module: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Set on one rank the marks that `place_output` sets on several."""
+        """Set the marks of `place_output` on a single rank."""
         if is_passing_through(module):
             return output
         assert self._slices is not None, "one rank has no hooks without slices"
@@ -271,7 +272,7 @@ class _ShardedLayer:
 
 class OtherForward:
     """An object whose `run` is called in place of a module's forward. Copies of the module share
-    it."""
+    the object."""
 
     def __deepcopy__(self, _: Any) -> Self:
         return self
@@ -283,8 +284,8 @@ class OtherForward:
 
 
 class _SlicedLayer(OtherForward):
-    """The forward of a sharded layer, computed in slices. (An embedding has no sums, and keeps its
-    own forward.)"""
+    """The forward of a sharded layer, computed in slices. An embedding has no sums, and keeps its
+    original forward."""
 
     def __init__(self, name: str, style: str, unsharded_now: set[str], slices: Slices) -> None:
         self._name = name
@@ -313,8 +314,7 @@ def _local_part(tensor: Any) -> Any:
 
 
 class _TensorParallelForward(OtherForward):
-    """Runs the forward of a module with sharded layers inside, and explains its errors about
-    sizes."""
+    """Runs the forward of a module with sharded submodules, and explains its errors about sizes."""
 
     def __init__(
         self,
@@ -346,8 +346,8 @@ class _TensorParallelForward(OtherForward):
 
 
 def _replace_forward(module: Any, by: OtherForward) -> None:
-    """Give the module a new class whose forward is `by.run`, so that a copy of the module calls it
-    with the copy."""
+    """Give the module a new class whose forward is `by.run`. A copy of the module then passes the
+    copy to `run`."""
     # a module's attribute `forward` has priority over its class's method
     if "forward" in vars(module):
         run = functools.partial(by.run, module, module.forward)

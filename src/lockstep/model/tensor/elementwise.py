@@ -1,6 +1,7 @@
 """Calls of elementwise functions whose result has bits that do not depend on an element's position
-in the tensor. A CPU's kernel computes most elements in SIMD vectors, and the last few by a scalar
-function, which rounds differently. A shard has other last elements than the full tensor."""
+in the tensor. A CPU's kernel computes most elements in SIMD vectors. A scalar function computes the
+last few elements, and rounds differently. The last elements of a shard are not the last elements of
+the full tensor."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from torch.nn import functional as F
 from lockstep.model.tensor.operators import tensors_of
 
 VECTOR_ELEMENTS = 64
-"""Largest number of elements that a CPU's kernel computes in one pass of its loop (in bf16 with
-AVX-512)."""
+"""Largest number of elements that a CPU's kernel computes in one pass of its loop, in bf16 with
+AVX-512."""
 ALIGNMENT = 64
 
 
@@ -41,7 +42,7 @@ def elementwise(func: Any, args: Any, kwargs: Any, *, in_place: bool = False) ->
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Return contiguous elements at an aligned address: libraries round strided or unaligned
+    """Return contiguous elements at an aligned address. Libraries round strided or unaligned
     tensors differently."""
     tensor = tensor.contiguous()
     return tensor if is_aligned(tensor) else tensor.clone()

@@ -1,9 +1,11 @@
 """Checks, at the first forward, that modules with layers that are sharded over the `tensor` axis
-return the same as with full layers. Code on a shard of the features can be wrong without an error:
-`query.view(batch, length, heads, -1)` makes heads of half the depth. So a module's first forward in
-training mode, and in evaluation mode, runs twice more: with sharded and with full layers, and the
-same random numbers. Where dropout would draw different masks (with slices, and on an accelerator),
-both run in evaluation mode. Of several equal modules, only the first is checked."""
+return the same as with full layers. Code on a shard of the features can be wrong without an error.
+For example, `query.view(batch, length, heads, -1)` makes heads of half the depth.
+
+A module's first forward in training mode, and in evaluation mode, is run again with sharded layers
+and with full layers, and the same random numbers. If dropout would draw different masks, both
+forwards run in evaluation mode. Only the first of several equal modules is checked.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,12 @@ from lockstep.model.trial import trial
 ROUNDINGS = 8.0
 """Largest allowed relative error (in the norm), in units of the square root of the dtype's eps."""
 MAX_GATHERED_ELEMENTS = 2**26
-"""A module is not checked if the full weights of its sharded layers have more elements than this,
-and more than half of the elements of all sharded layers in the model."""
+"""Largest number of elements in the full weights of a checked module's sharded layers. A module
+with at most half of the elements of all sharded layers is always checked."""
 
 
 class FirstForwardCheck:
-    """Compares the outputs of a module with sharded and with full layers, once for each of
-    `layers`, whose sharded input or output the user's code sees."""
+    """Compares the outputs of a module with sharded layers and with full layers."""
 
     def __init__(
         self,
@@ -51,8 +52,8 @@ class FirstForwardCheck:
         *,
         draws_alike: bool,
     ) -> None:
-        """`on_sequence`: further layers, whose output is a shard of the sequence. `draws_alike`:
-        False if sharded layers may draw other random numbers than full ones."""
+        """The output of a layer in `on_sequence` is a shard of the sequence. `draws_alike` is False
+        if sharded layers may draw different random numbers than full layers."""
         self._modules = {name: model.get_submodule(name) for name in layers}
         self._on_sequence = {name: model.get_submodule(name) for name in on_sequence}
         self._unchecked = {training: set(layers) for training in (True, False)}
@@ -69,8 +70,8 @@ class FirstForwardCheck:
         arguments: Any,
         keywords: Any,
     ) -> None:
-        """Do nothing if the module's inputs or outputs are sharded. `forward`: the module's own
-        forward. Every rank calls it."""
+        """Do nothing if the module's inputs or outputs are sharded. `forward` is the module's
+        original forward. Every rank must call this method."""
         unchecked = self._unchecked[module.training]
         if self._comparing or not unchecked:
             return

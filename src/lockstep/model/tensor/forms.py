@@ -1,6 +1,6 @@
-"""Chooses the form in which each torch function of a sharded tensor is called, so that an element
-of its result has the same bits as with the full tensor: unchanged, with contiguous rows, or with
-padded tensors. Each distinct call is first tried on copies of its tensors, to record its ATen
+"""Chooses the form in which each torch function of a sharded tensor is called: unchanged, with
+contiguous rows, or with padded tensors. An element of the result must have the same bits as with
+the full tensor. Each distinct call is first tried on copies of its tensors, to record its ATen
 operators."""
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ PLAIN = (
     *(bool, int, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-"""Types that a function may return besides tensors. Other objects could hold tensors that lockstep
-does not find, and so does not mark as sharded."""
+"""Types that a function may return besides tensors. An object of another type could hold tensors
+that lockstep does not mark as sharded."""
 EXPANDS = frozenset({Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, torch.broadcast_to})
 REPEATS = frozenset({Tensor.repeat_interleave, torch.repeat_interleave})
 
@@ -56,8 +56,8 @@ def as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def by_rows(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function with contiguous tensors, also in its backward, so that a sum over the last
-    dims adds each row in the same order in a shard as in the full tensor."""
+    """Call a function with contiguous tensors, also in its backward. A sum over the last dims then
+    adds each row in the same order in a shard as in the full tensor."""
 
     def prepared(item: Any) -> Any:
         return aligned(item) if isinstance(item, Tensor) else item
@@ -106,13 +106,13 @@ class _Expand(torch.autograd.Function):
 
 @dataclass(slots=True)
 class OperatorRecord:
-    """The ATen operators of one call of a torch function, which was made to record them."""
+    """The ATen operators of one call of a torch function."""
 
     operators: list[tuple[Kind, str, bool]] = field(default_factory=list)
     writes: bool = False
     draws: bool = False
     returns: str | None = None
-    """The name of the type of a result that is neither a tensor nor a plain value such as a
+    """The name of the result's type, if the result is neither a tensor nor a plain value such as a
     number."""
     outs: list[Tensor] = field(default_factory=list)
 
@@ -120,8 +120,8 @@ class OperatorRecord:
         return {kind for kind, _, is_backward in self.operators if backward or not is_backward}
 
     def kinds_in_order(self) -> set[Kind]:
-        """Return the kinds of the operators. Those that keep the order of heads and features, but
-        may give a shard other bits, count as "by rows"."""
+        """Return the kinds of the operators. Operators that keep the order of heads and features,
+        but may give a shard different bits, count as "by rows"."""
         return {
             "by rows" if name.split(".")[1].rstrip("_") in IN_ORDER else kind
             for kind, name, _ in self.operators
@@ -203,7 +203,7 @@ def _broadcast(shapes: list[torch.Size]) -> torch.Size | None:
 
 def _operators_of(form: Form, func: Any, args: Any, kwargs: Any) -> OperatorRecord | None:
     """Call the function in a form on copies of its tensors, forward and backward. Returns None if
-    it fails."""
+    the call fails."""
     record = OperatorRecord()
     # `lockstep plan` computes with fake tensors, which need their mode for further ones
     fakes = (each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor))
@@ -240,8 +240,8 @@ def _operators_of(form: Form, func: Any, args: Any, kwargs: Any) -> OperatorReco
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Records the ATen operators that are called, and whether one writes a tensor with a storage in
-    `storages`."""
+    """Records the ATen operators that are called, and if an operator writes to one of the given
+    storages."""
 
     def __init__(self, record: OperatorRecord, storages: set[int], *, backward: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,6 +1,7 @@
-"""Marks on plain tensors, in a model with layers that are sharded over the `tensor` axis. A mark
-(an attribute of the tensor) says that the tensor is this rank's shard of the features or heads, or
-that it holds random numbers, which may have been drawn in the shape of a shard."""
+"""Marks on plain tensors, in a model with layers that are sharded over the `tensor` axis. A mark is
+an attribute of the tensor. One mark says that the tensor is this rank's shard of the features or
+heads. Another mark says that the tensor holds random numbers, which may have been drawn in the
+shape of a shard."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ class Shard(NamedTuple):
     """The mark of a tensor that is this rank's shard of the features or heads."""
 
     dim: int | None = None
-    """The dim of the features or heads; None if it is not known."""
+    """The dim of the features or heads, or None if the dim is not known."""
     strides: tuple[int, ...] | None = None
-    """The strides of twice as many features or heads. Given only if the shard's own strides do not
-    show them, because a dim of size 1 may have any stride."""
+    """The strides of twice as many features or heads. None if the shard's strides already show
+    them. A dim of size 1 may have any stride."""
 
 
 UNKNOWN = Shard()
@@ -55,8 +56,6 @@ def sharded_dim(tensor: Any) -> int | None:
 
 
 def marked(out: Any, shards: Sequence[Shard] = ()) -> Any:
-    """`shards`: the mark of each tensor in `out`; if their number differs, the sharded dims are
-    unknown."""
     tensors = [out] if isinstance(out, Tensor) else tree_tensors(out)
     for place, tensor in enumerate(tensors):
         setattr(tensor, MARK, shards[place] if len(shards) == len(tensors) else UNKNOWN)
@@ -75,8 +74,8 @@ def full_like(shard: Tensor, ranks: int) -> tuple[list[int], list[int]]:
 
 @lru_cache(1000)
 def order_in_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
-    """Return the dims, outermost first, in the memory order of `empty_like` of a tensor of this
-    shape and strides."""
+    """Return the dims, outermost first, in the memory order of `empty_like` of a tensor with the
+    given shape and strides."""
     dense = torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
     return sorted(range(len(shape)), key=lambda dim: dense[dim], reverse=True)
 

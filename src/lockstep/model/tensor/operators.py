@@ -14,11 +14,11 @@ from lockstep.base.torch_private import tree_leaves
 Kind = Literal[
     "keeps", "moves", "exact", "by place", "by rows", "adds tokens", "product", "unknown"
 ]
-"""`keeps` and `moves`: copies elements to the same position, or to others. `exact`: rounds each
-element once. `by place`: an elementwise function that a CPU rounds differently at the end of a
-tensor. `by rows`: computes each row of a contiguous tensor by itself. `adds tokens`: a sum over
-dims before the last. `product`: a matrix product or convolution. These two, and `unknown`, are
-refused."""
+"""An operator of kind `keeps` copies elements to the same position, and `moves` to another
+position. `exact` rounds each element once. `by place` is an elementwise function that a CPU rounds
+differently at the end of a tensor. `by rows` computes each row of a contiguous tensor separately.
+`adds tokens` is a sum over dims before the last. `product` is a matrix product or convolution.
+`adds tokens`, `product` and `unknown` are refused."""
 EXACT: frozenset[Kind] = frozenset({"keeps", "moves", "exact"})
 
 
@@ -43,11 +43,11 @@ ROUNDED_ONCE = _set(
     " lt masked_fill maximum minimum mul nan_to_num ne neg pow reciprocal relu round rsqrt rsub sgn"
     " sign signbit sqrt sub threshold threshold_backward trunc where"
 )
-"""Operators that round each element once, or twice in a fixed way, at any position in the
+"""Operators that round each element once, or twice in a fixed order, at any position in the
 tensor."""
 EXPONENTS = (-2, -1, -0.5, 0, 0.5, 1, 2, 3)
-"""The exponents for which torch computes `pow` by a product, quotient or root, so that the bits do
-not depend on an element's position."""
+"""The exponents for which torch computes `pow` by a product, quotient or root. The bits do not
+depend on an element's position."""
 UNTAGGED = _set(
     "elu_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward"
     " log_sigmoid_backward log_sigmoid_forward mish_backward softplus_backward"
@@ -70,8 +70,9 @@ ROWS: dict[str, Callable[..., Any]] = {
         None if any(rest[-1][1:]) else range(-len(shape), 0)
     ),
 }
-"""Operators that sum over dims -> (a call's arguments) -> these dims; None for all. `var` and `std`
-are missing, because they sum the only row of a tensor in another order."""
+"""Maps each operator that sums over dims to a function that returns the dims of a call, or None for
+all dims. `var` and `std` are missing, because they sum the only row of a tensor in another
+order."""
 PRODUCTS = _set(
     "addbmm addmm addmv addr baddbmm bmm convolution convolution_backward dot mm mv vdot"
 )

@@ -1,4 +1,4 @@
-"""Finds which dim of a function's result holds the shard of the features or heads. Each distinct
+"""Finds the dim of a function's result that holds the shard of the features or heads. Each distinct
 call is analysed once."""
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from lockstep.model.tensor.operators import tree_tensors
 from lockstep.model.tensor.sharded_dims import check_drawn, shards_of
 
 MOST = 10_000
-"""Largest number of analysed calls that are kept: code may call a function with new sizes in each
+"""Largest number of analysed calls that are kept. Code may call a function with new sizes in each
 step."""
 
 
 CREATES = frozenset(
     {Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_tensor, Tensor.new_zeros}
 )
-"""Methods that make a new tensor, and use only the dtype and device of the old one."""
+"""Methods that make a new tensor, and use only the dtype and device of the old tensor."""
 
 
 class ShardTracking:
@@ -61,7 +61,7 @@ class _TrackedCall(NamedTuple):
 
     shards: list[Shard]
     writes: bool
-    """True if the call writes a shard into its first argument, which was not sharded."""
+    """True if the call writes a shard into an unsharded first argument."""
 
 
 def _tracked_call(func: Any, args: Any, kwargs: Any) -> tuple[Any, _TrackedCall]:

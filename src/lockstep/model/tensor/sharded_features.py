@@ -1,26 +1,27 @@
 """Handles plain tensors of the `tensor` axis that hold this rank's shard of the features (or
-heads): activations between a `colwise` layer and a `rowwise` layer. User code between these two
-layers is written for full tensors. `ShardedFeatures` intercepts each torch function that this code
-calls:
+heads). They are the activations between a `colwise` layer and a `rowwise` layer. User code between
+the two layers is written for full tensors. `ShardedFeatures` intercepts each torch function that
+the code calls:
 
 - The result of a function of a sharded tensor is sharded. A model that returns a sharded tensor
   gets an error.
-- If an unsharded tensor is combined with a sharded one (the weight of a norm over each head, a
-  learned scale), each rank computes a part of the unsharded tensor's gradient, and the parts are
-  all-reduced.
+- User code may combine an unsharded tensor with a sharded one, for example the weight of a norm
+  over each head. Each rank then computes a part of the unsharded tensor's gradient, and the parts
+  are all-reduced.
 - `any` and `all` of a sharded tensor are computed for the full tensor.
 - Dropout of a sharded tensor draws the full mask, as one process does, and takes this rank's
-  shard. Other random functions are called with the full tensor. Only in a GPU's attention
-  kernels, each rank has its own seed.
-- Other random numbers that are combined with a sharded tensor must not have its shape: the user's
-  code may have drawn them in the shape of a shard, with the same numbers on each rank.
-- With slices (equal bits on any number of ranks), each function is called so that an element has
-  the same bits in a shard as in the full tensor (`forms.py`). Refused are: an unsharded tensor
-  with a gradient that is combined with a sharded one, random numbers other than dropout, a
-  sharded weight used without its layer, code whose torch functions lockstep cannot intercept,
-  and every unknown operator.
-- A DTensor (sharded along the sequence, or a sharded weight used without its layer, as by a tied
-  output layer) may be combined with plain tensors that are unsharded.
+  shard. In a GPU's attention kernels, each rank has a different seed. All other random functions
+  are called with the full tensor.
+- Random numbers from another source must not have the shape of a sharded tensor that they are
+  combined with. The user's code may have drawn them in the shape of a shard, with the same numbers
+  on each rank.
+- With slices (equal bits on any number of ranks), each function is called in a form in which an
+  element has the same bits in a shard as in the full tensor (`forms.py`). Slices refuse an
+  unsharded tensor with a gradient that is combined with a sharded one, random numbers other than
+  dropout, a sharded weight used without its layer, code whose torch functions lockstep cannot
+  intercept, and every unknown operator.
+- A DTensor may be combined with unsharded plain tensors. It is sharded along the sequence, or is a
+  sharded weight used without its layer, for example by a tied output layer.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ from lockstep.model.tensor.sliced import Slices, of_heads
 
 SEEDS = 2**32
 VALUES = READS | ARRAYS | {Tensor.register_hook}
-"""Functions that give a tensor's values to code that lockstep cannot intercept: Python, numpy, and
-gradient hooks."""
+"""Functions that give a tensor's values to code that lockstep cannot intercept, such as Python,
+numpy and gradient hooks."""
 ANSWERS = {
     **dict.fromkeys((torch.any, Tensor.any), dist.ReduceOp.MAX),
     **dict.fromkeys((torch.all, Tensor.all), dist.ReduceOp.MIN),
@@ -94,7 +95,7 @@ MATMUL = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
 
 
 class _AllReduceGradient(torch.autograd.Function):
-    """The identity on an unsharded tensor. Its gradient is summed over the ranks."""
+    """The identity on an unsharded tensor. The gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -116,8 +117,8 @@ class SlicedModel:
 
 
 class ShardedFeatures(TorchFunctionMode):
-    """The torch function mode that is active in the forward of each module with sharded layers
-    inside. It may be nested."""
+    """The torch function mode that is active in the forward of each module with sharded submodules.
+    The mode may be nested."""
 
     def __init__(self, mesh: DeviceMesh | None, sliced: SlicedModel | None = None) -> None:
         super().__init__()
@@ -318,7 +319,7 @@ class ShardedFeatures(TorchFunctionMode):
 
     def _mask(self, tensor: Tensor, p: float) -> Tensor:
         """Draw a dropout mask in the memory layout that the full tensor has in one process, and
-        returns the part for this rank's shard."""
+        return this rank's shard of the mask."""
         if isinstance(tensor, DTensor):
             shape, order = tensor.shape, order_in_memory(tensor.shape, tensor.stride())
             return distribute_tensor(
@@ -376,7 +377,7 @@ class ShardedFeatures(TorchFunctionMode):
 
     def _full(self, item: Any) -> Any:
         """Gather a sharded tensor, in the memory layout that the full tensor has in one process.
-        Returns anything else unchanged."""
+        Returns all other objects unchanged."""
         if not is_sharded(item):
             return item
         assert self._mesh is not None, "one rank has slices, and refuses it"
@@ -404,7 +405,7 @@ class ShardedFeatures(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Callable[[], Tensor] | None:
         """Return None without dropout. On a CPU, attention uses this rank's part of the dropout
-        mask of all heads. On a GPU, torch's attention gets a seed for each rank."""
+        mask of all heads. On a GPU, torch's attention gets a different seed on each rank."""
         if not dropout_p:
             return None
         if query.device.type != "cpu" or not is_sharded(query):
@@ -489,8 +490,9 @@ def _drawn_in_full_sequence(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mark_drawn(out: Any, args: Any, kwargs: Any) -> None:
-    """Mark `out` as random numbers or as computed from them. An argument of the same shape that
-    requires a gradient shows that this shape is not a shard's, and so prevents the mark."""
+    """Mark `out` as random numbers or as computed from random numbers. `out` is not marked if an
+    argument of the same shape requires a gradient, because its shape is then not the shape of a
+    shard."""
     shapes = [
         each.shape
         for each in tensors_of(args, kwargs)
@@ -511,8 +513,8 @@ def _of_values(func: Any) -> RecipeError:
 
 
 def check_backward(tensor: Tensor) -> None:
-    """A user's autograd.Function must not return a sharded tensor: lockstep cannot intercept its
-    backward."""
+    """A user's autograd.Function must not return a sharded tensor, because lockstep cannot
+    intercept its backward."""
     node: Any = tensor.grad_fn
     if isinstance(node, BackwardCFunction) and is_sharded(tensor):
         function = function_of(node)
@@ -527,7 +529,7 @@ def _is_own_hook(args: Any) -> bool:
 
 def check_gradients(given: Tensor, layer: str) -> None:
     """Raise `RecipeError` if a sharded tensor was computed from an unsharded parameter by a
-    function that lockstep has not intercepted: the parameter's gradient would be incomplete on each
+    function that lockstep has not intercepted. The parameter's gradient would be incomplete on each
     rank."""
     todo, known = [given.grad_fn], set()
     while todo:

@@ -53,13 +53,13 @@ KEEPS_CLASSES = frozenset(
         "_is_view",
     ]
 )
-"""Names of functions that compute nothing: they return sharded logits, or no tensor."""
+"""Names of functions that return sharded logits, or no tensor. They compute no values."""
 WRITES = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor))__")
 
 
 class ShardedLogits(DTensor):
-    """Logits sharded along one dim, the classes. Functions other than the cross-entropy and changes
-    of shape get the gathered logits."""
+    """Logits sharded along one dim, the classes. The cross-entropy and changes of shape work on
+    shards. All other functions get the gathered logits."""
 
     slices: Slices | None
 
@@ -80,7 +80,8 @@ def as_sharded_logits(item: Any, slices: Slices | None = None) -> Any:
 
 
 class SlicedLogits(Tensor):
-    """Logits on one process, whose cross-entropy has the same bits as that of `ShardedLogits`."""
+    """Logits on one process, whose cross-entropy has the same bits as the cross-entropy of
+    `ShardedLogits`."""
 
     slices: Slices
 
@@ -126,8 +127,8 @@ def gather_full(item: Any) -> Any:
 
 
 def local_shard(tensor: DTensor) -> Tensor:
-    """Return this rank's shard, with a gradient. (The view that `to_local` returns loses FSDP2's
-    hooks if it is changed in place.)"""
+    """Return this rank's shard, with a gradient. The view that `to_local` returns loses FSDP2's
+    hooks if it is changed in place."""
     return _LocalShard.apply(tensor)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -189,7 +190,7 @@ def _cross_entropy(
 
 
 class _Alone:
-    """An object with the methods of a one-dimensional DeviceMesh, for this process alone."""
+    """An object with the methods of a one-dimensional DeviceMesh, for a single process."""
 
     def size(self) -> int:
         return 1
@@ -199,9 +200,9 @@ class _Alone:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The cross-entropy of logits whose classes are sharded. Inputs: logits (..., this rank's
-    classes), targets (...) among all classes, a mask (...), False for targets that are ignored.
-    Output: losses (...), 0 where the mask is False."""
+    """The cross-entropy of logits whose classes are sharded. The inputs are logits of this rank's
+    classes, targets among all classes, and a mask that is False for ignored targets. The losses are
+    0 for ignored targets."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""Computes the matrix products of a sharded layer in a fixed number of slices of its features, with
-the same bits on any number of ranks that divides the number of slices. Each slice has one matrix
-product in the forward and two in the backward, of contiguous and aligned tensors, so the BLAS
-library gets the same calls on one rank and on eight."""
+"""Computes the matrix products of a sharded layer in a fixed number of slices of its features. The
+bits are the same on any number of ranks that divides the number of slices. Each slice has one
+matrix product in the forward and two in the backward. Their tensors are contiguous and aligned, so
+the BLAS library gets the same calls on one rank and on eight."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from lockstep.model.tensor.elementwise import aligned, aligned_gradient
 @dataclass(frozen=True, slots=True)
 class Slices:
     """The number of equal pieces in which each sharded layer is computed, and the ranks that share
-    them."""
+    the pieces."""
 
     count: int
-    """The number of slices over all ranks: a power of two."""
+    """The number of slices over all ranks, a power of two."""
     ranks: World
 
     @property
@@ -37,7 +37,8 @@ class Slices:
         return self.sum_over_ranks(tree_sum(parts))
 
     def sum_over_ranks(self, node: Tensor) -> Tensor:
-        """Return the sum of all ranks' tensors, added in a binary tree. Every rank calls it."""
+        """Return the sum of all ranks' tensors, added in a binary tree. Every rank must call this
+        method."""
         if self.ranks.size == 1:
             return node
         each_one = [range(rank, rank + 1) for rank in range(self.ranks.size)]
@@ -50,8 +51,8 @@ class Slices:
 def linear(
     given: Tensor, weight: Tensor, bias: Tensor | None, slices: Slices, *, over: str
 ) -> Tensor:
-    """Return `F.linear(given, weight, bias)`. `over`: the features along which the weight is
-    sharded, "outputs" or "inputs". Every rank calls it with its shards of the tensors."""
+    """Return `F.linear(given, weight, bias)`. Every rank must call this function with its shards of
+    the tensors. `over` says if the weight is sharded along the outputs or along the inputs."""
     given, weight = _cast(given), _cast(weight)
     bias = None if bias is None else _cast(bias)
     product: Any = _OverOutputs if over == "outputs" else _OverInputs
@@ -65,7 +66,7 @@ def linear(
 def of_heads(
     compute: Callable[..., Tensor], tensors: Sequence[Tensor], dim: int, slices: Slices
 ) -> Tensor:
-    """Compute slice by slice of heads (`dim`), because the bits of a product depend on its number
+    """Compute one slice of heads after another, because the bits of a product depend on its number
     of heads."""
     pieces = math.gcd(slices.own, *(each.shape[dim] for each in tensors))
     cut = [_cut(tensor, dim, pieces) for tensor in tensors]
@@ -78,8 +79,8 @@ def _cast(tensor: Tensor) -> Tensor:
 
 
 class _OverOutputs(torch.autograd.Function):
-    """A linear layer in slices that each compute some of its outputs from all inputs. The gradient
-    of the input is a sum over the slices."""
+    """A linear layer in slices of its outputs. The gradient of the input is a sum over the
+    slices."""
 
     @staticmethod
     def forward(
@@ -116,8 +117,8 @@ class _OverOutputs(torch.autograd.Function):
 
 
 class _OverInputs(torch.autograd.Function):
-    """A linear layer in slices that each have some of its inputs. The output is the sum of the
-    slices' products, plus the bias."""
+    """A linear layer in slices of its inputs. The output is the sum of the slices' products, plus
+    the bias."""
 
     @staticmethod
     def forward(
@@ -148,7 +149,7 @@ class _OverInputs(torch.autograd.Function):
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Add 2^k tensors in a binary tree. Does not write to `parts`, because activation
+    """Add 2^k tensors in a binary tree. The function does not write to `parts`, because activation
     checkpointing may keep them."""
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]

@@ -1,5 +1,5 @@
-"""The styles of the `tensor` axis (tensor parallelism): maps patterns of module names to the way in
-which each module is sharded. Layers that peft has wrapped in LoRA adapters are sharded too."""
+"""The styles of the `tensor` axis (tensor parallelism). A plan maps patterns of module names to
+styles. Layers that peft has wrapped in LoRA adapters are sharded too."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ class Style:
     """The dim along which the weight is sharded: the layer's outputs, or its inputs (an embedding's
     vocabulary)."""
     input_layout: Literal["replicated", "sharded", "sequence"]
-    """`replicated`: equal full tensors on all ranks. `sharded`: this rank's shard of the last dim,
-    the features. `sequence`: this rank's shard of dim 1, the tokens."""
+    """The layout `replicated` has equal full tensors on all ranks. The layout `sharded` has this
+    rank's shard of the last dim, the features. The layout `sequence` has this rank's shard of dim
+    1, the tokens."""
     output_layout: Literal["replicated", "sharded", "sequence", "classes"]
-    """One of `input_layout`'s, or `classes`, this rank's shard of the logits. The outputs
+    """A layout of `input_layout`, or `classes`, this rank's shard of the logits. The outputs
     `sequence` and `classes` are DTensors, sharded along dim 1 and along the last dim."""
     slices_input: bool = False
-    """True if the user's code gives the layer a full tensor, from which it takes this rank's shard
+    """True if the user's code gives the layer a full tensor. The layer then takes this rank's shard
     of the features."""
 
     @property
@@ -76,7 +77,8 @@ SAME_SHARDS: Mapping[str, Mapping[int | None, str]] = {
     "embedding": {0: "embedding", 1: "colwise_gathered"},
     "linear": {0: "vocabulary", 1: "rowwise_split"},
 }
-"""Kind of a layer that shares a sharded weight -> the weight's sharded dim -> the layer's style."""
+"""For each kind of a layer that shares a sharded weight, maps the weight's sharded dim to the
+layer's style."""
 HEADS = re.compile(r"(n|num|number_of)?_?((attention|key_value|kv|q|query)_)?n?heads?")
 FUSED = re.compile(
     r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gate_up(_proj)?)$", re.IGNORECASE
@@ -92,10 +94,10 @@ def tensor_styles(
     *,
     experts: Collection[str] = (),
 ) -> dict[str, str]:
-    """Return the style of each sharded module, in the order of the model's modules. `given`:
-    `Recipe.tensor`, of which the last matching pattern is used; None: the model's `tensor_plan`, or
-    the tensor-parallel plan of a Hugging Face model. A layer that shares its weight with a sharded
-    layer gets the matching style."""
+    """Return the style of each sharded module, in the order of the model's modules. The last
+    pattern of `Recipe.tensor` that matches is used. If `given` is None, the model's `tensor_plan`
+    is used, or the tensor-parallel plan of a Hugging Face model. A layer that shares its weight
+    with a sharded layer gets the matching style."""
     source, patterns = _source(model, given, experts)
     matched = _styles_of(model, source, patterns)
     if not source:
@@ -125,8 +127,8 @@ def tensor_styles(
 
 
 def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
-    """A pipeline could put the neighbor of a layer with a sharded input or output in another stage,
-    if that layer is itself one of `stages`."""
+    """Raise `RecipeError` if `stages` names a layer with a sharded input or output. A pipeline
+    could put the next layer in another stage."""
     for name, style in styles.items():
         if name in stages and STYLES[style].exposes_shards:
             raise RecipeError(
@@ -139,8 +141,8 @@ def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
 def _source(
     model: nn.Module, given: Mapping[str, str] | None, experts: Collection[str]
 ) -> tuple[str, Mapping[str, str]]:
-    """Return the place that the patterns come from, for errors ("" for a plan of transformers),
-    and the patterns, each with its style."""
+    """Return the name of the source of the patterns, for errors, and the patterns with their
+    styles."""
     if given is not None:
         return "Recipe.tensor", given
     own = getattr(model, "tensor_plan", None)
@@ -366,7 +368,7 @@ def kind_of(module: nn.Module) -> str:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """True for GPT-2's linear layer in transformers, whose weight has the shape (inputs,
+    """Return True for GPT-2's linear layer in transformers, whose weight has the shape (inputs,
     outputs)."""
     # FSDP2 derives a class for a layer that it gathers separately
     kinds = type(module).__mro__
@@ -394,8 +396,9 @@ _ADAPTER_STYLES = {
     "rowwise": ("rowwise", ""),
     "rowwise_split": ("", ""),
 }
-"""Style of a layer -> styles of the two matrices of its LoRA adapter: A (features to LoRA rank) and
-B (LoRA rank to features). "": unsharded."""
+"""Maps a layer's style to the styles of the two matrices of its LoRA adapter. Matrix A maps
+features to the LoRA rank, and matrix B maps the LoRA rank to features. An empty style means
+unsharded."""
 
 
 def without_adapters(model: Any) -> tuple[str, Any]:
