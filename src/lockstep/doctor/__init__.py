@@ -1,1 +1,1 @@
-"""`lockstep doctor`: check and time one machine, or several together, before a training run."""
+"""`lockstep doctor`: checks and times one machine or several, before a training."""

@@ -1,5 +1,5 @@
-"""Entry point of the process of one rank of `lockstep doctor`. It starts with SIGINT blocked, so
-that SIGINT prints no traceback, even during the imports."""
+"""The entry point of each rank of `lockstep doctor`. The process starts with SIGINT blocked, so
+that Ctrl-C prints no traceback during the imports."""
 
 import signal
 import sys

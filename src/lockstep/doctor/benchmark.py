@@ -1,7 +1,9 @@
-"""Measures bandwidth of collectives, bandwidth and latency between ranks, and differences of
-machines' clocks. Algorithm bandwidth is the whole array's bytes / seconds. Bus bandwidth multiplies
-it by 2 (n - 1) / n for all-reduce and (n - 1) / n for the partitioning collectives, as nccl-tests
-does (doc/PERFORMANCE.md, src/gather.cu)."""
+"""Measures the bandwidth of collectives, the bandwidth and latency between ranks, and the offsets
+of the machines' clocks.
+
+Algorithm bandwidth is the size of the array divided by the time. Bus bandwidth is computed from it
+as in nccl-tests (doc/PERFORMANCE.md).
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ LARGEST_BYTES_ON_CPU = 2**24
 SIZE_SECONDS = 0.06
 MOST_REPEATS = 20
 LONGEST_SECONDS = 1.0
-"""A size of arrays is skipped if one call, as estimated from the previous size, takes longer."""
+"""Larger arrays are not timed if a call would take longer than this."""
 PINGS = 20
 TRANSFER_SECONDS = 0.02
 TRANSFERS = 3
 FIRST_BYTES = 2**16
 MEASUREMENTS = 5
-"""Number of times that a pair of ranks with an outlying result is measured. The best counts, to
-exclude momentary noise."""
+"""Number of measurements of a pair of ranks with an outlying result. The best measurement
+counts."""
 
 _PARTITIONING = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
@@ -47,8 +49,8 @@ def bus_bandwidth(collective: str, size_bytes: int, seconds: float, ranks: int) 
 
 
 def time_collectives(coordinator: ProbeCoordinator, group: RankGroup) -> list[dict[str, Any]]:
-    """Every rank calls it. Sizes are as nccl-tests defines them; times are medians of the slowest
-    rank."""
+    """Time all collectives on arrays of several sizes. All ranks must call this function. A time is
+    the median on the slowest rank."""
     rows = []
     for collective in COLLECTIVES:
         seconds: float | None = None
@@ -108,8 +110,7 @@ def measure_pairs(
     machines: Sequence[str],
     kind: Callable[[Pair], str],
 ) -> list[PairMeasurement]:
-    """Every rank calls it. `machine_of_rank[r]`, `machines[r]`: number and name of rank r's
-    machine. `kind`: kind of a pair's link."""
+    """Measure the links between all pairs of ranks. All ranks must call this function."""
     best: dict[Pair, PairMeasurement] = {}
     rounds = schedule_pairs(machine_of_rank)
     for _ in range(MEASUREMENTS):
@@ -150,7 +151,7 @@ def _measure_rounds(
 
 
 def _measure_both_directions(group: RankGroup, pair: Pair, kind: str) -> list[PairMeasurement]:
-    """The sender measures; the receiver only answers. Returns this rank's measurements."""
+    """Measure as the sender, and answer as the receiver. Return the measurements of this rank."""
     measured = []
     for sender, receiver in (pair, pair[::-1]):
         peer = receiver if group.group_rank == sender else sender
@@ -180,7 +181,7 @@ def _ping(group: RankGroup, peer: int) -> float:
 
 
 def _transfer(group: RankGroup, peer: int, count: int) -> float:
-    """Seconds until the acknowledgement of `count` bytes arrives."""
+    """Return the seconds until `count` bytes are acknowledged."""
     content = torch.zeros(count, dtype=torch.uint8, device=group.device)
     _send_count(group, peer, count)
     _receive(group, peer, 1)
@@ -191,7 +192,7 @@ def _transfer(group: RankGroup, peer: int, count: int) -> float:
 
 
 def _serve(group: RankGroup, peer: int) -> None:
-    """Acknowledge as many bytes as `peer` announces (1 is a ping), until `peer` announces 0."""
+    """Receive and acknowledge messages from `peer`, until `peer` sends a size of 0."""
     while count := int(_receive(group, peer, 8).view(torch.int64)[0]):
         content = torch.empty(count, dtype=torch.uint8, device=group.device)
         _acknowledge(group, peer)
@@ -219,8 +220,8 @@ def _receive(group: RankGroup, peer: int, count: int) -> torch.Tensor:
 def measure_clocks(
     coordinator: ProbeCoordinator, group: RankGroup, first_ranks: Sequence[int]
 ) -> list[tuple[float, float]]:
-    """Every rank calls it. For each machine, the seconds by which its clock is ahead of the first
-    machine's, and the uncertainty. `first_ranks`: lowest rank of each machine."""
+    """Return the offset of each machine's clock from the first machine's clock, with its
+    uncertainty. All ranks must call this function."""
     own = (0.0, 0.0)
     reference = first_ranks[0]
     for first in first_ranks[1:]:

@@ -1,4 +1,4 @@
-"""The result of one check: a row of the doctor's table."""
+"""The result of one check, which is a row of the doctor's table."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class CheckResult:
     section: Section
     check: str
     verdict: Verdict
-    """`skipped`: not available here, or not checked; not a fault by itself."""
+    """`skipped` means that the check was not made, which is not a fault."""
     found: str
     remedy: str = ""
-    """Text that is empty only if the verdict is `ok`."""
+    """Empty only if the verdict is `ok`."""
     machine: str = ""
-    """The machine's name; empty if all processes made the check together."""
+    """Name of the machine; empty for a check of all machines together."""
 
     def __post_init__(self) -> None:
         assert self.remedy or self.verdict == "ok", self

@@ -35,11 +35,11 @@ _OPERATIONS = {
 }
 _UNSUPPORTED_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError)
 _NOT_CALLED = {"nccl": ("int16",)}
-"""Backend -> dtypes that are not tested. In torch 2.11, send, receive and scatter of int16 leave
-NCCL's group of calls open: later collectives then neither run nor raise."""
+"""Maps backends to dtypes that are not checked. With torch 2.11, NCCL fails on int16 without an
+error."""
 _MOST_CONTRIBUTIONS = 85
-"""Largest number of ranks whose inputs are not 0 at a position, in averages of bfloat16, so that
-sums are exact."""
+"""At each position, at most this many ranks have inputs other than 0. A bfloat16 average of so many
+inputs is exact."""
 _BARRIERS = 3
 _STAGGER_SECONDS = 0.01
 
@@ -50,7 +50,7 @@ class RankGroup:
     global_ranks: list[int]
     group_rank: int
     process_group: Any
-    """None: the default group."""
+    """None for the default process group."""
     device: torch.device
     backend: str
 
@@ -60,8 +60,7 @@ class RankGroup:
 
 
 def check(coordinator: ProbeCoordinator, group: RankGroup) -> Iterator[dict[str, Any]]:
-    """Every rank of the group calls it. A row's `outcomes` list the ranks on which the collective
-    is `unsupported` or `wrong`."""
+    """Check all collectives of a process group. All ranks of the group must call this function."""
     for collective in COLLECTIVES:
         if collective == "barrier":
             outcomes = _check_barrier(coordinator, group)
@@ -114,7 +113,7 @@ def call(case: CollectiveCase, group: RankGroup) -> Tensor:
 def exchange(
     collective: Collective, own: Tensor, group: RankGroup, *, operation: Operation | None = "sum"
 ) -> Tensor:
-    """`own` may be overwritten."""
+    """Call a collective on the tensor `own`, which may be overwritten."""
     size, process_group = len(group.global_ranks), group.process_group
     block = own.numel() // size
     root_rank = group.global_ranks[root(group.global_ranks)]
@@ -192,8 +191,7 @@ def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, si
 
 
 def _check_barrier(coordinator: ProbeCoordinator, group: RankGroup) -> list[Any]:
-    """Let ranks enter the barrier one after another, and find ranks that leave before all have
-    entered."""
+    """Let the ranks enter a barrier one after another, and find ranks that leave it too early."""
     early, size = None, len(group.global_ranks)
     for number in range(_BARRIERS):
         with coordinator.probe(f"barrier{group.suffix}"):

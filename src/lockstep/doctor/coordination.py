@@ -1,11 +1,11 @@
-"""Coordination of the doctor's ranks through torch's store alone, which works even if the
-collectives under test do not.
+"""Coordinates the doctor's ranks through torch's store, because the collectives under test may not
+work.
 
-[Note: the deadline] A thread of each rank watches each probe, a step that all ranks take together.
-It gives up if the probe passes its deadline or raises, if the launcher sends SIGTERM, or if another
-rank has given up. Then it publishes this rank's status, collects the statuses of other ranks,
-writes the results so far and ends the process. So neither a collective that hangs nor a rank that
-fails blocks the doctor. A rank without a status is stopped, dead, or out of reach.
+A probe is a step that all ranks take together. A thread of each rank watches the probe, and gives
+up if the probe fails or passes its deadline, if the launcher sends SIGTERM, or if another rank has
+given up. The thread then publishes the status of its rank, collects the statuses of the other
+ranks, writes the results so far and ends the process. So a collective that hangs does not block the
+doctor. A rank without a status is stopped, dead, or unreachable.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ _ABORT_KEY = "abort"
 _POLL_SECONDS = 0.2
 _STATUS_WAIT_SECONDS = 2.0
 _STORE_TIMEOUT_SECONDS = 3600
-"""Longer than any deadline, so that the deadline counts."""
+"""Timeout of the store, longer than all deadlines of probes."""
 
 
 class ProbeCoordinator:
-    """Barriers, exchanges of JSON, and deadlines of probes, through torch's store. Used by the main
-    thread of each rank."""
+    """Provides barriers, exchanges of JSON and deadlines, through torch's store."""
 
     def __init__(
         self,
@@ -46,8 +45,8 @@ class ProbeCoordinator:
         deadline_seconds: float,
         on_abort: Callable[[list[RankStatus]], None],
     ) -> None:
-        """`on_abort` is called if a rank gives up, in the watching thread, with the collected
-        statuses; it ends the process."""
+        """The watching thread calls `on_abort` with the statuses of the ranks if a rank gives up.
+        `on_abort` must end the process."""
         self.rank = rank
         self.world_size = world_size
         self._deadline_seconds = deadline_seconds
@@ -68,8 +67,8 @@ class ProbeCoordinator:
 
     @contextmanager
     def probe(self, name: str, deadline_seconds: float | None = None) -> Iterator[None]:
-        """A step that all ranks take together. If the step raises on a rank, or passes its
-        deadline, all ranks give up and end."""
+        """Run a step that all ranks take together. If the step fails on a rank or passes its
+        deadline, all ranks end."""
         with self._lock:
             self._status = RankStatus(rank=self.rank, index=self._status.index + 1, probe=name)
             self._deadline = time.monotonic() + (deadline_seconds or self._deadline_seconds)
@@ -91,7 +90,7 @@ class ProbeCoordinator:
             self._status = replace(self._status, error=f"{type(error).__name__}: {text}")
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank calls it. Values are JSON."""
+        """Gather JSON values from all ranks. All ranks must call this method."""
         number, self._exchanges = self._exchanges, self._exchanges + 1
         self._store.set(f"{number}/{self.rank}", json.dumps(value))
         if self.rank == 0:
@@ -134,7 +133,8 @@ class ProbeCoordinator:
 
 
 def _connect() -> Any:
-    """Each thread has its own connection to the store, because a waiting call blocks it."""
+    """Connect a thread to the store. A call that waits would block a connection shared by several
+    threads."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return PrefixStore(
         _PREFIX,

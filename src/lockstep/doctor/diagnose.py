@@ -50,14 +50,14 @@ from lockstep.options import RunOptions
 
 DEADLINE_SECONDS = 20.0
 WORKER = ("-m", "lockstep.doctor")
-"""Command that starts a rank. A test may pass a script that first plants a fault."""
+"""The command that starts a rank. Tests replace it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
     checks: list[CheckResult]
     results: Mapping[str, Any]
-    """JSON that a rank writes, see `lockstep.doctor.worker`."""
+    """JSON that a rank has written."""
     ending: Ending
 
     @property
@@ -82,8 +82,8 @@ def diagnose(
     worker: Sequence[str] = WORKER,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> Diagnosis:
-    """Each of several machines makes this call. `deadline_seconds` limits each step that all ranks
-    take together."""
+    """Check this machine, together with the machines that make the same call. `deadline_seconds`
+    limits each step that all ranks take together."""
     world_size = nproc * (machines.least if machines is not None else 1)
     info = read_machine_info(machines, environ)
     path = file_system.existing(run_dir or Path())

@@ -1,10 +1,8 @@
-"""The inputs of the doctor's collectives, and the output that each collective must have on each
-rank. Has no side effects.
+"""The inputs of the doctor's collectives, and the expected output on each rank.
 
-[Note: exact] Each data type represents every input, partial sum and product without rounding, so
-the result does not depend on the order of additions. In a sum over many ranks, most ranks
-contribute 0 at most positions: no position exceeds the range of the type, and every rank
-contributes somewhere.
+[Note: exact] Every input, partial sum and product is exact in each data type, so the result does
+not depend on the order of additions. In a sum over many ranks, most ranks contribute 0 at most
+positions, but every rank contributes at some position.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ BLOCK_SIZE = 13
 class DataType:
     name: str
     limit: int
-    """The type represents every integer from 0 to this limit."""
+    """The data type represents all integers from 0 to this limit."""
     signed: bool = True
     real: bool = True
     integer: bool = False
@@ -99,7 +97,7 @@ def _is_defined(operation: Operation, data_type: DataType) -> bool:
 
 
 def root(global_ranks: Sequence[int]) -> int:
-    """Return the last rank, because the first is the default everywhere."""
+    """Return the last rank. The first rank is the default of most collectives."""
     return len(global_ranks) - 1
 
 
@@ -111,7 +109,7 @@ def rank_input(case: CollectiveCase, global_ranks: Sequence[int], group_rank: in
 def expected_output(
     case: CollectiveCase, global_ranks: Sequence[int], group_rank: int
 ) -> NDArray[Any] | None:
-    """None if the output is undefined on this rank."""
+    """Return None if the output is undefined on this rank."""
     block, own_block = (
         np.arange(BLOCK_SIZE),
         np.arange(BLOCK_SIZE * group_rank, BLOCK_SIZE * (group_rank + 1)),
@@ -149,7 +147,7 @@ def _values_of_rank(
 def _values(
     case: CollectiveCase, global_ranks: Sequence[int], group_ranks: Integers, positions: Integers
 ) -> Integers:
-    """Shape (ranks, positions). See [Note: exact]."""
+    """Return inputs of shape (ranks, positions), see [Note: exact]."""
     limit, seeds = case.data_type.limit, np.array(global_ranks)[group_ranks]
     if case.operation in ("sum", "avg"):
         most = min(limit, 3)
@@ -168,7 +166,8 @@ def _values(
 def _is_contributor(
     group_ranks: Integers, positions: Integers, size: int, most: int
 ) -> NDArray[np.bool_]:
-    """True where a rank's input is not 0: at most `most` ranks at each position."""
+    """Return True where a rank's input is not 0. At each position, at most `most` ranks
+    contribute."""
     if most == 0:
         return np.zeros((len(group_ranks), len(positions)), dtype=np.bool_)
     contributes: NDArray[np.bool_] = (group_ranks[:, None] + positions) % -(-size // most) == 0
@@ -185,7 +184,8 @@ def _pseudo_random(seeds: Integers, positions: Integers, below: int) -> Integers
 
 
 def subgroups(size: int) -> dict[str, list[list[int]]]:
-    """Name -> partition of the ranks into groups that run their collectives at the same time."""
+    """Return partitions of the ranks into process groups that run their collectives at the same
+    time."""
     if size < 4:
         return {"a second group": [list(range(size))]}
     return {

@@ -1,5 +1,4 @@
-"""Checks the file system of a run directory with real files: atomic renames, fsync, locks, and the
-clock of its time stamps."""
+"""Checks the file system of a run directory: atomic renames, fsync, locks and time stamps."""
 
 from __future__ import annotations
 
@@ -77,8 +76,8 @@ def probe(path: Path, *, rename: Rename = os.rename) -> FileSystemInfo:
 
 
 def _check_file_renames(folder: Path, rename: Rename) -> str:
-    """Replace a file by renames while a thread reads it: the thread must always read a complete
-    file. "" if there is no fault."""
+    """Replace a file by renames while a thread reads it. Return a fault if the thread reads an
+    incomplete file."""
     target = folder / "target"
     contents = [bytes([65 + number]) * FILE_BYTES for number in range(2)]
     target.write_bytes(contents[0])
@@ -101,8 +100,8 @@ def _check_file_renames(folder: Path, rename: Rename) -> str:
 
 
 def _check_folder_renames(folder: Path, rename: Rename) -> str:
-    """Rename folders while a thread lists them: a folder must have all its files whenever it is
-    seen. "" if there is no fault."""
+    """Rename folders while a thread lists them. Return a fault if the thread sees an incomplete
+    folder."""
 
     def read() -> str:
         for final in folder.glob("final-*"):

@@ -1,5 +1,5 @@
-"""Checks of one machine: versions, devices, memory, threads, limits, network interface, environment
-variables. Has no side effects."""
+"""Checks one machine: versions, devices, memory, threads, limits, network interface and environment
+variables."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ OPEN_FILES = 1024
 CONTAINER_BRIDGE = re.compile(
     r"docker\d+|br-[0-9a-f]{12}|podman\d+|cni-podman\d+|lxcbr\d+|lxdbr\d+|virbr\d+"
 )
-"""Network bridges of Docker, Podman, LXC and libvirt. The bridges of all hosts may have the same
-address."""
+"""Network bridges of Docker, Podman, LXC and libvirt. A bridge may have the same address on all
+hosts."""
 OTHER_THREADS = 32
 MAX_CLOCK_OFFSET_SECONDS = 0.5
-"""Small, because a recovery waits 0.5 s for all machines."""
+"""A recovery waits 0.5 s for all machines, so larger clock offsets are faults."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,27 +43,28 @@ class MachineInfo:
     interfaces: tuple[str, ...]
     interface_details: str
     versions: Mapping[str, str]
-    """Versions (of Python, torch, ...) that must be the same on all machines: name -> version."""
+    """Versions of Python, torch and other packages, which must agree on all machines."""
     gpus: int
     gpu_names: tuple[str, ...]
     topology: Mapping[str, str]
-    """Link between each pair of GPUs, as `nvidia-smi topo` names it: {"0-1": "NV18"}."""
+    """The link between each pair of GPUs, named as in `nvidia-smi topo`, such as {"0-1":
+    "NV18"}."""
     container: str | None
     process_ids: tuple[str | int, ...]
-    """Equal for processes that see each other's process ids."""
+    """Equal in containers that share a process id namespace."""
     cores: int
     cpu_quota: float | None
     shared_memory_bytes: int | None
     available_memory_bytes: int
-    """Available memory of the machine or of the control group, whichever is less."""
+    """Available memory of the machine or of the cgroup, whichever is less."""
     memory_limit_bytes: int | None
-    """Memory limit of the control group; None if it is not below the machine's memory."""
+    """Memory limit of the cgroup; None without a limit."""
     open_files_limit: int
     open_files_hard_limit: int
     locked_memory_bytes: int | None
     infiniband: tuple[str, ...]
     free_tasks: int | None
-    """Processes and threads that may still be started. None: no limit."""
+    """Number of processes and threads that may still be started; None without a limit."""
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -207,8 +208,8 @@ def _limits(
 
 
 def _interface(info: MachineInfo, environ: Mapping[str, str]) -> list[CheckResult]:
-    """GLOO_SOCKET_IFNAME lists names; NCCL_SOCKET_IFNAME lists prefixes, names after `=`, and
-    exclusions after `^`."""
+    """Check the variables GLOO_SOCKET_IFNAME (a list of names) and NCCL_SOCKET_IFNAME (prefixes,
+    `=` names, `^` exclusions)."""
     interfaces = ", ".join(info.interfaces)
     gloo, nccl = environ.get("GLOO_SOCKET_IFNAME"), environ.get("NCCL_SOCKET_IFNAME")
     wrong = [name for name in gloo.split(",") if name not in info.interfaces] if gloo else []
@@ -265,8 +266,7 @@ def clock_check(
 def shared_memory_differences(
     machines: Sequence[str], info: Sequence[Mapping[str, Any]]
 ) -> list[CheckResult]:
-    """Finds containers of one host that do not share memory. `info`: each machine's
-    `MachineInfo`."""
+    """Find containers on one host that do not share memory."""
     by_host: dict[str, dict[int, str]] = {}
     for name, each in zip(machines, info, strict=True):
         host, space = each["process_ids"]
@@ -389,7 +389,7 @@ _COSTLY_VARIABLES: Sequence[tuple[str, Sequence[str], str, str]] = (
 )
 _FAILING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING",)
 _PINNING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
-"""Variables that bind the threads of all processes to the same cores."""
+"""Environment variables that bind the threads of all processes to the same cores."""
 _PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy")
 _RELEVANT_PREFIXES = (
     "NCCL_",

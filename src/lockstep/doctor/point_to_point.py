@@ -1,9 +1,8 @@
-"""Finds the links, ranks and machines that are slower than the others, from measurements between
-pairs of ranks. Has no side effects.
+"""Finds slow links, ranks and machines in measurements between pairs of ranks.
 
-[Note: outliers] Links of one kind should be alike. A node is a rank of its machine, or a machine. A
-node is slow if even its best link is several times worse than the best links of other nodes. Among
-the other nodes, a link is slow if it is several times worse than the median. So a slow machine is
+Links of one kind should be alike. A node is a rank of a machine, or a machine. A node is slow if
+even its best link is several times worse than the best links of other nodes. A link between two
+nodes that are not slow is slow if it is several times worse than the median. So a slow machine is
 named once, not once for each of its links.
 """
 
@@ -18,11 +17,11 @@ from typing import Literal, get_args
 from lockstep.doctor.check_result import CheckResult, format_bandwidth, format_seconds
 
 SLOW_FACTOR = 3.0
-"""A link is slow if it is this many times worse than the median of links of its kind."""
+"""A link is slow if it is this many times worse than the median of its kind."""
 LATENCY_NOISE_SECONDS = 2e-4
-"""Differences of latency below this are noise."""
+"""Smaller differences of latency are ignored."""
 MANY_RANKS = 64
-"""Above this number of ranks, only ranks with the same local rank are measured between machines."""
+"""With more ranks, only ranks with equal local ranks are measured between machines."""
 
 Pair = tuple[int, int]
 Metric = Literal["bandwidth", "latency"]
@@ -36,15 +35,16 @@ class PairMeasurement:
     """Half of the shortest round trip of a small message."""
     bytes_per_second: float
     kind: str
-    """`machines` between machines; within a machine `NV18`, `PHB`, ..., or `local`."""
+    """`machines` for a link between machines. Within a machine, the link's name such as `NV18` or
+    `PHB`, or `local`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
     metric: Metric
     nodes: tuple[str, ...]
-    """One name: all links of that node in `direction`. Two names: the link from the first to the
-    second."""
+    """One name stands for all links of a node. Two names stand for the link from the first node to
+    the second."""
     pairs: tuple[Pair, ...]
     value: float
     normal: float
@@ -52,8 +52,8 @@ class Outlier:
 
 
 def schedule_pairs(machine_of_rank: Sequence[int]) -> list[list[Pair]]:
-    """Every pair once, in rounds in which each machine takes part at most once, so that the pairs
-    of a round share no link. `machine_of_rank[r]`: machine of rank r."""
+    """Return rounds of pairs. Each machine is in at most one pair of a round, so the pairs share no
+    link."""
     size = len(machine_of_rank)
     local_ranks = [machine_of_rank[:rank].count(machine_of_rank[rank]) for rank in range(size)]
     rounds: list[list[Pair]] = []
@@ -87,8 +87,8 @@ def find_outliers(
 def _outliers(
     measurements: Sequence[PairMeasurement], metric: Metric, node: Callable[[int], str]
 ) -> Iterator[Outlier]:
-    """`measurements` are of one kind of link. `node`: a rank's node, the rank itself or its
-    machine."""
+    """Find outliers in measurements of one kind of link. `node` returns the name of a rank's
+    node."""
     costs: dict[tuple[str, str], list[float]] = {}
     pairs: dict[tuple[str, str], list[Pair]] = {}
     for each in measurements:
@@ -125,8 +125,7 @@ def _outliers(
 
 
 def _slow_nodes(cost: Mapping[tuple[str, str], float], end: int, noise: float) -> set[str]:
-    """Nodes whose best link is much worse than those of other nodes. `cost`: (sender, receiver) ->
-    lower is better. `end`: 0 for senders, 1 for receivers."""
+    """Return the nodes whose best link is much worse than the best links of other nodes."""
     by_node: dict[str, list[float]] = {}
     for ends, value in cost.items():
         by_node.setdefault(ends[end], []).append(value)

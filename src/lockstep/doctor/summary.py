@@ -1,5 +1,4 @@
-"""Turns the results of all ranks of the doctor into check results, the rows of its table. Has no
-side effects."""
+"""Turns the results of all ranks into the rows of the doctor's table."""
 
 from __future__ import annotations
 
@@ -23,24 +22,22 @@ from lockstep.launch.failures import Ending
 _check = partial(check_result, "collectives")
 _processes = partial(check_result, "rendezvous", "processes")
 RENDEZVOUS_PROBES = 2
-"""Probes (steps that all ranks take together) that connect to the store and create the process
-group."""
+"""Probes that connect to the store and create the process group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
     rank: int
     index: int
-    """Number of the probe: all ranks run the same probes in the same order."""
+    """Number of the probe. All ranks run the same probes in the same order."""
     probe: str
     location: str | None = None
-    """The line of code that the rank executes, outside of torch and the doctor. None while waiting
-    for other ranks."""
+    """The line of code that the rank executes. None if the rank waits for other ranks."""
     error: str | None = None
 
 
 def summarize(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:
-    """`results`: the JSON that a rank writes, see `lockstep.doctor.worker`."""
+    """Return the checks in the JSON `results` that a rank has written."""
     machines = results["machines"]
     names = machine_names(machines)
     checks = [

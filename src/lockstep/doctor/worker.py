@@ -1,6 +1,7 @@
-"""One rank of the doctor: `python -P -m lockstep.doctor FOLDER DEADLINE_SECONDS`. FOLDER has the
-launcher's `machine.json`. Each rank writes `results-RANK.json` there; all ranks that reach the end
-write the same."""
+"""Runs one rank of the doctor: `python -P -m lockstep.doctor FOLDER DEADLINE_SECONDS`.
+
+The launcher has written FOLDER/machine.json. Each rank writes FOLDER/results-RANK.json.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from lockstep.launch import worker
 from lockstep.launch.environment import Environment
 
 RENDEZVOUS_SECONDS = 120.0
-"""Time in which all ranks must import torch and connect."""
+"""Timeout for importing torch and connecting all ranks."""
 
 
 def main(folder: Path, deadline_seconds: float) -> None:
@@ -44,7 +45,7 @@ def main(folder: Path, deadline_seconds: float) -> None:
         write_atomically(folder / f"results-{environment.rank}.json", json.dumps(values))
 
     def abort(statuses: list[RankStatus]) -> None:
-        """Write the results so far and end the process, whose main thread may hang."""
+        """Write the results so far and end the process. Its main thread may hang."""
         values["statuses"] = [asdict(status) for status in statuses]
         write()
         os._exit(1)
@@ -109,7 +110,7 @@ def _run_probes(
 
 
 def _groups(coordinator: ProbeCoordinator, world: World, backend: str) -> list[RankGroup]:
-    """Every rank creates every group. Returns the groups that contain this rank."""
+    """Create all process groups, on every rank. Return the groups that contain this rank."""
     everyone = list(range(world.size))
     groups = [RankGroup("all ranks", everyone, world.rank, None, world.device, backend)]
     for name, parts in subgroups(world.size).items():
@@ -123,8 +124,8 @@ def _groups(coordinator: ProbeCoordinator, world: World, backend: str) -> list[R
 
 
 def _ranks_that_share(coordinator: ProbeCoordinator, path: Path) -> list[int]:
-    """Every rank calls it. Returns the ranks that see a file that rank 0 creates in the folder
-    `path`."""
+    """Return the ranks that see a file that rank 0 creates in `path`. All ranks must call this
+    function."""
     if coordinator.rank == 0:
         with tempfile.NamedTemporaryFile(prefix=".lockstep-doctor-", dir=path) as file:
             coordinator.all_gather(Path(file.name).name)

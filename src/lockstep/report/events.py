@@ -1,4 +1,4 @@
-"""The events of runs, as a timeline, as marks on curves and as a table. Pure."""
+"""Shows the events of runs in a timeline, in charts and in a table."""
 
 from __future__ import annotations
 
@@ -122,8 +122,7 @@ def _time_marks(run: RunHistory, seconds: float) -> Iterator[TimeMark]:
 
 
 def _group_nearby(events: Iterable[RunEvent], seconds: float) -> list[EventGroup]:
-    """Events of one kind that would overlap. The most severe groups come last, so that they are
-    drawn on top."""
+    """Group events of one kind that would overlap. The most severe groups come last."""
     found: dict[str, list[list[RunEvent]]] = {}
     for event in events:
         groups = found.setdefault(event.kind, [])
@@ -136,8 +135,8 @@ def _group_nearby(events: Iterable[RunEvent], seconds: float) -> list[EventGroup
 
 
 def event_table(run: RunHistory) -> Html:
-    """Consecutive events of one kind share a row. Of more than `MAX_ROWS` rows, only the first and
-    last are shown."""
+    """Put consecutive events of one kind into one row. Of more than `MAX_ROWS` rows, show only the
+    first and last."""
     groups = group_consecutive(run.events)
     left_out = len(groups) - MAX_ROWS
     half = MAX_ROWS // 2

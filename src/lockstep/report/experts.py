@@ -1,4 +1,4 @@
-"""Heat maps, for each layer of a model, of its experts' loads (tokens) over the steps. Pure."""
+"""Makes heat maps of the experts' loads in each layer over the training steps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The history of a run: its metrics, the step times of its ranks, and its events, joined over
-restarts. Pure."""
+"""The history of a run, joined over restarts: metrics, step times of the ranks, and events."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from lockstep.pages.chart import Series
 RunState = Literal["ended", "running", "unfinished", "preempted", "failed"]
 
 PHASES = ("step", "data", "compute", "communication")
-"""Measured parts of a rank's step time; the first is the whole step."""
+"""Measured parts of a rank's step. The first is the whole step."""
 
 MOST_SERIES = 1000
-"""Largest number of metrics that are read; a page has a chart for each."""
+"""Largest number of metrics that are read. A page has a chart for each."""
 _NOT_METRICS = frozenset({"step", "time", "not_finite", CHECKSUM})
 LARGEST = 1e290
 _MOST = 2**53
-"""JavaScript represents no larger integers exactly."""
+"""Largest integer that JavaScript represents exactly."""
 _LONGEST_SECONDS = 1e9
 _BEGINS = "run-started"
 _ENDS: dict[str, RunState] = {
@@ -47,8 +46,7 @@ class Curves:
 
 @dataclass(slots=True)
 class RankTimes:
-    """Contents of `ranks.jsonl`: mean seconds per step of each phase and rank, from one logging
-    step to the next."""
+    """Contents of `ranks.jsonl`: mean seconds per step, by phase and rank."""
 
     steps: list[int] = field(default_factory=list)
     phases: dict[str, list[array[float]]] = field(
@@ -59,7 +57,7 @@ class RankTimes:
 
 @dataclass(slots=True)
 class LoadHistory:
-    """Contents of `experts.jsonl`: the load of each expert at logging steps."""
+    """Contents of `experts.jsonl`: the load of each expert over the training steps."""
 
     steps: list[int] = field(default_factory=list)
     layers: dict[str, list[array[float]]] = field(default_factory=dict)
@@ -70,15 +68,14 @@ class RankMemory:
     rank: int
     microseconds: list[int]
     bytes_by_cause: dict[str, list[int]]
-    """Cause of allocations (such as parameters or activations) -> bytes from each time in
-    `microseconds` until the next."""
+    """Maps causes of allocations, such as activations, to their bytes over time."""
     peak_bytes: int
     peak_seconds: float
     peak_phase: str
     at_peak: dict[str, int]
-    """Cause of allocations -> bytes at the moment of the highest total."""
+    """Maps causes of allocations to their bytes at the highest total."""
     largest: list[tuple[int, str, str]]
-    """Largest allocations at the peak: bytes, cause, and name."""
+    """The largest allocations at the peak, each with bytes, cause and name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,7 @@ class RunEvent:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The time from a start of the run to its end, or to its last record."""
+    """The time from a start of the run until it ends or stops writing."""
 
     began: float
     ended: float
@@ -110,7 +107,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class LockHolder:
-    """The process that holds the run directory, from its file `lock`."""
+    """The process that holds the run directory, read from the file `lock`."""
 
     pid: int
     host: str
@@ -120,7 +117,7 @@ class LockHolder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHistory:
-    """Everything that a run directory records about a run."""
+    """All records in a run directory."""
 
     name: str
     path: str
@@ -147,8 +144,8 @@ class RunHistory:
 
     @property
     def attempts(self) -> list[Attempt]:
-        """One for each start of the run's processes. A recovery in place, in which the remaining
-        processes keep running, is no start."""
+        """One attempt for each start of the run's processes. A recovery in place does not start
+        them."""
         recoveries = [
             (event.time - seconds_of(event, "open_seconds"), event.time)
             for event in self.events
@@ -224,7 +221,7 @@ def metric_curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
 
 
 def _clamp(number: float) -> float:
-    """Replace a number so large or small that scales would overflow by infinity or 0."""
+    """Replace very large numbers by infinity, and very small ones by 0."""
     if abs(number) > LARGEST:
         return math.copysign(math.inf, number)
     return 0.0 if abs(number) < 1 / LARGEST else number
@@ -252,7 +249,7 @@ def _add_row(
     step: int,
     values: Mapping[str, Iterable[float | None]],
 ) -> None:
-    """Discard earlier rows of steps that a resumed run repeats."""
+    """Append a row. Discard the rows that a resumed run repeats."""
     while steps and steps[-1] >= step:
         steps.pop()
         for known in series.values():

@@ -1,5 +1,4 @@
-"""Finds in a run's events where worker processes were lost (crashed or unreachable), and what each
-loss cost. Pure."""
+"""Finds lost worker processes in the events of a run, and computes the time that each loss cost."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from lockstep.report.history import RunEvent, RunHistory, seconds_of
 
 _Progress = Sequence[tuple[float, int]]
 _NO_LOSS = frozenset({"preempted", "out-of-memory"})
-"""Kinds of events (another machine joined, or the plan was changed) after which a start is no
-loss."""
+"""A restart after an event of these kinds is not a loss."""
 
 MAX_LOSSES = 100
 _MOST_STEPS = 2**53
@@ -28,29 +26,28 @@ _PARTS = {"wait": "line-1", "open": "line-0", "steps again": "line-4"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerLoss:
-    """The loss of a worker process after which the run continued. Fields that the run did not
-    record are None."""
+    """The loss of a worker process after which the run continued. Values that were not recorded are
+    None."""
 
     time: float
     reason: str
     in_place: bool
     not_in_place: str = ""
-    """Reason why all processes had to start again, although the run was to recover in place; else
-    empty."""
+    """Reason why the run did not recover in place, or empty."""
     state: str
-    """Source of the state: "replica", "image", the name of a checkpoint, or empty if the run
-    started from step 0 again."""
+    """Source of the restored state: "replica", "image", the name of a checkpoint, or empty for
+    none."""
     step: int
     wait_seconds: float | None
-    """From the loss until all processes, including new ones, were ready."""
+    """Time from the loss until all processes were ready."""
     open_seconds: float
-    """From when all processes were ready until the run was open and its state was loaded."""
+    """Time to restore the state after all processes were ready."""
     repeated_steps: int | None
     repeated_seconds: float | None = None
 
     @property
     def seconds(self) -> float:
-        """Sum of the known times from the loss until the lost steps were repeated."""
+        """Time from the loss until the lost steps were repeated, as far as it is known."""
         return (self.wait_seconds or 0.0) + self.open_seconds + (self.repeated_seconds or 0.0)
 
     @property
@@ -63,7 +60,7 @@ class WorkerLoss:
 
     @property
     def end(self) -> float:
-        """Time at which the run had done as many steps as before the loss."""
+        """Time at which the lost steps had been repeated."""
         return self.time + self.seconds
 
     def as_json(self) -> dict[str, Any]:
@@ -118,8 +115,7 @@ def _between(progress: _Progress, begin: float, end: float) -> _Progress:
 def _loss(
     before: Sequence[RunEvent], after: Sequence[RunEvent], progress: _Progress
 ) -> WorkerLoss | None:
-    """Return the loss between two starts, without the time of the repeated steps; None if no worker
-    was lost."""
+    """Return the loss between two starts of the processes, or None."""
     if (recovered := _first(after, "recovered")) is not None:
         wait, opening = seconds_of(recovered, "wait_seconds"), seconds_of(recovered, "open_seconds")
         repeated = recovered.details.get("repeated_steps")
@@ -168,8 +164,7 @@ def _restart(
 
 
 def _repetition(loss: WorkerLoss, progress: _Progress, *, goes_on: bool) -> float | None:
-    """Seconds of the repeated steps; None if some are still to be repeated. `goes_on`: this was the
-    latest start."""
+    """Return the time of the repeated steps; None if the run has not repeated all of them."""
     if not loss.repeated_steps:
         return None if loss.repeated_steps is None else 0.0
     reached, opened = loss.step + loss.repeated_steps, loss.end

@@ -1,4 +1,4 @@
-"""The page of a run, or of several side by side. Pure."""
+"""Makes the page of a run, or of several runs side by side."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lockstep.report.ranks import mean_over_ranks, rank_bars, rank_heatmaps
 from lockstep.report.repetitions import group_table, repeated_runs
 
 GENERATOR = generator_tag("lockstep report")
-"""The tag that identifies a page as a report."""
+"""A meta tag that identifies a page as a report."""
 MEMORY_CHARTS = 8
 MOST_COLUMNS, LEAST_COLUMNS = 600, 60
 POINTS = 60_000
@@ -56,7 +56,6 @@ _ABOUT_LOADS = (
 
 
 def report_page(runs: Sequence[RunHistory], *, made: float) -> str:
-    """`made`: seconds since 1970."""
     title = "lockstep report: " + ", ".join(run.name for run in runs)
     curves = [run.curves.last_step for run in runs]
     logged = [steps for run in runs for steps in (run.ranks.steps, run.loads.steps)]
@@ -137,7 +136,7 @@ def _order(name: str) -> tuple[int, int]:
 
 
 def _sole_term(runs: Sequence[RunHistory], names: Iterable[str]) -> str | None:
-    """The name of the loss's only term, if its curve equals that of the loss in every run."""
+    """Return the name of the loss's term if the loss has exactly one term."""
     terms = [name for name in names if name.startswith("loss/")]
     series = [run.curves.series for run in runs]
     is_sole = len(terms) == 1 and all(each.get(terms[0]) == each.get("loss") for each in series)

@@ -1,4 +1,4 @@
-"""Shows the step times of ranks: as heat maps, one for each phase, and as bars. Pure."""
+"""Shows the step times of ranks as heat maps and bars."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Axes:
     """Rows and columns of a heat map."""
 
     rows: list[tuple[int, int]]
-    """First and last rank, or expert, of each row."""
+    """The first and last rank, or expert, of each row."""
     columns: list[list[int]]
 
     @classmethod
@@ -40,7 +40,6 @@ class Axes:
         *,
         most_cells: int = CELLS,
     ) -> Axes:
-        """`kinds`: for each quantity, the values of all ranks at each of the `steps`."""
         size = max((len(row) for rows in kinds for row in rows), default=0)
         per_row = -(-size // MOST_ROWS) or 1
         rows = [(first, min(first + per_row, size) - 1) for first in range(0, size, per_row)]
@@ -202,7 +201,7 @@ def _extremes(rows: Sequence[Sequence[float]], axes: Axes) -> str:
 def extremes(
     rows: Sequence[Sequence[float]], names: Sequence[Name]
 ) -> tuple[tuple[float, Name], tuple[float, Name]] | None:
-    """Return the highest and the lowest mean of a row, each with the row's name."""
+    """Return the highest and the lowest mean of a row, with the names of the rows."""
     finite = ([value for value in row if math.isfinite(value)] for row in rows)
     means = [(mean_of(row), name) for row, name in zip(finite, names, strict=True) if row]
     return (max(means), min(means)) if means else None

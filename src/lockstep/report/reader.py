@@ -1,4 +1,4 @@
-"""Reads run directories, without writing anything there."""
+"""Reads run directories. It never writes to them."""
 
 from __future__ import annotations
 
@@ -152,8 +152,7 @@ def _memory(folder: Path, unreadable: dict[str, int]) -> MemoryProfile | None:
 
 
 def _holder(folder: Path) -> LockHolder | None:
-    """Reads the lock file without locking it, because a lock could make a run fail that starts at
-    that moment."""
+    """Read the lock file without locking it. A lock could make a starting run fail."""
     try:
         values = read_object(folder, "lock", 4096)
         pid, host = values["pid"], str(values["host"])
@@ -166,7 +165,7 @@ def _holder(folder: Path) -> LockHolder | None:
 
 
 def _is_alive(pid: int) -> bool | None:
-    """None on Windows, where the check could interrupt the process."""
+    """Return None on Windows, where the check could interrupt the process."""
     if sys.platform == "win32":
         return None
     try:

@@ -1,5 +1,4 @@
-"""Runs that repeat a recipe with another seed or other data (such as folds), and the means of their
-metrics. Pure."""
+"""Finds runs that repeat a recipe with another seed or other data, and averages their metrics."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ class Group:
 
 
 def repeated_runs(runs: Sequence[RunHistory]) -> list[Group]:
-    """Groups of two or more ended runs. Runs with the same final model count once."""
+    """Return groups of two or more ended runs. Runs with the same final model count once."""
     groups: dict[Any, dict[Any, RunHistory]] = {}
     for run in runs:
         if run.state == "ended" and isinstance(recipe := run.metadata.get("recipe"), Mapping):

@@ -1,4 +1,4 @@
-"""Tables and texts about runs, as HTML, JSON and plain text. Pure."""
+"""Makes tables and texts about runs, as HTML, JSON and plain text."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _digits(run: RunHistory, after: str = "") -> Html | None:
 
 
 def flatten(value: Any, path: str = "") -> dict[str, Any]:
-    """Flatten JSON by dotted path. Null and empty values are left out."""
+    """Flatten nested JSON to dotted paths. Null and empty values are left out."""
     if isinstance(value, Mapping):
         flat = {}
         for name, item in value.items():
@@ -168,7 +168,8 @@ def described_fields(run: RunHistory) -> dict[str, dict[str, Any]]:
 
 
 def run_differences(runs: Sequence[RunHistory]) -> list[tuple[str, str, list[Any]]]:
-    """Section, field, and each run's value (None if missing)."""
+    """Return the fields in which runs differ. Each entry has a section, a field and the value of
+    each run."""
     described = [described_fields(run) for run in runs]
     differences: list[tuple[str, str, list[Any]]] = []
     for about in ("Recipe", "Plan", "Environment"):
@@ -259,12 +260,12 @@ def _optional(value: float | None, unit: Unit = "") -> str:
 
 
 def breakable(text: str) -> Html:
-    """Let a browser wrap the text after commas and slashes, and after dots before underscores."""
+    """Let a browser wrap a text after commas and slashes."""
     return Html(joined(text).replace(",", ",<wbr>").replace("/", "/<wbr>").replace("._", ".<wbr>_"))
 
 
 def report_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
-    """NaN and infinity become null."""
+    """Return a report as JSON. NaN and infinity become null."""
     page = {
         "runs": [
             {

@@ -1,2 +1,1 @@
-"""Many trainings at once: hyper-parameter search, sweeps and population-based training, on
-Optuna."""
+"""Hyper-parameter search, sweeps and population-based training, on Optuna."""

@@ -1,5 +1,5 @@
-"""The main loop of a hyper-parameter search: starts trials, answers the metrics that they report,
-and records their results."""
+"""The main loop of a hyper-parameter search. It starts trials, answers their messages, and records
+their results."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class RunningTrial:
     slot: TrialSlot
     channel: Channel
     is_probe: bool
-    """True if the process does not train, but only reports the hyper-parameters that the script
-    declares."""
+    """True if the process only reports the hyper-parameters of the script, and does not train."""
     has_opened: bool = False
     began: float = field(default_factory=time.monotonic)
 
@@ -56,8 +55,7 @@ class Search:
         processes: int,
         on_end: Callable[[int], None],
     ) -> None:
-        """`slots`: threads and GPUs of each trial that can run at the same time. `processes`: of
-        each trial. `on_end` gets the number of each trial that has ended."""
+        """`on_end` is called with the number of each trial that ends."""
         self._request, self._storage, self._server = request, storage, server
         self._processes, self._on_end = processes, on_end
         self.proposals = Proposals(request, storage)
@@ -75,8 +73,8 @@ class Search:
         self._ends_early = False
 
     def run(self) -> str | None:
-        """Return the signal, or `--timeout`, that ended the search early. Raises if trial after
-        trial fails because of the script."""
+        """Return the signal, or `--timeout`, that ended the search early. Raise an error if several
+        trials fail because of the script."""
         numbers = signals("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
         with signals_handled(numbers, self._on_signal), reachable(self._storage.url):
             while True:
@@ -165,8 +163,8 @@ class Search:
         return replace(given, run_dir=folder, default_run_dir=None, resume="auto", set=assignments)
 
     def _go_on_from_parent(self, claimed: ClaimedTrial) -> None:
-        """Population-based training: copy the parent trial's checkpoints into this trial's run
-        directory, unless the directory has checkpoints."""
+        """Copy the parent trial's checkpoints into this trial's run directory, for population-based
+        training."""
         parent = self.proposals.parent(claimed.number)
         folder = self._storage.run_dir(claimed.number)
         if parent is None or (folder / "checkpoints").exists():
@@ -194,8 +192,8 @@ class Search:
         return True
 
     def _on_opened(self, running: RunningTrial, message: Mapping[str, Any]) -> None:
-        """The trial's script has reached `ls.train`. The first trial's parameters become those of
-        the search."""
+        """Handle the message that a trial's script has called `ls.train`. The parameters of the
+        first trial become the search's parameters."""
         running.has_opened = True
         try:
             for name in ("every", "steps"):
@@ -270,7 +268,7 @@ class Search:
             )
 
     def _stop(self, error: UserError) -> None:
-        """Start no more trials, let the running ones save and end, then raise this error."""
+        """End the search with an error. The running trials save and end first."""
         self._error = self._error or error
         self._ends_early = True
         self._server.signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The database of a search: its URL, connecting to it, and exclusive access."""
+"""Opens and locks the database of a search."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _LOCKS = {
     "postgresql": "SELECT pg_advisory_lock(('x' || :name)::bit(64)::bigint)",
     "mysql": "SELECT GET_LOCK(:name, 1000000)",
 }
-"""SQL dialect -> statement that waits for a lock in the database. The end of the connection
-releases the lock."""
+"""Maps SQL dialects to statements that wait for a lock. The lock is released when the connection
+ends."""
 _PACKAGES = {
     "MySQLdb": "mysqlclient",
     "psycopg": "'psycopg[binary]'",
@@ -54,7 +54,7 @@ def opened_study(url: str, name: str, direction: Direction) -> optuna.Study:
 
 
 def existing_study(url: str, name: str) -> optuna.Study:
-    """Open for reading, without creating tables. The user gave the URL."""
+    """Open a study for reading. No tables are created."""
     address = parsed(url)
     if address.get_backend_name() == "sqlite" and address.database:
         return study_in_file(Path(address.database).resolve(), name)
@@ -75,8 +75,8 @@ def existing_study(url: str, name: str) -> optuna.Study:
 
 
 def study_in_file(path: Path, name: str) -> optuna.Study:
-    """The SQLite file may be untrusted: it is opened read-only, and refused if it contains anything
-    but tables, such as triggers."""
+    """Open an SQLite file that may be untrusted. It is opened read-only, and refused if it contains
+    anything but tables."""
 
     def connect() -> sqlite3.Connection:
         os.close(open_below(path.parent, path.name))
@@ -104,7 +104,7 @@ def study_in_file(path: Path, name: str) -> optuna.Study:
 
 
 def _check_schema(url: str, tables: set[str]) -> None:
-    """Refuse the tables of another program, to which Optuna would add its own."""
+    """Refuse a database without Optuna's tables. Optuna would add its tables to it."""
     if not {"studies", "trials", "version_info", "alembic_version"} <= tables:
         raise LaunchError(
             f"{without_password(url)} holds no search; it may be another file or database; give"
@@ -133,9 +133,8 @@ def _studies(url: str) -> Iterator[None]:
 
 @contextmanager
 def alone(url: str, name: str) -> Iterator[None]:
-    """Hold an exclusive lock of the study: other `lockstep search` processes wait. SQLite's
-    transactions, or a lock on the trial's row, would not be enough: the owner of a trial is stored
-    in another row than the trial, so two searches could take the same trial."""
+    """Hold an exclusive lock of a study, so that two `lockstep search` processes cannot start the
+    same trial."""
     address = parsed(url)
     backend = "mysql" if address.get_backend_name() == "mariadb" else address.get_backend_name()
     if backend == "sqlite" and address.database:
@@ -159,7 +158,7 @@ def alone(url: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def reachable(url: str) -> Iterator[None]:
-    """Raise `LaunchError` if the database fails inside the context."""
+    """Raise `LaunchError` if the database fails inside the `with` block."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -232,5 +231,5 @@ def parsed(url: str) -> URL:
 
 
 def shown(url: str | None) -> str:
-    """Without a password."""
+    """Return the URL of a storage without its password."""
     return "its own SQLite file" if url is None else without_password(url)

@@ -1,5 +1,5 @@
-"""Figures on a search's page: the best value over time, each trial's metric by step, and parallel
-coordinates of parameters and metric. Pure."""
+"""The figures on the page of a search: the best value over time, curves of the metric, and parallel
+coordinates."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def _trial_figure(
 
 
 def shades(results: SearchResults) -> dict[int, int]:
-    """Number of a complete trial -> index of its colour, from worse to better."""
+    """Return the colour index of each complete trial. Better trials have larger indices."""
     ranked = results.ranked
     return {
         trial.number: _SHADES - 1 - place * _SHADES // len(ranked)
@@ -191,7 +191,7 @@ def shades(results: SearchResults) -> dict[int, int]:
 
 
 def polyline(points: Sequence[Point | None]) -> str:
-    """The `d` attribute of an SVG path. None is a gap. A point between two gaps becomes a dot."""
+    """Return the `d` attribute of an SVG path. The path has a gap at each None."""
     runs = [
         [point for point in run if point is not None]
         for is_there, run in groupby(points, lambda each: each is not None)
@@ -205,7 +205,6 @@ def polyline(points: Sequence[Point | None]) -> str:
 def trial_path(
     trial: TrialResult, kind: str, d: str, shade: Mapping[int, int], best: TrialResult | None
 ) -> Html:
-    """Return an empty text if `d` is empty. `kind`: a CSS class. `best`: the trial to highlight."""
     if not d:
         return Html()
     place = shade.get(trial.number)
@@ -263,7 +262,7 @@ def _end_height(trial: TrialResult, scale: Scale) -> float | None:
 
 
 def _stairs(steps: Sequence[Point]) -> list[Point]:
-    """Corners of a step line, which keeps each value until the next one."""
+    """Return the corners of a step curve."""
     ends = [x for x, _ in steps[1:]] + [1.0] * bool(steps)
     return [
         corner for (x, y), end in zip(steps, ends, strict=True) for corner in ((x, y), (end, y))
@@ -286,8 +285,8 @@ def _mark_legend(results: SearchResults) -> list[Html]:
 
 
 def _downsampled(trial: TrialResult, last: int, columns: int) -> list[tuple[float, float | None]]:
-    """Return (step, value) of at most about `columns` points. A value is None, a gap in the curve,
-    if no value in that range of steps is finite."""
+    """Return at most about `columns` points of a trial's curve. A value is None if it is not
+    finite."""
     steps = sorted(trial.values)
     values = (float(trial.values[step]) for step in steps)
     series = Series(
@@ -309,7 +308,7 @@ def _place_nearby(step: float, value: float, x_scale: Scale, y_scale: Scale) -> 
 def _axis_places(
     trial: TrialResult, axes: Sequence[ParameterAxis], scale: Scale
 ) -> list[Point | None]:
-    """None where the trial lacks the parameter or the metric."""
+    """Return the position of a trial on each axis; None if the trial lacks the value."""
     given = trial.parameters
     heights = [axis.position(given[axis.name]) if axis.name in given else None for axis in axes]
     heights.append(_end_height(trial, scale))
@@ -353,13 +352,13 @@ class ParameterAxis:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """True if finite, and not so large that differences overflow."""
+    """Return True for a finite number whose differences do not overflow."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def metric_scale(values: Sequence[float], sign: float) -> Scale:
-    """Leave a few values that are far worse than the others outside of the axis. `sign`: -1 if a
-    larger value is better."""
+    """Return a scale that may exclude a few values much worse than the rest. `sign` is -1 if larger
+    values are better."""
     ordered = sorted(values, key=lambda value: sign * value)
     if len(ordered) >= _ENOUGH:
         best, usual = ordered[0], ordered[int(_USUAL * (len(ordered) - 1))]
@@ -370,8 +369,8 @@ def metric_scale(values: Sequence[float], sign: float) -> Scale:
 
 
 def end_scale(results: SearchResults) -> tuple[Scale, list[float]]:
-    """Scale for the final metric values of trials, and these values. Values of pruned trials may
-    lie outside of the scale."""
+    """Return the trials' final metric values, with a scale for them. The scale may exclude values
+    of pruned trials."""
     values = {
         state: [
             each.value for each in results.trials if each.state == state and is_number(each.value)
@@ -464,7 +463,7 @@ def format_value(value: Value) -> str:
 
 
 def shorten(text: str, longest: int = _LONGEST_LABEL) -> str:
-    """Leave out the middle of a text that is longer than `longest`."""
+    """Replace the middle of a long text by an ellipsis."""
     half = (longest - 1) // 2
     return text if len(text) <= longest else f"{text[: longest - 1 - half]}…{text[-half:]}"
 

@@ -1,6 +1,5 @@
-"""A server process that imports torch once, and forks a launcher for each trial of a search, which
-forks the workers: a training of a small model starts in a fraction of a second. Each process ends
-with the process that started it. Linux only."""
+"""A server process for Linux that imports torch once, and forks the processes of each trial. A
+training of a small model starts in a fraction of a second. Each process ends with its parent."""
 
 from __future__ import annotations
 
@@ -47,13 +46,13 @@ END_SECONDS = (3.0, 5.0)
 class LaunchRequest:
     number: int
     folder: str
-    """The existing run directory, for the launch's output and ending."""
+    """The existing run directory of the trial."""
     line: Sequence[str]
     processes: int
     max_restarts: int
     options: Mapping[str, str]
     request: Mapping[str, Any]
-    """JSON. The server sets its `channel`: the descriptor of rank 0's channel."""
+    """JSON. The server adds `channel`, the file descriptor of rank 0's channel."""
     environment: Mapping[str, str]
 
 
@@ -62,11 +61,10 @@ class LaunchEnding:
     status: int
     report: str
     kind: str = ""
-    """Class of the exception that failed first, as `module:qualified name`. Empty if there was
-    none."""
+    """Class of the first exception, as `module:qualified name`; empty without an exception."""
     message: str = ""
     where: str = ""
-    """Last frame of the traceback of the exception that failed first."""
+    """Last frame in the traceback of the first exception."""
 
     @classmethod
     def of(cls, ending: Ending) -> LaunchEnding:
@@ -123,7 +121,7 @@ class ForkServer:
         return ours
 
     def signal(self, number: int, launch: int | None = None) -> None:
-        """`launch=None`: to all launches."""
+        """Send a signal to one launch, or to all launches."""
         self.channel.send("signal", signal=number, number=launch)
 
     def close(self) -> None:
@@ -195,8 +193,7 @@ def _serve(channel: Channel) -> None:
 
 
 def _end(launchers: dict[int, int], selector: selectors.BaseSelector) -> None:
-    """Wait for the launchers, which may still be removing their temporary folders; then send
-    SIGTERM. `launchers`: number of a launch -> process id. `selector` has their pidfds."""
+    """Wait for the launchers, then terminate those that still run."""
     for seconds in END_SECONDS:
         deadline = time.monotonic() + seconds
         while selector.get_map() and (rest := deadline - time.monotonic()) > 0:

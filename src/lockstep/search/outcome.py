@@ -1,5 +1,4 @@
-"""Determines a trial's result from its run directory, and detects failures that the script causes,
-whatever the hyper-parameters."""
+"""Reads a trial's result from its run directory, and detects failures that the script causes."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ from lockstep.search.results import State
 MOST_ALIKE = 3
 _KILLED = 128 + 9
 _OF_THE_TRIAL = ("LossError", "MemoryError", "OutOfMemoryError", "HangError")
-"""Exceptions that hyper-parameter values may cause, so that other trials may succeed."""
+"""Exceptions that the values of hyper-parameters may cause."""
 
 _MISTAKES = ("LaunchError", "PlanError", "RecipeError")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialOutcome:
-    """The state in which a trial ended. `running` means that the trial was interrupted, and will be
+    """The state in which a trial ended. An interrupted trial is still `running`, and will be
     resumed."""
 
     state: State
@@ -32,10 +31,10 @@ class TrialOutcome:
     steps: int | None = None
     reason: str | None = None
     is_mistake: bool = False
-    """True for a mistake in the script or the command, which every trial would repeat."""
+    """True for a mistake in the script or the command line. Every trial would fail with it."""
     alike: str | None = None
-    """Text that is the same for all failures with the same cause in the script. None if the trial
-    did not fail, or failed because of its hyper-parameters."""
+    """A text that is equal for all failures with the same cause in the script. None if the script
+    did not cause a failure."""
 
 
 def finished_outcome(folder: Path, metric: str) -> TrialOutcome | None:
@@ -56,8 +55,8 @@ def finished_outcome(folder: Path, metric: str) -> TrialOutcome | None:
 
 
 def outcome_of(folder: Path, status: int, metric: str) -> TrialOutcome:
-    """`status`: exit status of the trial's launcher, or the negated number of the signal that
-    killed it."""
+    """Return the outcome of a trial whose launcher ended with `status`. A negative `status` is the
+    number of a signal."""
     ending = LaunchEnding.read(folder)
     if status == 0:
         reason, alike = "the script ended and did not train", "did not train"
@@ -101,8 +100,8 @@ class FailuresAlike:
         self._is_right = False
 
     def note(self, outcome: TrialOutcome) -> bool:
-        """Return True if so many trials have failed for the same reason that the search should
-        end."""
+        """Return True if the search should end, because so many trials have failed with the same
+        cause."""
         self._is_right |= outcome.state in ("complete", "pruned")
         if outcome.alike is None or self._is_right:
             return False

@@ -1,5 +1,4 @@
-"""The HTML page of a hyper-parameter search: headline, best trial, figures, importance of each
-parameter, and a table of all trials. Pure."""
+"""Makes the HTML page of a search, with the best trial, figures and a table of all trials."""
 
 from __future__ import annotations
 
@@ -36,11 +35,12 @@ from lockstep.search.summary import STATES, failures, numbers, train_command
 _LONGEST_REASON = 400
 _MOST_FAILURES = 3
 _LONG = 40
-"""Rows from which the table of trials scrolls in a box."""
+"""The table of trials scrolls if it has at least this many rows."""
 
 
 def search_page(results: SearchResults, importance: Mapping[str, float], made: float) -> str:
-    """`importance`: share of the metric's variation by parameter. `made`: seconds since 1970."""
+    """`importance` maps parameters to their share of the metric's variance. `made` is the time of
+    creation."""
     over_time = joined(best_so_far(results), trial_curves(results))
     tips = {
         str(trial.number): trial_tip(trial, results.metric, results.varied)

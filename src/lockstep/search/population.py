@@ -1,6 +1,9 @@
-"""Population-based training (Jaderberg et al. 2017, arXiv:1711.09846). Trial n is member n % M of
-generation n // M, and trains one segment of the steps. After each generation, members of the worst
-quarter continue from checkpoints of the best quarter, with changed values."""
+"""Population-based training (Jaderberg et al. 2017, arXiv:1711.09846).
+
+Trial n is member n % M of generation n // M, and trains one segment of the steps. After each
+generation, the worst quarter of the members continues from checkpoints of the best quarter, with
+changed values.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ CHANGEABLE = frozenset(
         "clip_norm",
     }
 )
-"""Fields of the recipe whose hyper-parameters may change in the middle of a training."""
+"""Fields of the recipe whose hyper-parameters may change during a training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +82,7 @@ class Population:
         return (done + 1) * self.members
 
     def parent(self, number: int, results: SearchResults, seed: int) -> int | None:
-        """The trial from whose checkpoint trial `number` continues; None in the first
+        """Return the trial from whose checkpoint trial `number` continues; None in the first
         generation."""
         generation = self.generation(number)
         if generation == 0:
@@ -108,7 +111,8 @@ class Population:
         parameters: Sequence[Parameter],
         seed: int,
     ) -> dict[str, Value]:
-        """`given`: the parent's values. They are changed if the parent is another member."""
+        """Return the parent's values `given`. The values are changed if the parent is another
+        member."""
         if parent == number - self.members:
             return {each.name: given[each.name] for each in parameters}
         chance = random.Random(f"{seed}/{number}/values")

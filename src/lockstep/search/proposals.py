@@ -1,4 +1,5 @@
-"""Proposes the hyper-parameters of each trial: sampled, or from a grid, a sweep or a population."""
+"""Proposes the hyper-parameters of each trial. They come from a sampler, a grid, a sweep or a
+population."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ class Proposals:
 
     @property
     def ready(self) -> int:
-        """Number of trials that may begin. In population-based training, trials wait for the
+        """Number of trials that may start. In population-based training, trials wait for the
         previous generation."""
         self._look()
         if self._request.sampler != "pbt" or not self._parameters:
@@ -100,8 +101,8 @@ class Proposals:
         return self.population.parent(number, self._storage.results(), self._request.seed)
 
     def values(self, claimed: ClaimedTrial) -> Mapping[str, Value]:
-        """Empty for the first trial while the script's parameters are unknown: the script uses
-        their defaults."""
+        """Return no values if the parameters are not known yet. The script then uses its
+        defaults."""
         distributions = {each.name: distribution_of(each) for each in self.searched}
         for name, texts in self._request.sweep:
             distributions[name] = CategoricalDistribution(texts)
@@ -123,12 +124,12 @@ class Proposals:
 _KEPT = 3
 
 Given = Callable[[int], Mapping[str, Value] | None]
-"""Number of a trial -> its values; None if they are to be sampled."""
+"""Returns the values of a trial by its number; None if a sampler chooses them."""
 
 
 class PerTrialSampler(BaseSampler):
-    """Makes a sampler for each trial, seeded with the search's seed and the trial's number, so that
-    interruptions of a search do not change its proposals."""
+    """Makes a sampler for each trial, seeded with the trial's number. A resumed search proposes the
+    same values as an uninterrupted one."""
 
     def __init__(self, make: Callable[[int], BaseSampler], seed: int, given: Given) -> None:
         self._make, self._seed, self._given = make, seed, given
@@ -192,9 +193,8 @@ def pruner_of(name: PrunerName, every: int | None, steps: int | None) -> BasePru
 
 
 def first_rung(every: int | None, steps: int | None) -> int | None:
-    """Return the step at which ASHA first prunes; None: unknown. Two thirds of the trials end after
-    about 1/9 of the training, two thirds of the rest after 1/3. Optuna's defaults would end three
-    quarters of the trials after the first evaluation, even if it is very early."""
+    """Return the step at which ASHA prunes first, about 1/9 of the training. Optuna's default is
+    the first evaluation, which may be too early."""
     if every is None or steps is None:
         return every
     # the third pruning would then be after the end of the training

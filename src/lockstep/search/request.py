@@ -1,5 +1,4 @@
-"""The request for a search, from the options of `lockstep search` and `lockstep sweep`; and for one
-trial."""
+"""The request for a search, and the request for one of its trials."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from lockstep.search.results import Direction
 SamplerName = Literal["tpe", "random", "grid", "cma", "pbt"]
 PrunerName = Literal["asha", "median", "none"]
 SEARCH = "search.json"
-"""File in a search's folder, with the storage, the name, and an identifier of the folder."""
+"""A file in the search's folder that names the storage and the study."""
 PRUNED = "pruned: "
 
 
@@ -39,19 +38,19 @@ class SearchRequest:
     name: str
     timeout_seconds: float | None
     launch: LaunchOptions
-    """Launch options of each trial. `set` contains the parameters that are not searched."""
+    """Launch options of each trial. The option `set` contains the parameters that are not
+    searched."""
     sweep: Sequence[tuple[str, Sequence[str]]] = ()
     population: int = 8
 
     @property
     def combinations(self) -> list[tuple[str, ...]]:
-        """Assignments of each trial of a sweep, as for `--set`. The last name changes fastest."""
+        """The assignments of each trial of a sweep, as for `--set`."""
         texts = [[f"{name}={value}" for value in values] for name, values in self.sweep]
         return list(itertools.product(*texts)) if texts else []
 
     def identity(self) -> Mapping[str, Any]:
-        """Fields that must be the same when the search is continued, or shared by several
-        searches."""
+        """Return the fields that must not change when a search is continued."""
         return {
             "script": self.line.words,
             "metric": self.metric,
@@ -68,14 +67,13 @@ class SearchRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialRequest(ScriptRequest):
-    """Tells the processes of a trial to report evaluations, or to report the script's parameters
-    instead of training."""
+    """The request to the processes of a trial."""
 
     answered_by: ClassVar[str] = "lockstep.search.trial_hook"
     metric: str
     can_be_pruned: bool
     until: int | None = None
-    """Training step after whose evaluation the trial ends. None: at the end of the training."""
+    """The trial ends after the evaluation at this step; None if it trains to the end."""
     channel: int = -1
 
 
@@ -90,7 +88,7 @@ def check_storage(url: str | None) -> None:
 
 
 def direction_of(metric: str, mode: str | None) -> Direction:
-    """Use `mode`, or else the metric's name."""
+    """Minimize a loss if `mode` is None."""
     if mode is not None:
         return "minimize" if mode == "min" else "maximize"
     if metric.rpartition("/")[2] == "loss" or "loss/" in metric:

@@ -1,4 +1,4 @@
-"""The results of a search: its trials, and the best one. Pure."""
+"""The results of a search: its trials, and the best trial."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ class TrialResult:
     state: State
     parameters: Mapping[str, Value]
     value: float | None = None
-    """Metric at the end of the training; for a pruned trial, at its last evaluation."""
+    """The metric at the end of the training. For a pruned trial, the metric at its last
+    evaluation."""
     values: Mapping[int, float] = field(default_factory=dict)
-    """Training step of an evaluation -> metric."""
+    """Maps the steps of evaluations to the metric."""
     started: float | None = None
     ended: float | None = None
     reason: str | None = None
     run_dir: str = ""
     parent: int | None = None
-    """Population-based training: the trial from whose checkpoint this one continued."""
+    """The trial from whose checkpoint this trial continued, in population-based training."""
 
     ran: float | None = None
 
     @property
     def seconds(self) -> float | None:
-        """Duration without interruptions, if these are known; None: the trial has not ended."""
+        """Duration of the trial, without interruptions if they are known. None before the trial has
+        ended."""
         if self.started is None or self.ended is None:
             return None
         return self.ended - self.started if self.ran is None else self.ran
@@ -75,7 +77,7 @@ class SearchResults:
 
     @property
     def varied(self) -> list[str]:
-        """Names of parameters that are searched, or whose values differ between trials."""
+        """Names of the parameters that are searched, or whose values differ between trials."""
         names = dict.fromkeys(
             [*self.searched, *(name for trial in self.trials for name in trial.parameters)]
         )

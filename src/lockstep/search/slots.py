@@ -1,5 +1,4 @@
-"""Slots: the trials that the machine runs at the same time, and the GPUs and threads of each.
-Pure."""
+"""Divides the GPUs and threads of a machine among trials that run at the same time."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ def slots(
     visible: str | None,
     share_devices: bool = False,
 ) -> list[TrialSlot]:
-    """`processes`: of each trial. `parallel=None`: one GPU (or one CPU, without GPUs) for each
-    process. `visible`: CUDA_VISIBLE_DEVICES."""
+    """Return a slot for each trial that can run at the same time. A trial has `processes`
+    processes, each with its own GPU."""
     if gpus and gpus < processes and not share_devices:
         raise LaunchError(
             f"a trial of {processes} processes on {gpus} GPUs; each process needs its own GPU;"

@@ -1,10 +1,8 @@
-"""The trials of a hyper-parameter search in Optuna's storage: taking the next one, marking which
-search runs it, and recording its end.
+"""The trials of a search in Optuna's storage.
 
-[Note: whose a trial is] A search locks a file in its folder for each trial that it runs; the system
-releases the lock, however the search ends. A trial that is marked as running in the storage, but
-has no lock, was interrupted, and the next search of the folder resumes it. Searches of other
-folders ignore it.
+A search locks a file in its folder for each trial that it runs. The operating system releases the
+lock when the search ends. A trial that the storage marks as running, but that has no lock, was
+interrupted: the next search of the folder resumes it. Searches of other folders ignore the trial.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ _OPTUNA_STATES = {state: theirs for theirs, state in _STATES.items()}
 class ClaimedTrial:
     trial: Trial
     is_resumed: bool
-    """True if an interrupted search began the trial, so that it resumes from its checkpoints."""
+    """True if an interrupted search started the trial."""
 
     @property
     def number(self) -> int:
@@ -117,8 +115,8 @@ class TrialStorage:
         return stored
 
     def _check_search(self) -> None:
-        """Check that the study belongs to this search. Until a trial has reported its parameters,
-        the metric can still be corrected."""
+        """Check that the study belongs to this search. The metric may still be changed before the
+        first trial has reported its parameters."""
         identity, before = self._request.identity(), self.study.user_attrs.get("search")
         is_same_way = self.study.direction.name.lower() == self._request.direction
         is_open = "parameters" not in self.study.user_attrs and is_same_way
@@ -136,7 +134,7 @@ class TrialStorage:
 
     @property
     def parameters(self) -> list[Parameter] | None:
-        """Hyper-parameters that the script declares; None before a trial has reported them."""
+        """Hyper-parameters of the script; None before the first trial has reported them."""
         stored = self.study.user_attrs.get("parameters") if self._parameters is None else None
         if stored is not None:
             self._check_search()  # another search that began at the same time may have stored them
@@ -150,8 +148,7 @@ class TrialStorage:
                 self.study.set_user_attr("parameters", list(described))
 
     def check_programs(self, programs: Mapping[str, str]) -> None:
-        """Raise `RecipeError` if the script has changed since the first trial with a metric value.
-        `programs`: digests of the script's source."""
+        """Raise `RecipeError` if the script has changed since a trial reported a metric."""
         with alone(self.url, self._request.name):
             before, trials = self.study.user_attrs.get("programs"), self._trials()
             has_values = any(each.intermediate_values or each.value is not None for each in trials)
@@ -177,8 +174,8 @@ class TrialStorage:
         claimed.trial.set_user_attr("seconds", before + seconds)
 
     def claim(self, wanted: int) -> ClaimedTrial | None:
-        """Take a trial, of the first `wanted`: an interrupted one, else a new one. None if none is
-        left."""
+        """Return an interrupted trial, or a new one with a number below `wanted`. Return None if
+        there is none."""
         with alone(self.url, self._request.name):
             trials, storage = self._trials(), self.study._storage
             for trial in trials:
@@ -205,8 +202,8 @@ class TrialStorage:
         return {"folder": self._identity, "run_dir": str(self.run_dir(number).absolute())}
 
     def _is_interrupted(self, trial: FrozenTrial) -> bool:
-        """Try to lock a trial that is marked as running. True: no other search runs the trial, and
-        this search now holds its lock."""
+        """Try to lock a trial that is marked as running. Return True if no other search runs the
+        trial."""
         if trial.user_attrs.get("folder") != self._identity or not self._lock(trial.number):
             return False
         if self.study._storage.get_trial(trial._trial_id).state == TrialState.RUNNING:
@@ -242,7 +239,8 @@ class TrialStorage:
             claimed.trial.report(value, step)
 
     def end(self, claimed: ClaimedTrial, outcome: TrialOutcome) -> None:
-        """Release the trial's lock. An interrupted trial stays marked as running, to be resumed."""
+        """Store a trial's outcome, and release its lock. An interrupted trial stays marked as
+        running."""
         if outcome.state != "running":
             if outcome.reason is not None:
                 claimed.trial.set_user_attr("reason", outcome.reason[:2000])
@@ -260,7 +258,7 @@ class TrialStorage:
         return any(trial.user_attrs.get("folder") == self._identity for trial in running)
 
     def note(self, name: str, value: Any) -> None:
-        """Do nothing if `value` is None or the fact is stored already."""
+        """Do nothing if `value` is None, or if the value is stored already."""
         if value is not None and name not in self.study.user_attrs:
             self.study.set_user_attr(name, value)
 
@@ -287,7 +285,8 @@ class TrialStorage:
 
 
 def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) -> None:
-    """Raise `RecipeError` unless the script declares the parameters with which the search began."""
+    """Raise `RecipeError` unless the script still declares the parameters with which the search
+    began."""
     before = {each.name: each.describe() for each in searched}
     after = {each.name: each.describe() for each in now}
     changes = [f"{name} is new" for name in after if name not in before]
@@ -307,7 +306,7 @@ def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) ->
 
 
 def results_of(study: optuna.Study) -> SearchResults:
-    """Include trials up to the requested number, and any beyond it that have begun."""
+    """Include all trials up to the requested number, and trials beyond it that have started."""
     attributes = study.user_attrs
     identity, wanted = attributes["search"], attributes.get("wanted", 0)
     trials = [
@@ -347,8 +346,8 @@ def _result(trial: FrozenTrial) -> TrialResult:
 
 
 def importance_of(study: optuna.Study) -> dict[str, float]:
-    """Share of the metric's variation that each parameter explains, by PED-ANOVA (Watanabe et al.
-    2023). Empty if Optuna warns of too few trials."""
+    """Return the share of the metric's variance that each parameter explains, by PED-ANOVA
+    (Watanabe et al. 2023). Return nothing if there are too few trials."""
     if len(study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])) < 2:
         return {}
     # imports scikit-learn, if it is installed
@@ -363,8 +362,8 @@ def importance_of(study: optuna.Study) -> dict[str, float]:
 
 
 def study_of(folder: Path, storage: str | None = None) -> optuna.Study:
-    """Open a study for reading. The folder may come from others, so no database is contacted but
-    `storage`, which the user named."""
+    """Open a study for reading. The folder may be untrusted, so no database other than `storage` is
+    contacted."""
     told = _told(folder)
     if storage is not None:
         study = existing_study(storage, told["name"])

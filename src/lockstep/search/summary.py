@@ -1,4 +1,4 @@
-"""Results of a hyper-parameter search as plain text, for a terminal. Pure."""
+"""Formats the results of a search as text."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def train_command(results: SearchResults, trial: TrialResult) -> str:
 
 
 def failures(results: SearchResults) -> list[tuple[str, list[int]]]:
-    """Reasons of failures, most frequent first. Reasons that differ only in numbers count as
-    one."""
+    """Return the reasons of failures, the most frequent first. Reasons that differ only in numbers
+    count as one reason."""
     by_reason: dict[str, tuple[str, list[int]]] = {}
     for trial in results.trials:
         if trial.state == "failed":

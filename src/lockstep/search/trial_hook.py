@@ -1,13 +1,10 @@
-"""Runs in the processes of a trial of a hyper-parameter search: a hook that reports each evaluation
-to the search, and stops a pruned trial.
+"""A hook in the processes of a trial. It reports each evaluation to the search, and stops a pruned
+trial.
 
-[Note: messages of a trial] Rank 0 sends these messages, and the search answers:
-
-- `opened`: the script's parameters with their values, the digests of its source, the steps between
-  evaluations, and the number of steps. If the search has another script, the answer says why the
-  trial is refused.
-- `refused`, without an answer: a mistake that every trial would repeat, such as an unknown metric.
-- `report`, with the step and the metric. The answer says whether the trial is pruned.
+Rank 0 sends three kinds of messages. `opened` has the script's parameters and their values. The
+answer says if the trial is refused, because the script differs from the search's script. `refused`
+reports a mistake that every trial would repeat, and has no answer. `report` has the metric at a
+step. The answer says if the trial is pruned.
 """
 
 from __future__ import annotations
@@ -51,8 +48,8 @@ def train(recipe: Recipe) -> NoReturn:
 
 
 def _interval(recipe: Recipe, metric: str) -> int | None:
-    """Training steps between two evaluations with this metric (`""`: any). None if the metric is
-    measured only at the end, or each epoch when epochs differ in their steps."""
+    """Return the smallest number of steps between two evaluations with `metric` ("" for any
+    metric); None if it is unknown."""
     found = [
         interval_of(recipe, each)
         for prefix, each in recipe.evaluations.items()
