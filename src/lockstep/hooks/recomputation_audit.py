@@ -1,5 +1,5 @@
-"""Compares the gradients of microbatches that a second replica has computed again, to find a rank
-that computes wrong results."""
+"""Compares the gradients of microbatches that two replicas have computed, to find a rank that
+computes wrong results."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from lockstep.training.set_up import Remark
 
 
 class RecomputationAudit(ControlHook):
-    """If the gradient of a recomputed microbatch differs from the original one, deletes the
-    checkpoints since the last agreement, and ends the run, or with recovery in place only the wrong
-    rank."""
+    """Ends the run if two replicas compute different gradients of one microbatch. Deletes the
+    checkpoints since the last agreement. Recovery in place ends only the wrong rank."""
 
     def __init__(self, checkpointing: Checkpointing, recovery: Recovery | None) -> None:
         self._checkpointing, self._recovery = checkpointing, recovery
@@ -78,8 +77,8 @@ class RecomputationAudit(ControlHook):
         self._end(run, disagreement, hosts, places)
 
     def _replicas_in(self, run: Run) -> Sequence[Sequence[Sequence[int]]]:
-        """For each data-parallel replica and pipeline stage, the ranks that compute the stage's
-        part of a microbatch together. Every rank calls it."""
+        """Return, for each replica and pipeline stage, the ranks that compute the stage's part of a
+        microbatch together. Every rank calls it."""
         if self._replicas is None:
             data, stages = run.context.mesh.data, run.context.mesh.stages
             everyone = run.context.world.gather_values([data.rank, stages.rank])
@@ -123,8 +122,8 @@ class RecomputationAudit(ControlHook):
 
 
 def _join_results(reported: Sequence[Sequence[Sequence[Any]]]) -> list[Computed]:
-    """Join the results of the ranks that compute a microbatch together, in the order in which
-    replicas computed it."""
+    """Join the results of the ranks that compute a microbatch together, in the order of the
+    replicas."""
     return [
         Computed(
             sorted(chain(*(exchanged for exchanged, _ in several))),
@@ -151,7 +150,8 @@ def _digest(computed: Computed) -> Tensor:
 
 
 def _axes(run: Run) -> list[str]:
-    """Return this rank's place, such as "data rank 1"; [] if only one axis is larger than 1."""
+    """Return this rank's coordinates in the mesh, such as "data rank 1". Empty if only one axis is
+    larger than 1."""
     mesh = run.context.mesh
     found = [f"{each.name} rank {mesh.axis(each.name).rank}" for each in mesh.larger]
     return found if len(found) > 1 else []
@@ -166,14 +166,14 @@ class Disagreement:
     first: str
     """The first parameter whose gradient differs."""
     ranks: Sequence[int]
-    """The ranks that computed wrong gradients. If not `is_certain`, one of these ranks did."""
+    """The ranks that computed wrong gradients. Unless `is_certain`, only one of these ranks did."""
     is_certain: bool
     right: Sequence[int]
-    """The other ranks that computed this microbatch."""
+    """The ranks that computed right gradients of this microbatch."""
     has_third: bool = True
     """True if three replicas computed this microbatch and two of them agree."""
     was_received: bool = False
-    """True if a rank in `ranks` received other values than the sending rank has recorded."""
+    """True if a rank in `ranks` received different values than the sending rank has recorded."""
 
     @classmethod
     def of(
@@ -182,7 +182,8 @@ class Disagreement:
         replicas: Sequence[Sequence[Reported]],
         names: Sequence[Sequence[str]],
     ) -> Disagreement:
-        """`replicas`: the results that each replica reports. `names`: each rank's parameters."""
+        """`replicas` has the results of each replica. `names` has the parameter names of each
+        rank."""
         found = verdict(chosen, replicas)
         data = found.microbatch.ranks
         place, reported = next(
@@ -219,7 +220,8 @@ class Disagreement:
         places: Sequence[str],
         not_deleted: str | None,
     ) -> str:
-        """`agreed`: steps done at the last comparison in which all gradients agreed."""
+        """`agreed` is the number of steps done at the last comparison in which all gradients
+        agreed."""
         kept = (
             f"checkpoints after step {agreed}, where all agreed, are deleted: the same command"
             " resumes from the newest one that is left, or starts again"
@@ -236,7 +238,7 @@ class Disagreement:
         )
 
     def _finding(self, places: Sequence[str]) -> tuple[str, str]:
-        """Which ranks computed wrong gradients, and what the user can do."""
+        """Describe the ranks that computed wrong gradients, and the remedy."""
         what = f"gradient of {self.first}" if self.first else "output of its part of the model"
         if self.tensors > 1:
             what += f" and {self.tensors - 1} more tensor{'s' * (self.tensors > 2)}"

@@ -1,6 +1,5 @@
-"""The hook that compares the parameters and optimizer states of replicas, and the states of users'
-hooks, by checksums. It finds flipped bits, and models that a script has changed on some ranks
-only."""
+"""The hook that compares parameters and optimizer states of replicas, and states of users' hooks,
+by checksums. It finds flipped bits, and models that a script has changed on some ranks only."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ class ReplicaAudit(ControlHook):
     """Compares the ranks that hold copies of the same part of a parameter or optimizer state."""
 
     def __init__(self, *, every: int, hooks: Sequence[Hook]) -> None:
-        """`every`: number of steps between comparisons; 0: never."""
+        """`every` is the number of steps between comparisons. 0 disables the comparisons."""
         self._every = every
         self._unsaved = UnsavedState(hooks)
         self._agreed = 0  # steps done at the last comparison
@@ -49,7 +48,7 @@ class ReplicaAudit(ControlHook):
             self.compare(run)
 
     def compare(self, run: Run) -> None:
-        """Every rank calls it, and raises `DivergenceError` if replicas differ."""
+        """Raise `DivergenceError` on every rank if replicas differ. Every rank calls it."""
         self._unsaved.tell(run)
         mesh = run.context.mesh
         for module in run.training.modules:
@@ -88,7 +87,7 @@ class ReplicaAudit(ControlHook):
         sums: Tensor,
         differs: bool,
     ) -> str:
-        """The text is the same on every rank. `differs`: True if checksums differ between
+        """Return the same text on every rank. `differs` is True if checksums differ between
         `replicas`."""
         everyone = replicas.gather_rows(sums.reshape(1, -1), [1] * replicas.size)
         ranks = replicas.gather_values(world.rank)
@@ -135,8 +134,8 @@ def _compare_hooks(run: Run) -> None:
 
 
 def _digest(name: str, read: Callable[[], Any]) -> str:
-    """Hash a state without its sharded tensors. A state that cannot be saved gives ""; the next
-    save reports it."""
+    """Hash a state without its sharded tensors. Returns "" for a state that cannot be saved, which
+    the next save reports."""
     tensors: dict[str, Tensor] = {}
     try:
         encoded = encode(read(), name, tensors)
@@ -148,8 +147,8 @@ def _digest(name: str, read: Callable[[], Any]) -> str:
 
 
 def replica_difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) -> str:
-    """Name the ranks that differ from the majority, and the first differing tensor; "" if all
-    agree. `sums`: rank -> checksum of each tensor."""
+    """Name the ranks that differ from the majority, and the first differing tensor. Returns "" if
+    all ranks agree. `sums` has the checksum of each tensor, by rank."""
     columns = zip(names, zip(*sums.values(), strict=True), strict=True)
     different = [(name, column) for name, column in columns if len(set(column)) > 1]
     if not different:
@@ -172,12 +171,12 @@ def replica_difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) 
 Versions = dict[str, list[Any]]
 
 _SAVED = MODULE_ATTRIBUTES | RECURRENT_CACHES | {"state", "param_groups"}
-"""Attributes that checkpoints hold, or that another check watches."""
+"""Attributes that checkpoints save, or that another check watches."""
 
 
 class UnsavedState:
-    """Warns, once in a run, of attributes of modules, optimizers and hooks that have changed since
-    the start but that checkpoints do not hold."""
+    """Warns, once in a run, of attributes of modules, optimizers and hooks that have changed but
+    that checkpoints do not save."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self._hooks = [hook for hook in hooks if not isinstance(hook, Stateful)]
@@ -252,7 +251,7 @@ class UnsavedState:
 
 
 def _owners(run: Run) -> Iterator[tuple[str, nn.Module | Optimizer]]:
-    """Modules without `get_extra_state`, and the user's optimizers without `state_dict`."""
+    """Yield modules without `get_extra_state`, and the user's optimizers without `state_dict`."""
     for module in run.training.modules:
         for name, part in module.model.named_modules():
             if type(part).get_extra_state is nn.Module.get_extra_state:
@@ -283,7 +282,8 @@ def _marks(value: Any, models: set[int]) -> list[Any]:
 
 
 def _tensor_versions(hook: Hook, models: set[int]) -> Versions:
-    """`models`: ids of the models' tensors, which are left out."""
+    """Return the version counters of a hook's tensors. Omits the tensors whose ids are in
+    `models`."""
     versions: Versions = {}
     for name, tensors in _tensors_by_name(hook).items():
         if own := [tensor for tensor in tensors if id(tensor) not in models]:
@@ -292,8 +292,8 @@ def _tensor_versions(hook: Hook, models: set[int]) -> Versions:
 
 
 def _tensors_by_name(hook: Hook) -> dict[str, list[Tensor]]:
-    """The tensors in the hook's attributes, and in the global and enclosing variables that its
-    methods use."""
+    """Return the tensors in the hook's attributes, and in the global and enclosing variables that
+    its methods use."""
     methods = [
         inspect.unwrap(method)  # without decorators such as `torch.no_grad()`
         for kind in type(hook).__mro__

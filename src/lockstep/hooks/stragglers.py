@@ -1,5 +1,5 @@
-"""The hook that finds stragglers, ranks that work more slowly than the others. With the plan's
-`assignment=measured` all ranks also compute a new assignment of microbatches to ranks."""
+"""The hook that finds stragglers: ranks that work more slowly than the median. With the plan's
+`assignment=measured`, all ranks also compute a new assignment of microbatches to ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lockstep.training.microbatches import Microbatches
 from lockstep.training.run import Run
 
 PARTS = ("data", "compute", "hooks")
-"""Parts of a step's time, without waits for other ranks."""
+"""Parts of a step's time. They omit waits for other ranks."""
 _OF_HOOKS = ("hooks", "script")
 _OF_COMPUTE = ("compute", "update")
 _COLUMNS = (
@@ -42,8 +42,8 @@ _COLUMNS = (
 )
 _OF_MICROBATCHES = ("data", "compute")
 MEDIAN_OF = 16
-"""Steps (on a GPU: exchanges of times between ranks) over which a rank takes the median time of a
-microbatch."""
+"""Number of steps over which a rank takes the median time of a microbatch. On a GPU, the number of
+exchanges of times."""
 MIN_MEDIAN_OF = 3
 SLOWDOWN = 1.15  # a rank is a straggler if its work takes this many times the others' median
 MIN_SECONDS = 10.0
@@ -52,7 +52,8 @@ MIN_WINDOWS = 3  # ranks are compared over at least MIN_SECONDS and this many ex
 # them are skipped.
 EXCHANGE_SECONDS = 0.2
 _RANKS_AT_ONCE = 256
-"""With n times this many ranks, the ranks exchange their times n times less frequently."""
+"""Largest world size at which the interval between exchanges of times is not longer. With n times
+as many ranks, the interval is n times as long."""
 
 # shape (parts, ranks): seconds per step between two logging steps, in the order of `PARTS`
 Times = NDArray[np.float64]
@@ -78,7 +79,7 @@ class Stragglers(ControlHook):
         self.hosts, stages = zip(*context.world.gather_values(mine), strict=True)
         self._finder = StragglerFinder(stages)
         self._interval = self._remaining = -(-context.world.size // _RANKS_AT_ONCE)
-        """Logging steps from one exchange of times to the next, and until the next one."""
+        """Number of logging steps between two exchanges of times, and until the next exchange."""
         self._rows = self._stack.enter_context(StepRows(context.run_dir / RANKS))
 
     def before_steps(self, run: Run) -> None:
@@ -109,7 +110,7 @@ class Stragglers(ControlHook):
         self._pace.restart()
 
     def _exchange(self, run: Run) -> None:
-        """Every rank calls it."""
+        """Exchange times with all ranks. Every rank calls it."""
         world, source = run.context.world, run.training.current
         if self._phases.stream is not None:
             self._pace.add(self._own_seconds(*_OF_MICROBATCHES), self._microbatches)
@@ -132,8 +133,6 @@ class Stragglers(ControlHook):
         self._memory_bytes = float(columns["memory"].max())
 
     def _parts(self) -> list[float]:
-        """Seconds in data, compute and hooks, without waits for other ranks, and in
-        communication."""
         totals, waits = self._times()
         phases = (("data",), _OF_COMPUTE, _OF_HOOKS)
         waited = sum(
@@ -151,8 +150,8 @@ class Stragglers(ControlHook):
         )
 
     def _times(self) -> tuple[defaultdict[str, float], defaultdict[str, float]]:
-        """Seconds in each phase, and waits for other ranks in each. On a GPU, waits are separate
-        phases."""
+        """Return the seconds of each phase, and the seconds of waits for other ranks in each phase.
+        On a GPU, a wait is a separate phase."""
         stream = self._phases.stream
         if stream is None:
             return self._phases.totals, self._phases.waited
@@ -193,19 +192,20 @@ class MicrobatchPace:
         self._before = 0.0
 
     def add(self, seconds: float, microbatches: int) -> None:
-        """`seconds`: total since `restart`."""
+        """`seconds` is the total since `restart`."""
         if microbatches:
             self._latest.append((seconds - self._before) / microbatches)
         self._before = seconds
 
     def seconds(self) -> float:
-        """The median time per microbatch; NaN before there are enough measurements."""
+        """The median time per microbatch. NaN before there are enough measurements."""
         return statistics.median(self._latest) if len(self._latest) >= MIN_MEDIAN_OF else math.nan
 
 
 def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, requested: int) -> None:
-    """Every rank calls it with the same arguments. `seconds`: each rank's time per microbatch.
-    `requested`: the last step for which any rank's loader was asked for data."""
+    """Compute a new assignment of microbatches to ranks. `seconds` has each rank's time per
+    microbatch. `requested` is the last step for which any rank has requested data. Every rank calls
+    it with the same arguments."""
     batching, first = source.batching, requested + 1
     count = batching.max_microbatches
     assignment = batching.assignment.at_speeds(seconds, count)
@@ -221,8 +221,8 @@ def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, reques
 
 
 def next_interval(seconds: float, *, before: int, ranks: int) -> int:
-    """Logging steps until the next exchange of times. `seconds`: from one logging step to the
-    next."""
+    """Return the number of logging steps until the next exchange of times. `seconds` is the time
+    between two logging steps."""
     # A single measurement of `seconds` may be too long or too short: the first step, and a step
     # that saves, take longer. So the interval at most doubles.
     wanted = EXCHANGE_SECONDS * max(1.0, ranks / _RANKS_AT_ONCE)
@@ -230,7 +230,7 @@ def next_interval(seconds: float, *, before: int, ranks: int) -> int:
 
 
 def process_peak_bytes(device: torch.device) -> float:
-    """This process's peak memory, on its GPU if it has one; NaN if unknown."""
+    """Return the peak memory of this process, on its GPU if it has one. NaN if unknown."""
     on_device = accelerator.peak_bytes(device)
     return on_device if on_device is not None else peak_memory_bytes()
 
@@ -245,13 +245,13 @@ class Straggler(NamedTuple):
 
 class StragglerFinder:
     def __init__(self, peers: Sequence[int]) -> None:
-        """`peers`: a number for each rank; ranks with the same number do the same work."""
+        """`peers` has a number for each rank. Ranks with the same number do the same work."""
         self._peers = peers
         self._windows: deque[tuple[float, Times]] = deque()
         self._reported: set[tuple[int, str]] = set()
 
     def add(self, times: Times, seconds: float) -> list[Straggler]:
-        """Returns the stragglers over the last windows that were none in the previous call."""
+        """Return the stragglers that the previous call did not return."""
         self._windows.append((seconds, times))
         lengths = [seconds for seconds, _ in self._windows]
         if len(lengths) < MIN_WINDOWS or sum(lengths) < MIN_SECONDS:
@@ -267,8 +267,8 @@ class StragglerFinder:
 
 
 def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
-    """The ranks whose own work takes `SLOWDOWN` times as long as the median of their peers. Takes
-    O(n log n)."""
+    """Return the ranks whose work takes `SLOWDOWN` times as long as the median of their peers.
+    Takes O(n log n)."""
     stragglers = []
     for peer in sorted(set(peers)):
         ranks = np.flatnonzero(np.asarray(peers) == peer)
@@ -287,7 +287,7 @@ def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
 
 
 def _medians_of_the_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """For each of two or more values, the median of all the others."""
+    """Return, for each value, the median of all values except this one."""
     order = np.argsort(values)
     positions = np.empty_like(order)
     positions[order] = np.arange(len(values))

@@ -1,5 +1,5 @@
-"""The fingerprint of a model. Only functions import torch, so that a run's files can be checked
-without it."""
+"""Computes the fingerprint of a model. Does not import torch at the top level, because commands
+check a run's files without torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Model FLOPs utilisation (MFU) without recomputation, as in PaLM (Chowdhery et al., 2022, appendix
-B). Torch's FlopCounterMode counts the forward; a backward has twice as many FLOPs."""
+"""Computes model FLOPs utilisation (MFU) without recomputation, as in PaLM (Chowdhery et al., 2022,
+appendix B). Torch's FlopCounterMode counts the forward. A backward has twice as many FLOPs."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _PEAKS = {
     "RTX 3090": 71e12,
     "MI300X": 1307.4e12,
 }
-"""Dense bf16 and fp16 products with fp32 accumulation, from data sheets, by words in the device's
-name; the first match is used."""
+"""Peak FLOP/s of dense bf16 and fp16 products with fp32 accumulation, from data sheets, by words in
+the device's name. The first match is used."""
 
 
 NOTHING = nullcontext()
 
 
 def peak(device_name: str, precision: Precision) -> float | None:
-    """FLOP/s; None for fp32 or an unknown device."""
+    """Return the peak FLOP/s of a device. None for fp32 or an unknown device."""
     if precision == "fp32":
         return None
     words = set(re.split(r"[\s-]+", device_name))
@@ -52,15 +52,15 @@ def peak_of(device: torch.device, precision: Precision) -> float | None:
 
 
 class Flops:
-    """FLOPs of a model's forward, counted in the first microbatch."""
+    """The FLOPs of a model's forward, counted in the first microbatch."""
 
     def __init__(self, model: nn.Module, peak: float | None) -> None:
-        """If `peak` (FLOP/s) is None, or the model is compiled, nothing is counted."""
+        """Nothing is counted if `peak` (FLOP/s) is None, or if the model is compiled."""
         self._peak = None if peak is None or is_compiled(model) else peak
         self._forward: float | None = None
 
     def counting(self, samples: int) -> AbstractContextManager[None]:
-        """Run the forward of `samples` samples inside."""
+        """Count the FLOPs of a forward of `samples` samples."""
         is_counted = self._peak is None or self._forward is not None
         return NOTHING if is_counted else self._counting(samples)
 
@@ -73,8 +73,8 @@ class Flops:
         self._forward = counter.get_total_flops() / samples
 
     def utilisation(self, samples_per_second: float, devices: int) -> float | None:
-        """From 0 to 1. `devices` divide the samples; the counted FLOPs are one device's share of a
-        sample."""
+        """Return the utilisation, from 0 to 1. `devices` is the number of devices that divide the
+        samples."""
         if not self._forward or self._peak is None:
             return None
         return 3 * self._forward * samples_per_second / (devices * self._peak)

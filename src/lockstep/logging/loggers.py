@@ -1,5 +1,4 @@
-"""Loggers that send a run's metrics to other services: a small protocol, Weights & Biases, and
-MLflow."""
+"""Loggers that send a run's metrics to a service: a protocol, Weights & Biases, and MLflow."""
 
 from __future__ import annotations
 
@@ -23,21 +22,21 @@ class Logger(Protocol):
     raises, training continues without the logger, after one warning."""
 
     def start(self, run_dir: Path, config: Mapping[str, Any]) -> None:
-        """Called before the first step, also when a run is resumed. `config`: contents of
+        """Called before the first step, also after a resume. `config` is the content of
         run.json."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Called for each line of metrics.jsonl, with finite values. `step`: number of steps
+        """Called for each line of metrics.jsonl, with finite values. `step` is the number of steps
         done."""
 
     def end(self, result: Mapping[str, Any] | None) -> None:
-        """Called after the run. `result`: contents of result.json; None if the run failed or was
-        preempted."""
+        """Called after the run. `result` is the content of result.json. None if the run failed or
+        was preempted."""
 
 
 class WandB:
-    """Logger for Weights & Biases. The run there is named after the run directory, and is resumed
-    with it. Needs the extra `wandb`. Takes the arguments of `wandb.init`: project, entity, tags,
+    """Logger for Weights & Biases. Its run is named after the run directory, and is resumed with
+    it. Needs the extra `wandb`. Takes the arguments of `wandb.init`: project, entity, tags,
     mode="offline", ..."""
 
     def __init__(self, **settings: Any) -> None:
@@ -63,8 +62,8 @@ class WandB:
 
 
 class MLflow:
-    """Logger for MLflow. The run there is named after the run directory, and is resumed with it.
-    Needs the extra `mlflow`. `tracking_uri` and `experiment`: None for MLflow's defaults
+    """Logger for MLflow. Its run is named after the run directory, and is resumed with it. Needs
+    the extra `mlflow`. `tracking_uri` and `experiment` default to MLflow's defaults
     (MLFLOW_TRACKING_URI, and the experiment MLFLOW_EXPERIMENT_NAME or "Default")."""
 
     def __init__(self, *, experiment: str | None = None, tracking_uri: str | None = None) -> None:
@@ -114,7 +113,7 @@ class Loggers:
     def __init__(
         self, loggers: Sequence[Logger], run_dir: Path, warn: Callable[[str], None]
     ) -> None:
-        """`warn` is called in that thread when a logger is dropped."""
+        """`warn` is called in the loggers' thread when a logger is dropped."""
         self._live = list(loggers)
         self._run_dir = run_dir
         self._warn = warn
@@ -131,7 +130,7 @@ class Loggers:
         self._calls.put(lambda logger: logger.log(step, finite))
 
     def end(self, result: Mapping[str, Any]) -> None:
-        """`close` passes the result to the loggers."""
+        """Keep the result for `close`, which passes it to the loggers."""
         self._result = result
 
     def close(self) -> None:
@@ -168,7 +167,7 @@ def _check_installed(package: str) -> None:
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Paths are such as `recipe.global_batch`."""
+    """Flatten a nested dict. A key becomes a path such as `recipe.global_batch`."""
     fields: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The metrics of a run: `metrics.jsonl`, and the same numbers for TensorBoard."""
+"""Writes the metrics of a run to `metrics.jsonl` and to a TensorBoard file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FLUSH_SECONDS = 1.0
 
 
 class MetricsLog(Closing):
-    """Writes `metrics.jsonl` and a TensorBoard file, at most once a second. Only one rank makes
+    """Writes `metrics.jsonl` and a TensorBoard file, at most once a second. Only rank 0 makes
     it."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -39,8 +39,8 @@ class MetricsLog(Closing):
         self._flushed = -math.inf
 
     def write(self, step: int, values: Mapping[str, float], *, checksum: str | None = None) -> None:
-        """NaN and infinity become null and are named in `not_finite`. Only metrics.jsonl gets the
-        gradient's `checksum`."""
+        """NaN and infinity become null, and their names are in `not_finite`. The gradient's
+        `checksum` is written to metrics.jsonl only."""
         now = self._clock()
         self._waiting.append((step, now, _numbers(values), checksum))
         if abs(now - self._flushed) >= _FLUSH_SECONDS:
@@ -48,7 +48,7 @@ class MetricsLog(Closing):
             self.flush()
 
     def resume(self, step: int) -> None:
-        """Remove rows after `step`, before the first `write`."""
+        """Remove rows after `step`. Call it before the first `write`."""
         name = Path(self._rows.name)
         self._rows.close()
         drop_rows_after(step, name)
@@ -56,7 +56,7 @@ class MetricsLog(Closing):
         self._events.resume(step, self._clock())
 
     def flush(self) -> None:
-        """Raises `RunDirectoryError` if the disk is full, or somebody has deleted the file."""
+        """Raises `RunDirectoryError` if the disk is full, or if the file has been deleted."""
         waiting, self._waiting = self._waiting, []
         if os.fstat(self._rows.fileno()).st_nlink == 0 and not Path(self._rows.name).exists():
             self._rows.close()
@@ -89,7 +89,7 @@ class MetricsLog(Closing):
 
 
 class StepRows(Closing):
-    """JSON lines. Rank 0 creates the file at the first logging step."""
+    """A file of JSON lines. Rank 0 creates it at the first logging step."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -109,7 +109,7 @@ class StepRows(Closing):
 
 
 def drop_rows_after(step: int, path: Path) -> None:
-    """Incomplete lines are removed too."""
+    """Remove incomplete lines and rows after `step`."""
     kept = [
         line.rstrip("\n")
         for line in lines_below(path.parent, path.name, MOST_BYTES)
@@ -157,13 +157,13 @@ def as_number(name: str, value: Any) -> float:
 
 
 _SESSION_START = 1
-"""START of the field `status` in TensorBoard's `SessionLog`."""
+"""The value START of the field `status` in TensorBoard's `SessionLog`."""
 
 
 class TensorBoardFile:
-    """An event file: a checksummed `tensorflow.Event` for each step (event.proto, summary.proto,
-    lib/io/record_writer.h). Importing `torch.utils.tensorboard` would take longer than importing
-    all of lockstep."""
+    """An event file of TensorBoard, with a checksummed `tensorflow.Event` for each step
+    (event.proto, summary.proto, lib/io/record_writer.h). `torch.utils.tensorboard` is not used,
+    because its import is slow."""
 
     def __init__(self, folder: Path, now: float) -> None:
         self._file = (folder / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}").open(
@@ -179,7 +179,7 @@ class TensorBoardFile:
         self._write_record(_double_field(1, now) + _varint_field(2, step) + _bytes_field(5, values))
 
     def resume(self, step: int, now: float) -> None:
-        """Tell readers to discard values after `step`."""
+        """Make TensorBoard discard values after `step`."""
         self._write_record(
             _double_field(1, now)
             + _varint_field(2, step + 1)
@@ -198,7 +198,7 @@ class TensorBoardFile:
 
 
 def _masked_checksum(data: bytes) -> bytes:
-    """CRC-32C, masked as TensorFlow does."""
+    """Return the CRC-32C of the data, masked as in TensorFlow."""
     checksum = crc32c.crc32c(data)
     return struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
@@ -225,7 +225,7 @@ def _bytes_field(field: int, value: bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits per byte, the lowest first."""
+    """Encode an integer with seven bits per byte, lowest bits first."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)

@@ -1,5 +1,4 @@
-"""The phases of a rank's work (such as data loading or the forward): the current phase, usual
-durations, total times."""
+"""Measures the phases of a rank's work, such as data loading or the forward."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ from lockstep.comm.torch_collectives import waits
 T = TypeVar("T")
 WAITING_FOR_DEVICE = "waiting for the device"
 _MAX_EVENTS = 256
-"""Events that the GPU has already passed are reused once there are more CUDA events."""
+"""Number of CUDA events above which completed events are reused."""
 FADES = 0.95
-"""The recorded longest duration decreases by this factor each time that a phase ends."""
+"""Factor by which the recorded longest duration decreases each time a phase ends."""
 
 
 @dataclass(slots=True)
@@ -31,7 +30,8 @@ class _PhaseSeconds:
 
 
 class StreamTimes:
-    """Times on the host would be wrong: the host only queues work."""
+    """Times of phases on the stream of a GPU. Times on the host would be wrong, because the host
+    only queues work."""
 
     def __init__(self, create_event: Callable[[], torch.Event]) -> None:
         self._create_event = create_event
@@ -40,7 +40,7 @@ class StreamTimes:
         self._totals: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, name: str) -> None:
-        """GPU work that is queued from now on belongs to this phase."""
+        """Enter a phase. GPU work that is queued from now on belongs to it."""
         event = self._spare.pop() if self._spare else self._create_event()
         event.record()
         self._events.append((name, event))
@@ -55,14 +55,14 @@ class StreamTimes:
         return self._totals
 
     def _add_first(self) -> None:
-        """Add the oldest phase that the stream has finished to the totals."""
+        """Add the oldest phase that the stream has completed to the totals."""
         name, began = self._events.popleft()
         self._totals[name] += began.elapsed_time(self._events[0][1]) / 1e3
         self._spare.append(began)
 
 
 class Phases:
-    """The training thread enters phases; any thread may read them."""
+    """The training thread enters phases. Any thread may read them."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -71,15 +71,15 @@ class Phases:
         self.since = clock()
         self._waited_before = waits.seconds
         self.log: list[tuple[str, float, float]] | None = None
-        """(name, start, stop); None while phases are not recorded."""
+        """(name, start, stop) of each phase. None while phases are not recorded."""
         self.stream: StreamTimes | None = None
         """None on a CPU."""
         self._current = _PhaseSeconds()
         self._by_phase = {self.name: self._current}
 
     def enter(self, name: str, *, interrupts: bool = False, on_stream: bool = True) -> str:
-        """Return the name of the previous phase, which continues later if `interrupts`. `on_stream`
-        is False if the phase applies to the host only."""
+        """Enter a phase, and return the name of the previous phase. With `interrupts`, the previous
+        phase continues later. `on_stream` is False if the phase applies to the host only."""
         now, before, current, waited = self._clock(), self.name, self._current, waits.seconds
         took = now - self.since
         current.total += took
@@ -108,7 +108,8 @@ class Phases:
             self.enter(before, on_stream=False)
 
     def during(self, name: str, items: Iterable[T]) -> Iterator[T]:
-        """Waiting for an item is a phase `name`, which interrupts the current one."""
+        """Iterate over `items`. The wait for an item is a phase `name`, which interrupts the
+        current phase."""
         iterator = iter(items)
         while True:
             before = self.enter(name, interrupts=True)
@@ -127,16 +128,17 @@ class Phases:
 
     @property
     def waited(self) -> defaultdict[str, float]:
-        """Seconds of waiting for other ranks, by phase."""
+        """Seconds of waits for other ranks, by phase."""
         by_phase = list(self._by_phase.items())
         return defaultdict(float, {name: taken.waited for name, taken in by_phase})
 
     def usual(self, name: str) -> float | None:
-        """The longest recent duration in seconds; None if the phase has never ended."""
+        """Return the longest recent duration of a phase in seconds. None if the phase has never
+        ended."""
         taken = self._by_phase.get(name)
         return taken.usual if taken is not None and taken.has_ended else None
 
     @property
     def seconds(self) -> float:
-        """Seconds since the current phase began."""
+        """Seconds since the start of the current phase."""
         return self._clock() - self.since

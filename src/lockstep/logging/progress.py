@@ -26,9 +26,10 @@ _NOTEBOOK_COLUMNS = 100
 
 
 class Progress(Closing):
-    """One live line on a terminal or in a notebook, below other output; elsewhere a line for the
-    first and the last step, and for steps in between, at least 2 seconds apart. One rank makes it,
-    after `start` steps. If `stream` breaks, the display ends, not the run."""
+    """The progress display of a run. On a terminal or in a notebook it is one live line below all
+    output. Elsewhere it is a line for the first step, for the last step, and for steps at least 2
+    seconds apart. Rank 0 makes it, after `start` steps. A broken `stream` ends the display, not the
+    run."""
 
     def __init__(
         self,
@@ -117,9 +118,8 @@ class Progress(Closing):
 
 
 class _TimeEstimate:
-    """Step n has weight n in the mean. The first interval includes the warm-up: it is used, with a
-    "~", only until the second ends. The time of an evaluation is the excess time of its
-    interval."""
+    """Estimates the time that is left from a mean in which step n has weight n. The first interval
+    includes the warm-up, so it is used only until the second interval ends, with a "~"."""
 
     def __init__(self, step: int, now: float) -> None:
         self._start = self._step = step
@@ -171,7 +171,8 @@ _IMPORTANCE = {
     _LR: _MIN_BAR_COLUMNS + 1,
     _EXTRA: 2 * _MIN_BAR_COLUMNS + 1,
 }
-"""Most important first. Values: the columns that must remain for the bar if the number is shown."""
+"""The numbers on the progress line, most important first. Each has the number of columns that the
+bar must keep."""
 
 
 def _numbers(
@@ -211,7 +212,7 @@ def _duration(seconds: float) -> str:
 
 class _Display(Protocol):
     is_live: bool
-    """True if the next status replaces the previous one."""
+    """True if the next status replaces the previous status."""
 
     def status(self, step: int, total: int, parts: list[tuple[int, str]]) -> None: ...
 
@@ -246,7 +247,7 @@ class _Bar:
     def pieces(
         self, step: int, total: int, parts: list[tuple[int, str]], width: int
     ) -> list[tuple[str, str]]:
-        """Each piece has its colour or ""."""
+        """Return the pieces of the line, each with its colour or ""."""
         pieces = [(f"{step:>{len(str(total))}}/{total}", "")]
         room = width - len(pieces[0][0])
         taken = []
@@ -307,8 +308,8 @@ class _LiveLine:
 
 
 class _NotebookLine:
-    """A carriage return overwrites the line. After other output, the line is written again at the
-    end."""
+    """A line that a carriage return overwrites. After output of the script, the line is written
+    again."""
 
     is_live = True
 
@@ -338,7 +339,7 @@ class _NotebookLine:
 
 
 def _terminal(stream: TextIO) -> Console | None:
-    """rich takes 80 ms to import."""
+    """Return rich's console. The import of rich takes 80 ms."""
     if not stream.isatty():
         return None
     from rich.console import Console

@@ -37,18 +37,18 @@ ROW_NAMES = RESERVED_NAMES | {
     *("loss", "lr", "gradient_norm", "samples_per_second", "weight_per_second"),
     *("memory_bytes", "mfu"),
 }
-"""Keys that lockstep itself writes in each line of metrics.jsonl."""
+"""Keys that lockstep writes in each line of metrics.jsonl."""
 _runs_in_launched = 0
-"""Runs of this process that used the launcher's run directory or one of its numbered successors."""
+"""Number of runs of this process in the launcher's run directory and its numbered successors."""
 _opened: list[Path] = []
 _goes_through_again = False
-"""True once this process has opened an ended run that the script repeats on the way to a later
+"""True after this process has opened an ended run that the script repeats on the way to a later
 run."""
 
 
 class Recorder:
-    """A run directory, its logs and the progress display. Every rank makes one, at the same time;
-    only rank 0 writes."""
+    """A run directory, its logs and the progress display. Every rank makes one at the same time.
+    Only rank 0 writes."""
 
     def __init__(
         self,
@@ -64,13 +64,16 @@ class Recorder:
         lost_holders: Sequence[Holder] = (),
         check_ended: Callable[[Mapping[str, Any]], None] = lambda recorded: None,
     ) -> None:
-        """Raises on every rank if rank 0 cannot use the directory, or another machine does not have
-        it. The second run of a process is in `launched`-2, and so on. An ended run is resumed at
-        its last checkpoint if the script only repeats it on the way to a later run. That is so if
-        the launcher has `restarted` this process, if an earlier process continued after that run,
-        or if this process has passed such a run before. `check_ended` gets the run.json of an ended
-        run, and raises `UserError` if it is another run. `again` is True if this process has opened
-        the run before. Rank 0 takes the directory over from `lost_holders`."""
+        """Raises on every rank if rank 0 cannot use the directory, or if a machine does not have
+        it. The second run of a process is in `launched`-2, and so on.
+
+        An ended run is resumed at its last checkpoint if the script repeats it on the way to a
+        later run. The script does so in three cases: the launcher has `restarted` this process, an
+        earlier process continued after the ended run, or this process has passed an ended run
+        before. `check_ended` gets the run.json of an ended run, and raises `UserError` if the
+        recipe has changed. `again` is True if this process has opened the run before. Rank 0 takes
+        over the directory from `lost_holders`.
+        """
         global _runs_in_launched
         if launched is not None:
             _runs_in_launched += not again
@@ -102,7 +105,8 @@ class Recorder:
             self._open.close()
             raise
         self.path = Path(path)
-        """The same on all ranks, like `attempt` (eight hexadecimal digits for this start)."""
+        """The run directory, which is the same on all ranks. So is `attempt` (eight hexadecimal
+        digits for this start)."""
         if self._directory is not None and _opened and not again:
             note_followed(_opened[-1], self.path)
         _opened.append(self.path)
@@ -117,7 +121,7 @@ class Recorder:
             self._loggers = Loggers(loggers, self.path, self._on_logger_failure)
             self._open.callback(self._loggers.close)
         self.is_resumed = self._directory is not None and self._directory.is_resumed
-        """True on rank 0 if the directory contains a run that has not ended."""
+        """True on rank 0 if the directory contains an unfinished run."""
         self.summary: dict[str, Any] = {}
         self._run_json: dict[str, Any] = {}
         self._first_step = 0
@@ -144,8 +148,8 @@ class Recorder:
         code: Mapping[str, str],
         checkpoints: str | None,
     ) -> None:
-        """`code` has digests of the recipe's functions. `checkpoints` is None for the default
-        folder."""
+        """Write run.json. `code` has digests of the recipe's functions. `checkpoints` is None for
+        the default folder."""
         environment = describe_environment(world.device)
         if self._directory is not None and self.is_resumed:
             self._compare_device(environment["device"], is_bitwise=plan.numerics == "bitwise")
@@ -174,7 +178,7 @@ class Recorder:
             self._loggers.start(self._run_json)
 
     def _compare_device(self, now: Mapping[str, str], *, is_bitwise: bool) -> None:
-        """Results on another type of device differ bitwise."""
+        """Warn if the run has moved to another type of device, whose results differ bitwise."""
         assert self._directory is not None
         before = (self._directory.recorded().get("environment") or {}).get("device") or {}
         changed = {
@@ -201,7 +205,7 @@ class Recorder:
         self._write_run(recipe=recipe, plan=_plan_fields(plan), auto=auto, environment=environment)
 
     def describe(self, recipe: Mapping[str, Any]) -> None:
-        """Write a description of a script's own loop to `run.json`."""
+        """Write a description of a script's training loop to `run.json`."""
         self.summary |= {"recipe": recipe}
         self._write_run(recipe=recipe)
 
@@ -211,7 +215,7 @@ class Recorder:
             self._directory.write_json("run.json", self._run_json)
 
     def resume(self, step: int, checkpoints: str | None) -> None:
-        """Begin the logs of a new run, or continue those of a resumed run after `step`."""
+        """Start the logs of a new run, or continue the logs of a resumed run after `step`."""
         self._first_step = step
         if self.is_resumed and not step and checkpoints is not None:
             self.event("no-checkpoint", 0, checkpoints=checkpoints)
@@ -239,7 +243,7 @@ class Recorder:
         *,
         checksum: str | None = None,
     ) -> None:
-        """Loggers take numbers only, and do not get the gradient's `checksum`."""
+        """Write a row of metrics. Loggers do not get the gradient's `checksum`."""
         self._write(step, {**values, **extra}, checksum)
         if self._progress is not None:
             names = ("loss", "lr", "samples_per_second")
@@ -281,7 +285,8 @@ class Recorder:
             say(text)
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Every rank calls it, because distributed tensors are gathered."""
+        """Write a state dict to the run directory. Every rank calls it, because distributed tensors
+        are gathered."""
         gathered = {}
         for key, value in state_dict.items():
             tensor = full_tensor(value)
@@ -293,7 +298,7 @@ class Recorder:
                 self._directory.save_tensors(name, gathered)
 
     def end(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json`, which marks the run as ended, unless the file exists."""
+        """Write `result.json`, which marks the run as ended. Does nothing if the file exists."""
         if self._directory is not None and not (self.path / "result.json").exists():
             with _writing():
                 self._directory.write_json("result.json", result)
@@ -317,7 +322,7 @@ def _writing() -> Iterator[None]:
 
 
 class Throughput:
-    """Measured between logging steps, without evaluations."""
+    """Measures throughput between logging steps, without evaluations."""
 
     def __init__(self) -> None:
         self.started = self._since = time.perf_counter()
@@ -326,15 +331,15 @@ class Throughput:
         self.total_samples = 0
 
     def count(self, samples: int, weights: Mapping[str, float] | None) -> None:
-        """`weights` has the denominator of each loss term (such as the number of tokens)."""
+        """`weights` has the denominator of each loss term, such as the number of tokens."""
         self._samples += samples
         self.total_samples += samples
         if weights is not None and len(weights) == 1:
             self._weight += sum(weights.values())
 
     def restart(self) -> dict[str, float]:
-        """Return the rates since the last call: samples per second, and the denominator of a single
-        loss term (such as tokens) per second."""
+        """Return the samples per second since the last call. With a single loss term, also return
+        its denominator per second, such as tokens per second."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         rates = {"samples_per_second": self._samples / seconds}

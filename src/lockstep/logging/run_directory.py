@@ -1,4 +1,4 @@
-"""The run directory: all files of one run. Only that run writes to it; nothing is overwritten."""
+"""The run directory: all files of one run. Only this run writes to it. Nothing is overwritten."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OTHER_FILES = ("out-of-memory.json", "output.txt", _FOLLOWED)
 _PREFIXES = ("events.out.tfevents.", "hang-")
 _LOCK = "lock"
 Holder = dict[str, Any]
-"""The process that holds the lock, and since when."""
+"""The process that holds the lock, and the time since when it does."""
 _SAVED_DTYPES = frozenset(
     getattr(torch, name)
     for name in (
@@ -58,8 +58,8 @@ _ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")
 
 
 class RunDirectory(Closing):
-    """A run directory to which only this process writes. A kernel lock on its file `lock` ends with
-    the process."""
+    """A run directory to which only this process writes. The file `lock` has a kernel lock, which
+    ends with the process."""
 
     def __init__(self, path: Path, lock: _FileLock, *, is_resumed: bool, extends: bool) -> None:
         self.path = path
@@ -79,9 +79,9 @@ class RunDirectory(Closing):
         reopen: bool = False,
         lost_holders: Sequence[Holder] = (),
     ) -> RunDirectory:
-        """`resume`: the folder may contain an unfinished run. `extend`: it may also contain an
-        ended run, whose result `keep_result` renames. `reopen`: it may also contain an ended run
-        that will have the same result, or an evaluation."""
+        """Open a run directory. With `resume`, it may contain an unfinished run. With `extend`, it
+        may contain an ended run, whose result `keep_result` renames. With `reopen`, it may contain
+        an ended run that will have the same result, or an evaluation."""
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -134,8 +134,7 @@ class RunDirectory(Closing):
             ) from error
 
     def keep_result(self) -> None:
-        """Rename the result.json of an ended run that is extended to more steps, once the run can
-        continue."""
+        """Rename the result.json of an ended run that will train for more steps."""
         if not self._extends:
             return
         self._extends = False
@@ -147,7 +146,7 @@ class RunDirectory(Closing):
                 file.rename(file.with_stem(f"{file.stem}-{number}"))
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """NaN and infinity become null; their paths are listed in `not_finite`."""
+        """Write a JSON file. NaN and infinity become null, and `not_finite` lists their paths."""
         not_finite: dict[str, str] = {}
         row = finite(value, not_finite) | ({"not_finite": not_finite} if not_finite else {})
         text = json.dumps(row, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -155,7 +154,7 @@ class RunDirectory(Closing):
         write_atomically(self.path / name, text.encode(errors="surrogateescape"))
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Tied tensors are written under each of their names."""
+        """Write tensors. Tied tensors are written under each of their names."""
         check_tensors(state_dict)
         storages: set[int] = set()
         tensors: dict[str, torch.Tensor] = {}
@@ -177,7 +176,7 @@ class RunDirectory(Closing):
 
     @property
     def is_taken(self) -> bool:
-        """True once another process has taken over the directory."""
+        """True after another process has taken over the directory."""
         return self._lock.is_taken
 
     @property
@@ -185,7 +184,7 @@ class RunDirectory(Closing):
         return self._lock.holder
 
     def close(self) -> None:
-        """Has no effect if called again, or in a fork."""
+        """Release the lock. Has no effect if called again, or in a fork."""
         self._lock.release()
 
 
@@ -210,14 +209,15 @@ def _check_kinds(path: Path) -> None:
 
 
 def note_followed(path: Path, by: Path) -> None:
-    """The script of the ended run in `path` has continued with the run in the directory `by`."""
+    """Note that the script has continued after the ended run in `path`, with the run in the
+    directory `by`."""
     with suppress(OSError):  # the directory may have been removed
         if (path / RESULT).exists():
             write_atomically(path / _FOLLOWED, f"{by}\n".encode(errors="surrogateescape"))
 
 
 def is_followed(path: Path) -> bool:
-    """True if the script has begun another run after this one."""
+    """True if the script has started another run after the run in `path`."""
     return os.path.exists(path / _FOLLOWED)  # False too for a name that is too long
 
 
@@ -278,7 +278,7 @@ class _FileLock:
 
     @classmethod
     def _forget_in_child(cls) -> None:
-        """A fork would hold the lock after the end of its parent."""
+        """Release the lock in a fork, which would hold the lock after the end of its parent."""
         for lock in list(cls._held):
             if lock._descriptor is not None:
                 os.close(lock._descriptor)
@@ -297,7 +297,7 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
 
 
 def _holder(descriptor: int) -> Holder | None:
-    """None if no run wrote the lock file."""
+    """Return None if no run wrote the lock file."""
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
         holder = parse_object(os.read(descriptor, 4096).decode())
@@ -373,7 +373,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def device_kind(device: torch.device) -> dict[str, str]:
-    """The properties by which a device's results can differ bitwise."""
+    """Return the properties of a device that can change results bitwise."""
     return {"name": device_name(device), **accelerator.traits(device)}
 
 

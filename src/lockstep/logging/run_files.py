@@ -1,5 +1,5 @@
-"""Reads a run directory that anyone may have written: only regular files of limited size, whose
-values have the right types. Needs no torch."""
+"""Reads an untrusted run directory. Accepts only regular files of limited size, whose values have
+the right types. Does not import torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RUN, RESULT, METRICS, RANKS, EXPERTS, EVENTS = (
     "events.jsonl",
 )
 CHECKSUM = "gradient_checksum"
-"""The gradient's checksum in metrics.jsonl, the only text value: 16 hexadecimal digits."""
+"""The gradient's checksum in metrics.jsonl: 16 hexadecimal digits. It is the only text value."""
 _RUN_KINDS = {
     "recipe": dict, "plan": {"text": str}, "world_size": int, "checkpoints": str,
     "place_in_script": int,
@@ -49,15 +49,15 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """None if the run has not ended."""
+    """Return None if the run has not ended."""
     return _read(folder, RESULT, _RESULT_KINDS) if is_there(folder, RESULT) else None
 
 
 def read_rows(
     folder: Path, name: str, fits: Callable[[Mapping[str, Any]], bool], unreadable: dict[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows that have a step, and for which `fits` returns True. Counts other lines in
-    `unreadable`, except an incomplete last line."""
+    """Yield the rows that have a step, and for which `fits` returns True. Counts all remaining
+    lines in `unreadable`, except an incomplete last line."""
     if not is_there(folder, name):
         return
     with readable(folder / name):
@@ -74,7 +74,7 @@ def read_rows(
 
 
 def is_there(folder: Path, name: str) -> bool:
-    """True for a broken link, too."""
+    """True if the file exists. Also true for a broken link."""
     return os.path.lexists(folder / name)
 
 
@@ -84,8 +84,7 @@ def is_count(value: Any) -> bool:
 
 @contextmanager
 def readable(what: Path | str) -> Iterator[None]:
-    """Convert an `OSError` into a `RunDirectoryError`, whose text names the file, or else
-    `what`."""
+    """Convert an `OSError` into a `RunDirectoryError`. Its text names the file, or `what`."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The hook that profiles steps with torch's profiler: it writes traces, and tables of times and
+"""The hook that profiles steps with torch's profiler. Writes traces, and tables of times and
 memory."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from lockstep.training.train_module import TrainModule
 LISTED_OPERATORS = 10
 CLOCK_EXCHANGES = 9  # number of exchanges that compare the ranks' clocks; the median is used
 _FAILURES = (OSError, ValueError, RuntimeError)
-"""Torch's export does not itself always report that a trace is incomplete."""
+"""Messages of torch for an incomplete trace. Torch's export does not always report one."""
 # the number of the thread under which a trace shows the phases of the training loop
 PHASES_THREAD = 0
 
@@ -167,7 +167,7 @@ class Profiler(ControlHook):
     def _export(
         self, profiler: profile, phases: Sequence[tuple[str, float, float]]
     ) -> tuple[dict[str, Any], float]:
-        """Also returns the start of the trace's clock in seconds since 1970."""
+        """Write the trace. Also returns the start of the trace's clock in seconds since 1970."""
         mine = self._folder / f"rank-{self._world.rank}.json"
         profiler.export_chrome_trace(str(mine))
         trace: dict[str, Any] = json.loads(mine.read_text(encoding="utf-8"))
@@ -177,7 +177,8 @@ class Profiler(ControlHook):
         return trace, base
 
     def _clocks(self) -> list[float]:
-        """The seconds by which each rank's clock is ahead of rank 0's. Every rank calls it."""
+        """Return, for each rank, the difference between its clock and rank 0's clock, in seconds.
+        Every rank calls it."""
         times = []
         for _ in range(CLOCK_EXCHANGES):
             self._world.gather_values(None)
@@ -217,7 +218,7 @@ class Profiler(ControlHook):
 def _phase_events(
     phases: Sequence[tuple[str, float, float]], offset_seconds: float
 ) -> list[dict[str, Any]]:
-    """`offset_seconds`: the trace's clock minus the clock of the phases."""
+    """`offset_seconds` is the trace's clock minus the clock of the phases."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "tid": PHASES_THREAD, "args": {"name": "phases"}},
         {"ph": "M", "name": "thread_sort_index", "tid": PHASES_THREAD, "args": {"sort_index": -1}},
@@ -257,7 +258,7 @@ def phase_table(summary: Mapping[str, Any], folder: Path) -> str:
 
 
 class MemoryNotes:
-    """Notes which tensors are at which addresses while the profiler runs. Keeps no tensor alive."""
+    """Notes the addresses of tensors while the profiler runs. Keeps no tensor alive."""
 
     def __init__(self, modules: Sequence[TrainModule], device: torch.device) -> None:
         self.notes: list[MemoryNote] = []

@@ -1,7 +1,7 @@
-"""Reads traces of torch's profiler, which are the JSON of `export_chrome_trace`: `ts` and `dur` in
+"""Reads traces of torch's profiler, which are the JSON of `export_chrome_trace`. `ts` and `dur` are
 microseconds after `baseTimeNanoseconds`. A memory event has an address and a size (negative when
-memory is freed), but no cause. The cause comes from a note, which says which tensor an address
-holds at a moment. Needs no torch."""
+memory is freed), but no cause. A memory note gives the cause: it says which tensor is at an
+address. Does not import torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOT_COMPUTATION = ("c10d::", "_c10d_functional::", "nccl")
 
 
 def profiled_steps(text: str) -> range:
-    """Parse the value of `--profile`: "steps=10:13" are steps 10, 11 and 12."""
+    """Parse the value of `--profile`. "steps=10:13" means the steps 10, 11 and 12."""
     match = _STEPS.fullmatch(text)
     steps = range(0) if match is None else range(int(match[1]), int(match[2]))
     if not steps:
@@ -44,7 +44,7 @@ class TimeParts:
 
     @property
     def idle(self) -> float:
-        """Time of loading data, of Python code, and of waits for a disk."""
+        """Time of data loading, of Python code, and of waits for a disk."""
         return self.whole - self.compute - self.exposed
 
 
@@ -72,8 +72,8 @@ def _operators_of(timed: Iterable[Mapping[str, Any]], thread: int) -> list[Mappi
 
 
 def _own_spans(operators: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """Spans of operators without the operators that they call. An operator of autograd counts only
-    if it calls none, because it may run hooks that wait for other ranks."""
+    """Return the spans of operators, without the operators that they call. An operator of autograd
+    counts only if it calls no operators, because it may run hooks that wait for ranks."""
     spans: list[Span] = []
     for event, called in _with_called(operators):
         name = event["name"]
@@ -99,13 +99,13 @@ def _with_called(
 
 
 def span(event: Mapping[str, Any]) -> Span:
-    """Start and stop in seconds of the trace's clock."""
+    """Return start and stop of an event in seconds of the trace's clock."""
     start = float(event["ts"]) / 1e6
     return start, start + float(event["dur"]) / 1e6
 
 
 def union(spans: Iterable[Span], window: Span) -> list[Span]:
-    """Return sorted spans that do not touch, cut to the window."""
+    """Return the union of spans, cut to the window, as sorted spans that do not touch."""
     found: list[Span] = []
     for start, stop in sorted(
         (max(start, window[0]), min(stop, window[1])) for start, stop in spans
@@ -120,7 +120,7 @@ def union(spans: Iterable[Span], window: Span) -> list[Span]:
 
 
 def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """Both arguments are results of `union`."""
+    """Return the spans without the overlap with `others`. Both arguments are results of `union`."""
     remaining: list[Span] = []
     for start, stop in spans:
         for first, last in others:
@@ -141,8 +141,8 @@ def length(spans: Iterable[Span]) -> float:
 def merged(
     traces: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], ahead_seconds: Sequence[float]
 ) -> dict[str, Any]:
-    """Return one trace on rank 0's clock, with a process for each rank. `ahead_seconds`: by which
-    each rank's clock is ahead of rank 0's."""
+    """Return one trace on rank 0's clock, with a process for each rank. `ahead_seconds` has the
+    difference between each rank's clock and rank 0's clock."""
     base = min(int(trace.get("baseTimeNanoseconds", 0)) for trace in traces.values())
     events: list[dict[str, Any]] = []
     for rank, trace in sorted(traces.items()):
@@ -171,8 +171,8 @@ def merged(
 
 
 def heaviest(trace: Mapping[str, Any], thread: int, count: int) -> list[tuple[str, int, float]]:
-    """(name, number of calls, seconds) of the operators that take the most time, without the
-    operators that they call."""
+    """Return (name, number of calls, seconds) of the operators that take the most time. The seconds
+    omit operators that they call."""
     calls: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     timed = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
@@ -192,7 +192,7 @@ CAUSES = (
 MOST_POINTS = 400
 LARGEST = 10
 MARK = "lockstep::memory "
-"""In a trace, the prefix of a memory note's number."""
+"""Prefix of a memory note's number in a trace."""
 _Row = tuple[float, int, list[int]]
 """(time in seconds, total bytes, bytes of each cause in the order of `CAUSES`)"""
 _BACKWARD = "autograd::engine::evaluate_function: "
@@ -203,14 +203,14 @@ _OF_PATH = {
     "ChunkedTotal": "chunked logits",
     "ChunkedLosses": "chunked logits",
 }
-"""Beginning of an operator's name -> cause of its allocations."""
+"""The cause of an operator's allocations, by the beginning of the operator's name."""
 _MAKES_MEMORY = ("aten::empty", "aten::new_empty", "aten::resize_")
 
 
 @dataclass(frozen=True, slots=True)
 class KnownTensor:
     cause: str
-    """One of `CAUSES`; "" if only name, shape and dtype are known."""
+    """One of `CAUSES`. Empty if only name, shape and dtype are known."""
     address: int
     size_bytes: int
     name: str
@@ -233,12 +233,13 @@ class MemoryNote:
 
 @dataclass(slots=True)
 class Allocation:
-    """A piece of memory from `start` until it is freed, in the trace's seconds."""
+    """A piece of memory from its allocation at `start` until it is freed, in seconds of the trace's
+    clock."""
 
     start: float
     size_bytes: int
     thread: int | None
-    """None if the memory was allocated before the trace began."""
+    """None if the memory was allocated before the start of the trace."""
     stop: float = math.inf
     cause: str = ""
     name: str = ""
@@ -247,15 +248,16 @@ class Allocation:
 @dataclass(frozen=True, slots=True)
 class MemoryTimeline:
     seconds: list[float]
-    """Times of the points, since the profiled window began."""
+    """Times of the points, since the start of the profiled window."""
     bytes_by_cause: dict[str, list[int]]
     peak_bytes: int
     peak_seconds: float
     peak_phase: str
-    """The training loop's phase; `compute` is divided into `forward` and `backward`."""
+    """The phase of the training loop at the peak. `compute` is divided into `forward` and
+    `backward`."""
     at_peak: dict[str, int]
     largest: list[tuple[int, str, str]]
-    """(bytes, cause, name) at the moment of peak memory."""
+    """(bytes, cause, name) of the largest allocations at the peak."""
 
 
 def memory_timeline(
@@ -267,9 +269,9 @@ def memory_timeline(
     thread: int,
     device: int | None,
 ) -> MemoryTimeline | None:
-    """Return None if the trace has no memory events of the device. `device`: the accelerator's
-    index; None: the CPU. An accelerator's events give the total memory; the cause `rest` is the
-    total minus all other causes."""
+    """Return None if the trace has no memory events of the device. `device` is the accelerator's
+    index. None for the CPU. The events of an accelerator give the total memory, so the cause `rest`
+    is the total minus all known causes."""
     events = sorted(
         (event for event in trace["traceEvents"] if _is_of(event, device)),
         key=lambda event: float(event["ts"]),
@@ -299,7 +301,8 @@ def _is_of(event: Mapping[str, Any], device: int | None) -> bool:
 def _allocations(
     events: Sequence[Mapping[str, Any]], noted: Sequence[tuple[float, MemoryNote]]
 ) -> list[Allocation]:
-    """An allocation made before the trace began starts at the first note that has its address."""
+    """Return the allocations. An allocation from before the trace starts at the first note that has
+    its address."""
     moments: list[tuple[float, MemoryNote | Mapping[str, Any]]] = [
         *noted,
         *((float(event["ts"]) / 1e6, event) for event in events),
@@ -345,7 +348,7 @@ def _allocations(
 
 
 def _totals(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
-    """(time, total memory from then on)."""
+    """Return (time, total memory from this time on) pairs."""
     first = events[0]["args"]
     totals = [(float(event["ts"]) / 1e6, event["args"]["Total Allocated"]) for event in events]
     return [(-math.inf, first["Total Allocated"] - first["Bytes"]), *totals]
@@ -358,8 +361,8 @@ def _attribute(
     backward: Sequence[Span],
     thread: int,
 ) -> None:
-    """Set the cause of the allocations that no note names. Activations are allocations that the
-    training thread makes in a forward, and that are alive at the next backward."""
+    """Set the cause of the allocations that no note names. The training thread allocates
+    activations in a forward, and they are alive at the next backward."""
     starts = [start for start, _ in backward]
     unknown = [each for each in found if each.thread is not None and not (each.cause and each.name)]
     paths = _paths(unknown, timed)
@@ -389,7 +392,7 @@ def _attribute(
 
 
 def _backward_spans(timed: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """Return the sorted spans of autograd's engine, none inside another."""
+    """Return the sorted spans of autograd's engine, without nested spans."""
     spans: list[Span] = []
     for start, stop in sorted(
         span(event) for event in timed if event["name"].startswith(_BACKWARD)
@@ -413,8 +416,8 @@ def _phase_at(
 def _paths(
     allocations: Sequence[Allocation], timed: Iterable[Mapping[str, Any]]
 ) -> dict[int, list[str]]:
-    """The operators that were running at each allocation, outermost first, by the allocation's
-    `id`."""
+    """Return the operators that were running at each allocation, outermost first, by the
+    allocation's `id`."""
     paths: dict[int, list[str]] = {}
     kinds = ("cpu_op", "user_annotation")
     events = sorted(
@@ -517,7 +520,7 @@ def _thinned(rows: Sequence[_Row], window: Span) -> list[_Row]:
 
 
 def memory_table(ranks: Sequence[Mapping[str, Any] | None]) -> list[str]:
-    """`ranks`: each rank's `MemoryTimeline` as JSON."""
+    """`ranks` has each rank's `MemoryTimeline` as JSON."""
     known = [(rank, each) for rank, each in enumerate(ranks) if each is not None]
     if not known:
         return ["memory over time: not known, since torch counts no memory of this device"]
