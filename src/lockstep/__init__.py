@@ -1,7 +1,6 @@
 """lockstep: train a PyTorch model on any number of processes, get the same model, and prove it.
 
-Names are loaded when first used, so that `import lockstep` costs little and the pure parts never
-import torch.
+Names are loaded at their first use, so `import lockstep` is fast and does not import torch.
 """
 
 from __future__ import annotations

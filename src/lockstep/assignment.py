@@ -11,16 +11,16 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 WORTHWHILE = 1.05
-"""The assignment of microbatches to ranks changes only if that makes a step faster by this factor,
-because measured times are noisy."""
+"""Factor by which a step must become faster to change the assignment of microbatches to ranks.
+Measured times are noisy."""
 
 
 def batch_span(
     step: int, *, length: int, global_batch: int, epochs: bool, drop_last: bool = False
 ) -> tuple[int, int]:
     """Return the positions [start, stop) of a global batch. With `epochs`, the last batch of each
-    epoch may be short, or is left out with `drop_last`; otherwise all batches have `global_batch`
-    samples, and may span two epochs."""
+    epoch may be short, or is left out with `drop_last`. Without `epochs`, all batches have
+    `global_batch` samples, and may span two epochs."""
     if not epochs:
         return step * global_batch, (step + 1) * global_batch
     epoch, batch = divmod(step, _batches_per_epoch(length, global_batch, drop_last))
@@ -44,15 +44,17 @@ def total_steps(
 
 
 def microbatch_spans(size: int, microbatch: int | None, world_size: int) -> list[tuple[int, int]]:
-    """Split a batch of `size` samples into spans [start, stop) of `microbatch` samples; the last
-    one has the rest. `microbatch=None`: one nearly equal span per rank; none is empty."""
+    """Split a batch of `size` samples into spans [start, stop) of `microbatch` samples. The last
+    span has the rest. With `microbatch=None`, each rank gets one span. The spans are nearly equal,
+    and none is empty."""
     if microbatch is not None:
         return [(start, min(start + microbatch, size)) for start in range(0, size, microbatch)]
     return split_spans([(0, size)], world_size)
 
 
 def split_spans(spans: Sequence[tuple[int, int]], parts: int) -> list[tuple[int, int]]:
-    """Split each span into `parts` nearly equal spans, or into single samples if it has fewer."""
+    """Split each span into `parts` nearly equal spans, or into single samples if it has fewer than
+    `parts`."""
     return [
         (start + part.start, start + part.stop)
         for start, stop in spans
@@ -64,14 +66,14 @@ def split_spans(spans: Sequence[tuple[int, int]], parts: int) -> list[tuple[int,
 
 
 def stream_shard(step: int, microbatch: int, *, microbatches: int, shards: int) -> int:
-    """`shards` is a multiple of a step's `microbatches`."""
+    """`shards` must be a multiple of a step's `microbatches`."""
     return microbatch + microbatches * (step % (shards // microbatches))
 
 
 @lru_cache(maxsize=64)
 def contiguous_range(count: int, rank: int, world_size: int) -> range:
-    """Return the part of range(count) that belongs to `rank`. Sizes of the parts differ by at most
-    1, larger ones first."""
+    """Return the part of range(count) that belongs to `rank`. The sizes of the parts differ by at
+    most 1, larger parts first."""
     each, larger = divmod(count, world_size)
     start = rank * each + min(rank, larger)
     return range(start, start + each + (rank < larger))
@@ -79,8 +81,8 @@ def contiguous_range(count: int, rank: int, world_size: int) -> range:
 
 @lru_cache(maxsize=256)
 def shares(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the number of microbatches for each rank, such that the last rank ends as early as
-    possible. `speeds`: microbatches per second of each rank, above 0."""
+    """Return the number of microbatches of each rank for which the last rank ends as early as
+    possible. `speeds` has the microbatches per second of each rank, above 0."""
     sizes = [int(count >= len(speeds))] * len(speeds)
     next_end = [
         ((size + 1) / speed, rank)
@@ -103,18 +105,23 @@ def _shared_out(count: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchAssignment:
-    """The ranks that compute the microbatches of a step. Contiguous: each rank has a contiguous
-    range of microbatches. Round-robin: microbatch i belongs to rank (i mod ranks), and all ranks
-    compute in every round, because their forwards contain collectives; a rank that has no
-    microbatch left computes a dummy."""
+    """The ranks that compute the microbatches of a step.
+
+    Contiguous: each rank has a contiguous range of microbatches.
+
+    Round-robin: microbatch i belongs to rank (i mod ranks). All ranks compute in every round,
+    because their forwards contain collectives. A rank without a microbatch computes a dummy
+    microbatch.
+    """
 
     ranks: int
     round_robin: bool = False
     slices: int = 0
-    """In round i, each of the first `slices` ranks computes one slice of microbatch i, and all
-    methods count slices instead of microbatches. 0: microbatches are not split."""
+    """Number of slices into which a microbatch is split. In round i, each of the first `slices`
+    ranks computes one slice of microbatch i. All methods then count slices instead of microbatches.
+    With 0, microbatches are not split."""
     speeds: tuple[float, ...] = ()
-    """Microbatches per second of each rank. (): all ranks are equally fast."""
+    """Microbatches per second of each rank. Empty if all ranks are equally fast."""
 
     def indices(self, count: int, rank: int) -> range:
         if self.round_robin:
@@ -127,7 +134,7 @@ class MicrobatchAssignment:
 
     def at_speeds(self, seconds: Sequence[float], count: int) -> MicrobatchAssignment | None:
         """Return the contiguous assignment for ranks that take `seconds` per microbatch. None if a
-        step would hardly be faster, or if a rank's time is not known yet (NaN)."""
+        step would hardly be faster. None if a rank's time is not known yet (NaN)."""
         if not all(0 < each < math.inf for each in seconds):
             return None
         proposed = MicrobatchAssignment(self.ranks, speeds=tuple(1 / each for each in seconds))
@@ -148,12 +155,12 @@ class MicrobatchAssignment:
         return tuple(self.indices(count, rank) for rank in range(self.ranks))
 
     def has_dummies(self, count: int) -> bool:
-        """True if some rank, having no microbatch left in a round, computes a dummy."""
+        """True if a rank without a microbatch computes a dummy microbatch in some round."""
         return self.round_robin and (self.per_round < self.ranks or count % self.per_round != 0)
 
     def with_dummies(self, count: int, rank: int) -> list[tuple[int, bool]]:
-        """Return the rank's microbatches as (index, is_dummy). A dummy only takes part in the
-        collectives of the other ranks' forwards; its gradient is discarded."""
+        """Return the rank's microbatches as (index, is_dummy). A dummy microbatch only takes part
+        in the collectives of all ranks' forwards. Its gradient is discarded."""
         computed = [(index, False) for index in self.indices(count, rank)]
         if self.round_robin:
             rounds = -(-count // self.per_round)
@@ -163,8 +170,7 @@ class MicrobatchAssignment:
         return computed
 
     def gathered_positions(self, count: int) -> list[int]:
-        """Return the position of each microbatch in the concatenation of all ranks' `indices`, as a
-        gather returns them."""
+        """Return the position of each microbatch in an all-gather of all ranks' `indices`."""
         concatenated = [index for indices in self.indices_by_rank(count) for index in indices]
         return sorted(range(count), key=concatenated.__getitem__)
 

@@ -1,4 +1,4 @@
-"""`evaluate`: measures a recipe's evaluations without training."""
+"""Measures a recipe's evaluations without training."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateRequest(ScriptRequest):
-    """A request of `lockstep evaluate` to a script's processes: evaluate `weights` (a file or a
-    Hugging Face folder) instead of training."""
+    """The request of `lockstep evaluate` to a script's processes. They evaluate `weights` (a file
+    or a Hugging Face folder) instead of training."""
 
     answered_by: ClassVar[str] = __name__
     calls: str = "evaluate"
@@ -33,12 +33,12 @@ def evaluate(
     plan: str | Plan | None = None,
     run_dir: str | None = None,
 ) -> dict[str, float]:
-    """Measure the recipe's evaluations without training, on the processes that were started, and
-    return the metrics by name. Every rank calls it, with the same arguments.
+    """Measure the recipe's evaluations without training, on the processes that were started.
+    Returns the metrics by name. Every rank calls it, with the same arguments.
 
-    `weights`: as in `Recipe`, such as a run's `model.safetensors`; None: the weights that training
-    would start with. `plan` and `run_dir`: as for `train`; the metrics are also written to
-    `result.json`. Raises the children of `ls.errors.UserError`.
+    `weights` is as in `Recipe`, such as a run's `model.safetensors`. With None, the weights are the
+    initial weights of a training. `plan` and `run_dir` are as for `train`. The metrics are also
+    written to `result.json`. Raises the children of `ls.errors.UserError`.
     """
     return evaluated(recipe, weights, plan=plan, run_dir=run_dir).metrics
 

@@ -1,5 +1,5 @@
-"""lockstep's own hooks, in the order in which they are called, each with the reason for its
-position."""
+"""lockstep's hooks, in the order in which they are called, with the reason for the position of
+each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lockstep.training.run import Run
 
 
 class HouseHooks:
-    """The hooks of one run on one rank: lockstep's own hooks, and the user's between them."""
+    """The hooks of one run on one rank. The user's hooks are called between lockstep's hooks."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""The 64-bit keys from which every random stream starts: the same on every machine, rank and
-process."""
+"""The 64-bit keys of random streams. A key is the same on every machine, rank and process."""
 
 from __future__ import annotations
 
@@ -19,14 +18,15 @@ class RandomStream(IntEnum):
     ORDER = 2
     """The permutation of samples: (seed, ORDER), then the epoch."""
     SAMPLE = 3
-    """One sample's augmentation: (seed, SAMPLE, epoch, sample); of a stream: (seed, SAMPLE, epoch,
-    shard, sample)."""
+    """Augmentation of one sample: (seed, SAMPLE, epoch, sample). In a `Stream`: (seed, SAMPLE,
+    epoch, shard, sample)."""
     COLLATE = 4
-    """Collating a microbatch: (seed, COLLATE, step, microbatch)."""
+    """Collation of a microbatch: (seed, COLLATE, step, microbatch)."""
     FORWARD = 5
-    """Dropout and similar in one microbatch's forward: (seed, FORWARD, step, microbatch)."""
+    """The forward of one microbatch, such as dropout: (seed, FORWARD, step, microbatch)."""
     EVALUATION = 6
-    """One microbatch's forward in an evaluation: (seed, EVALUATION, steps done, microbatch)."""
+    """The forward of one microbatch in an evaluation: (seed, EVALUATION, steps done,
+    microbatch)."""
     WINDOW = 7
     """The permutation of the samples in one window of a stream: (seed, WINDOW, shard, epoch,
     window)."""
@@ -40,22 +40,22 @@ class RandomStream(IntEnum):
     """The calls of the hooks on a model's gradients in one step: (seed, GRADIENT_HOOK, steps done,
     number of the model)."""
     MIXTURE = 11
-    """The stream of a mixture from which a sample comes: (seed, MIXTURE, shard, block of
-    positions); and the seed of one of its streams: (seed, MIXTURE, hash of its name)."""
+    """The choice of the stream in a mixture that gives a sample: (seed, MIXTURE, shard, block of
+    positions). The seed of a stream in a mixture: (seed, MIXTURE, hash of its name)."""
     RECOMPUTATION = 12
     """The choice of the microbatches that another rank recomputes: (seed, RECOMPUTATION, step,
     number of the choice)."""
     OPTIMIZER = 13
-    """A step of an optimizer that is not torch's, for its own random numbers: (seed, OPTIMIZER,
-    steps done, number of the model), and then the number of a call of its closure."""
+    """A step of an optimizer that draws random numbers and is not torch's: (seed, OPTIMIZER, steps
+    done, number of the model). The number of a call of its closure is one more part."""
     LOOP = 14
-    """Random numbers that a script's own loop draws outside of its microbatches: (seed, LOOP, steps
+    """Random numbers that a script's loop draws outside of its microbatches: (seed, LOOP, steps
     done, number of passes over the step's microbatches)."""
 
 
 def key(*parts: int) -> int:
-    """Return an integer in 0..2**64-1 that depends on every one of `parts` and on their order.
-    Parts are taken modulo 2**64."""
+    """Return an integer in 0..2**64-1 that depends on all `parts` and on their order. Parts are
+    taken modulo 2**64."""
     state = 0
     for part in parts:
         state = longer(state, part)
@@ -63,8 +63,8 @@ def key(*parts: int) -> int:
 
 
 def longer(key: int, part: int) -> int:
-    """Return the key with one more part, mixed by splitmix64's finalizer (Steele, Lea and Flood,
-    2014)."""
+    """Return the key with one more part, mixed by the finalizer of splitmix64 (Steele, Lea and
+    Flood, 2014)."""
     state = ((key + GOLDEN) ^ part) & MASK
     state = (state ^ (state >> 30)) * MIX_FIRST & MASK
     state = (state ^ (state >> 27)) * MIX_SECOND & MASK

@@ -1,5 +1,5 @@
 """Opens a run: joins the processes, agrees on the plan, opens the run directory, and makes the
-`Context` with all of it."""
+`Context`."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class RunRequest:
     recipe: dict[str, Any] | None
     code: Mapping[str, str]
     code_and_objects: Digests
-    """Digests of the recipe's functions, to compare with the resumed run's and with other
-    ranks'."""
+    """Digests of the recipe's functions, which are compared between ranks and with the resumed
+    run."""
     saving: Saving
     resume: Resume
     allow_change: frozenset[str]
@@ -101,7 +101,8 @@ class RunRequest:
         evaluations: Mapping[str, Evaluation] | None,
         **given: Any,
     ) -> RunRequest:
-        """`evaluations`: the recipe's evaluations; None if the script has its own loop."""
+        """`evaluations` has the recipe's evaluations. None for a script with its own training
+        loop."""
         check_count("log_every", given["log_every"], "steps")
         check_precision(given["precision"])
         check_compression(given["gradient_compression"])
@@ -139,8 +140,8 @@ class RunRequest:
         )
 
     def check_same_as(self, ended: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` if a run that has ended, in this run directory, had another
-        recipe. `ended`: that run's run.json."""
+        """Raise `CheckpointError` if the ended run in this run directory had another recipe.
+        `ended` is its run.json."""
         recipe, code, versions = (
             ended.get("recipe"),
             ended.get("code"),
@@ -200,8 +201,8 @@ class RunRequest:
         )
 
     def compared(self, launched: str | None) -> dict[str, Any]:
-        """Return the values that must be the same on all ranks. `launched`: the launcher's plan,
-        which replaces the script's."""
+        """Return the values that must be the same on all ranks. `launched` is the launcher's plan,
+        which replaces the script's plan."""
         learned = {
             "seed": self.seed,
             "precision": self.precision,
@@ -230,13 +231,12 @@ class Opened:
     context: Context
     environment: Environment
     hooks: Sequence[Hook]
-    """Hooks that a command of lockstep has requested, such as `lockstep verify`."""
+    """Hooks that a lockstep command such as `lockstep verify` has requested."""
     request: RunRequest
     given_plan: Plan
-    """The requested plan, before the changes that save memory after earlier out-of-memory
-    failures."""
+    """The requested plan, without changes after out-of-memory errors."""
     taken_fallbacks: TakenFallbacks
-    """Changes of the plan that were made after earlier out-of-memory failures of the run."""
+    """Changes of the plan after earlier out-of-memory errors of the run."""
 
 
 def open_run(
@@ -245,7 +245,7 @@ def open_run(
     stack: ExitStack,
     recovery: Recovery | None = None,
 ) -> Opened:
-    """Every rank calls it. `stack` closes everything that it opens."""
+    """Open a run. `stack` closes it. Every rank calls it."""
     check_torch(torch.__version__)
     set_task_variables(os.environ)
     environment = Environment.read(os.environ)
@@ -316,7 +316,7 @@ def _refuse_own_loop(environ: Mapping[str, str]) -> None:
 
 
 def _check_best(metric: str, evaluations: Mapping[str, Evaluation] | None) -> None:
-    """Raise `CheckpointError` if no evaluation during training can measure the metric of
+    """Raise `CheckpointError` unless an evaluation during training measures the metric of
     `Saving.best`."""
     if evaluations is None:
         raise CheckpointError(
@@ -350,8 +350,8 @@ def _check_allow_change(asked: RunRequest) -> None:
 def _join(
     request: RunRequest, environment: Environment, *, recovers: bool
 ) -> tuple[World, Sequence[Mapping[str, str]]]:
-    """Join the process group, and compare the settings of all ranks. Also returns, for each rank,
-    the properties of its device."""
+    """Join the process group, and compare the settings of all ranks. Also returns the device
+    properties of each rank."""
     joins = (
         partial(join_over, launcher_store(os.environ))
         if recovers and environment.world_size > 1
@@ -376,7 +376,7 @@ def _join(
 
 
 def _record_start(opened: Opened, request: RunRequest, devices: Sequence[Remark | None]) -> None:
-    """Write run.json, and report how this run differs from `request` in events and messages."""
+    """Write run.json, and report the differences between this run and `request`."""
     context, environment, recorder = opened.context, opened.environment, opened.context.recorder
     recorder.start(
         plan=context.plan,
@@ -418,8 +418,8 @@ def _record_start(opened: Opened, request: RunRequest, devices: Sequence[Remark 
 
 
 def read_probe(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
-    """Return the settings to override and the hooks to add that a command such as `lockstep verify`
-    has requested in the environment of the script's process."""
+    """Return the settings to override and the hooks to add that a lockstep command has requested.
+    The request is in the environment of the script's process."""
     name = answered_by(environ, "install")
     if name is None:
         return Overrides(), ()

@@ -166,10 +166,11 @@ class Disagreement:
     first: str
     """The first parameter whose gradient differs."""
     ranks: Sequence[int]
-    """The ranks that computed wrong gradients. Unless `is_certain`, only one of these ranks did."""
+    """The ranks that computed wrong gradients. Unless `is_certain`, it is known only that one of
+    these ranks did."""
     is_certain: bool
     right: Sequence[int]
-    """The ranks that computed right gradients of this microbatch."""
+    """The ranks that computed this microbatch and are not in `ranks`."""
     has_third: bool = True
     """True if three replicas computed this microbatch and two of them agree."""
     was_received: bool = False

@@ -278,7 +278,8 @@ class _FileLock:
 
     @classmethod
     def _forget_in_child(cls) -> None:
-        """Release the lock in a fork, which would hold the lock after the end of its parent."""
+        """Close the lock's descriptor in a fork, which would hold the lock after the end of its
+        parent."""
         for lock in list(cls._held):
             if lock._descriptor is not None:
                 os.close(lock._descriptor)

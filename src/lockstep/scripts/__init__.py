@@ -1,2 +1,1 @@
-"""Starts the user's script for every command: its command line, its request, its processes and how
-they end."""
+"""Runs the user's script for every command: its command line, its request, and its processes."""

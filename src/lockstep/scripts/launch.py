@@ -1,4 +1,4 @@
-"""Runs a script in workers of this process, as `lockstep run` does."""
+"""Runs a script in workers, as `lockstep run` does."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def launch_script(
     stdout: TextIO | None = None,
     spare_imports: Sequence[str] = (),
 ) -> int:
-    """Run `count` workers to their end; return the exit status. `began`: seconds since 1970.
-    `request`: the environment variable with a request to the workers. `spare_imports`: modules that
-    a spare process imports."""
+    """Run `count` workers to their end, and return the exit status. `began` is in seconds since
+    1970. `request` is the environment variable with a request to the workers. A spare process
+    imports the modules `spare_imports`."""
     refuse_on_windows("lockstep run")
     with (
         importing_torch(),
@@ -83,7 +83,7 @@ def launch_script(
 
 @contextmanager
 def _without_warnings_of_stores() -> Iterator[None]:
-    """Torch's store prints 20 lines when its host is gone. Torch must be imported inside the
+    """Suppress the 20 lines that torch's store prints when its host is gone. Import torch in this
     context."""
     name = "TORCH_CPP_LOG_LEVEL"
     if name in os.environ:

@@ -1,5 +1,5 @@
-"""A script on a command line: checks that it exists, and finds a command's options among its
-arguments. Does not import torch."""
+"""Reads the command line of a script. Checks that the script exists, and finds a command's options
+among its arguments. Does not import torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ScriptLine:
 
     @classmethod
     def parse(cls, text: str, option: str) -> ScriptLine:
-        """`text`: a path, or a script with arguments in shell syntax."""
+        """Parse a path, or a script with arguments in shell syntax."""
         words = [text] if Path(text).is_file() else shell_words(option, text)
         is_module = words[:1] == ["-m"]
         if len(words) <= is_module:
@@ -85,9 +85,9 @@ def _check_module(name: str) -> None:
 def misplaced(
     options: Iterable[str], arguments: Sequence[str], script: str, *, imports: str | None = None
 ) -> list[str]:
-    """Return the command's `options` that stand among the script's arguments (before any `--`) and
-    that the file `script` does not mention. A script that does not import the package `imports` may
-    pass its arguments on: nothing is returned."""
+    """Return the `options` of the command that are among the script's arguments (before any `--`)
+    and that the script does not mention. Returns none if the script does not import the package
+    `imports`, because it may pass its arguments on."""
     own = takewhile(lambda argument: argument != "--", arguments)
     names = {argument.partition("=")[0] for argument in own if argument[:2] == "--"} & set(options)
     if not names:
@@ -113,7 +113,7 @@ def _packages_of(nodes: Sequence[ast.AST]) -> set[str]:
 
 
 def _words_of(nodes: Sequence[ast.AST]) -> set[str]:
-    """Return the words in names and strings (except docstrings), with `-` replaced by `_`."""
+    """Return the words in names and strings, with `-` replaced by `_`. Omits docstrings."""
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     texts = [
         value

@@ -42,15 +42,15 @@ OUTPUT = "output.txt"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptEnd:
     status: int
-    """Exit status as in a shell: 128 + N after signal N."""
+    """Exit status as in a shell. It is 128 + N after signal N."""
     seconds: float
     error: str = ""
     """The last lines of the script's output. Empty if the status is 0."""
     timed_out: bool = False
 
     def nothing_done(self, line: ScriptLine, *, before: str, needs: str, works: str) -> LaunchError:
-        """`before`: the call that the script did not reach; `needs`: what the command needs;
-        `works`: the command line that must work first."""
+        """`before` is the call that the script did not reach. `needs` is what the command needs.
+        `works` is a command line that must work first."""
         if self.timed_out:
             return LaunchError(
                 f"{line.script} did not come to {before} in {self.seconds:.0f} s; {needs}; give it"
@@ -81,8 +81,8 @@ def run_script(
     look: Callable[[], bool] = lambda: False,
     echo: BinaryIO | None = None,
 ) -> ScriptEnd:
-    """Run a command line to its end, then end everything that it has started. `folder`: gets the
-    request and the output. `look`: called regularly; returns True to end the script."""
+    """Run a command line to its end, and then end every process that it has started. `folder` gets
+    the request and the output. `look` is called regularly, and returns True to end the script."""
     began, timed_out = time.monotonic(), False
     environ = {**environ, **request.write(folder)}
     with (folder / OUTPUT).open("wb") as output, (folder / OUTPUT).open("rb") as read:
@@ -120,7 +120,8 @@ def run_script(
 
 
 def _end_all(root: subprocess.Popen[bytes], marker: str) -> None:
-    """Also ends processes in other sessions that have the script's request in their environment."""
+    """End all processes of the script. Also ends processes in other sessions that have the script's
+    request in their environment."""
 
     def started() -> set[int]:
         roots = with_marker(marker) | ({root.pid} if root.poll() is None else set())
@@ -146,8 +147,8 @@ def _pass_on(read: BinaryIO, echo: BinaryIO | None) -> None:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Convert SIGTERM (and SIGHUP, unless it is ignored) into an exception, so that `with` blocks
-    end their processes."""
+    """Convert SIGTERM and SIGHUP into an exception, so that `with` blocks end their processes. An
+    ignored SIGHUP stays ignored."""
     before = {number: signal.getsignal(number) for number in signals("SIGTERM", "SIGHUP")}
     for number, handler in before.items():
         if number == signal.SIGTERM or handler is not signal.SIG_IGN:

@@ -1,7 +1,7 @@
-"""A command's request to the processes that run the script: a JSON file, whose path is in an
-environment variable. A request names a module, and the function in it that answers the request:
-`install`, which returns the overrides and hooks of a run, or `train(recipe)`, which replaces the
-training. Does not import torch."""
+"""A command's request to the processes that run the script. The request is a JSON file, whose path
+is in an environment variable. It names a module and the function in it that answers the request.
+`install` returns the overrides and hooks of a run. `train(recipe)` replaces the training. Does not
+import torch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ FILE = "request.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptRequest:
-    """A request of a `lockstep` command to the processes that run the user's script; each command
+    """A request of a `lockstep` command to the processes that run the user's script. Each command
     has a subclass."""
 
     answered_by: ClassVar[str]
     calls: str = ""
-    """The function of the module `answered_by`: `install`, `train`, or empty if none is called."""
+    """The function of the module `answered_by`: `install`, `train`, or empty if no function is
+    called."""
 
     def write(self, folder: Path) -> dict[str, str]:
-        """Returns the environment variable with the request's path."""
+        """Write the request. Returns the environment variable with its path."""
         return write_request(folder, self.as_json())
 
     def as_json(self) -> dict[str, Any]:
@@ -37,7 +38,7 @@ class ScriptRequest:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self | None:
-        """Return None if the request to this process is another command's."""
+        """Return None if the request to this process belongs to another command."""
         found = _read(environ)
         if found is None or found.pop("answered_by") != cls.answered_by:
             return None

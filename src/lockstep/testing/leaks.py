@@ -51,17 +51,16 @@ class Snapshot:
     """The resources that this process held when `take` was called."""
 
     found: Mapping[Kind, Mapping[Hashable, str]]
-    """Kind of resource -> what identifies one, such as a process id -> its description in a report
-    of leaks."""
+    """The description of each resource, by kind and identity (such as a process id)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """Resources that snapshots leave out, because they are meant to outlive the code under test,
-    such as the processes of a `WorkerPool`."""
+    """Resources that snapshots leave out, because they outlive the code under test. The processes
+    of a `WorkerPool` are an example."""
 
     processes: Collection[int] = ()
-    """Process ids. These processes and their descendants are left out."""
+    """Process ids. Snapshots leave out these processes and their descendants."""
     descriptors: Collection[int] = ()
     """Numbers of file descriptors of this process."""
 
@@ -109,12 +108,9 @@ def compare(before: Snapshot, after: Snapshot) -> list[str]:
 def remaining(
     before: Snapshot, exempt: Exempt | None = None, timeout_seconds: float = 3.0
 ) -> list[str]:
-    """Return the leaks since `before`: a sentence for each resource, empty if there are none.
-
-    Waits up to `timeout_seconds` for threads and processes to end, and collects garbage, because a
-    reference cycle may hold a descriptor. Files in /dev/shm that are mapped by a process other than
-    this one and its descendants are left out.
-    """
+    """Return a sentence for each leak since `before`. Waits up to `timeout_seconds` for threads and
+    processes to end. Collects garbage, because a reference cycle may hold a descriptor. Leaves out
+    files in /dev/shm that unrelated processes map."""
     kinds = tuple(before.found)
     deadline = time.monotonic() + timeout_seconds
 
@@ -157,11 +153,12 @@ class _Process:
     parent: int
     state: str
     started: int
-    """Clock ticks since boot, which distinguish the process from a later one with the same id."""
+    """Start time in clock ticks since boot. It distinguishes the process from a later process with
+    the same id."""
 
 
 def _has_children() -> bool:
-    """Far cheaper than reading the parent of every process in /proc."""
+    """True if this process has child processes. Reading /proc would be slower."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -170,8 +167,8 @@ def _has_children() -> bool:
 
 
 def _family(exempt: Exempt) -> dict[int, _Process]:
-    """Return the running descendants of this process, by process id, without the exempt processes
-    and those that Python starts, such as multiprocessing's resource tracker."""
+    """Return the running descendants of this process, by process id. Omits exempt processes, and
+    processes that Python starts, such as multiprocessing's resource tracker."""
     children = _children()
     family: dict[int, _Process] = {}
     waiting = children(os.getpid())
@@ -188,8 +185,8 @@ def _family(exempt: Exempt) -> dict[int, _Process]:
 
 
 def _children() -> Callable[[int], list[int]]:
-    """If the kernel has no list of children, this reads the parent of every process, which takes 15
-    microseconds a process."""
+    """Return a function that lists the child processes of a process. If the kernel has no such
+    list, it reads the parent of every process, which takes 15 microseconds a process."""
     if os.path.exists(f"/proc/self/task/{threading.get_native_id()}/children"):
         return _listed_children
     children: dict[int, list[int]] = {}
@@ -276,7 +273,7 @@ def _listening_port(descriptor: int) -> int | None:
 
 
 def _listening_inodes() -> dict[str, int]:
-    """Return the sockets' names in /proc, with their ports."""
+    """Return the port of each listening socket, by the socket's name in /proc."""
     try:
         return _asked_listening()
     except OSError:  # a kernel without sock_diag, or a sandbox that forbids netlink
@@ -284,8 +281,8 @@ def _listening_inodes() -> dict[str, int]:
 
 
 def _asked_listening() -> dict[str, int]:
-    """Asking the kernel for listening sockets (sock_diag) takes 0.1 ms. Reading /proc/net/tcp takes
-    5 ms, because the kernel walks its whole table of connections."""
+    """Ask the kernel for listening sockets by sock_diag, which takes 0.1 ms. Reading /proc/net/tcp
+    takes 5 ms, because the kernel walks its whole table of connections."""
     listening: dict[str, int] = {}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as kernel:
         for family in (socket.AF_INET, socket.AF_INET6):
@@ -388,8 +385,8 @@ def _shared_memory() -> Found:
 
 
 def _mapped_by_others(paths: Collection[str]) -> set[str]:
-    """Files are identified by inode, because a process that creates a semaphore maps it under a
-    temporary name, which no longer exists."""
+    """Return the paths that unrelated processes map. Files are identified by inode, because a
+    process maps a new semaphore under a temporary name."""
     files = {}
     for path in paths:
         with contextlib.suppress(OSError):  # the file was removed after it was listed

@@ -72,8 +72,8 @@ NURSERY_ENVIRONMENT = dict.fromkeys(
 
 
 class WorkerFailed(WorkerError):
-    """A rank raised, was killed, leaked a resource, or did not answer in time. The text has its
-    traceback or stacks."""
+    """A rank raised an exception, was killed, leaked a resource, or did not answer in time. The
+    text has its traceback or stacks."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
@@ -93,11 +93,11 @@ class _Worker:
 
 
 class WorkerPool:
-    """A pool that runs functions on new processes with a Gloo process group. Used by one thread at
-    a time.
+    """Runs functions on new processes with a Gloo process group. Only one thread may use it at a
+    time.
 
     `max_workers` is the largest world size. `preload` names modules that the nursery imports before
-    the first run, besides torch and the modules of the functions. If one cannot be imported, that
+    the first run, in addition to torch and the modules of the functions. If an import fails, the
     run fails. With `check_leaks`, a run fails if a rank leaks a process, a thread, a listening
     port, an open descriptor or an environment variable.
 
@@ -193,7 +193,7 @@ class WorkerPool:
         return results
 
     def close(self) -> None:
-        """End the nursery and, with it, everything that the pool started. May be called again."""
+        """End the nursery and all processes that the pool started. May be called several times."""
         if not self._closed:
             self._closed = True
             if not self._ready:  # the nursery is still importing, and does not read its socket yet
@@ -202,8 +202,7 @@ class WorkerPool:
 
     @property
     def exempt(self) -> Exempt:
-        """The pool's own processes and descriptors, which `lockstep.testing.leaks` should leave
-        out."""
+        """The pool's processes and descriptors, which `lockstep.testing.leaks` should leave out."""
         return Exempt(processes=(self._nursery.pid,), descriptors=(self._control.fileno(),))
 
     def __enter__(self) -> WorkerPool:
@@ -315,8 +314,7 @@ class WorkerPool:
         self, pending: list[_Worker], arrived: dict[int, bytes | None], world_size: int
     ) -> Exception:
         """Return the error of the rank that failed first. A rank that died counts as first, unless
-        the earliest exception is a `UserError`. `arrived`: answers by rank; None if the rank
-        died."""
+        the earliest exception is a `UserError`. `arrived` has None for a rank that died."""
         reports = {
             rank: json.loads(answer[1:])
             for rank, answer in arrived.items()
@@ -406,8 +404,8 @@ def _send(worker: _Worker, *messages: bytes) -> None:
 def _with_cause(
     pending: list[_Worker], arrived: dict[int, bytes | None]
 ) -> dict[int, bytes | None]:
-    """Return the answers by rank. If none is a `UserError`, wait for more: a rank may have lost the
-    connection to another, which is about to report its own error."""
+    """Return the answers by rank. Waits for more answers if none is a `UserError`. A rank may have
+    lost the connection to a rank that is about to report an error."""
     deadline = time.monotonic() + CAUSE_SECONDS
     while all(answer is not None and not _is_user_error(answer) for answer in arrived.values()):
         others = [worker for worker in pending if worker.rank not in arrived]

@@ -1,6 +1,6 @@
 """The processes of `lockstep.testing.pool`: a nursery that imports torch once, and the workers that
-it forks. The nursery runs no tensor operation and starts no thread, so that it can be forked
-safely. A worker serves one run and ends, so that no state reaches the next run."""
+it forks. The nursery runs no tensor operation and starts no thread, because it must be safe to
+fork. A worker ends after one run, so that no state reaches the next run."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ DUMP_SIGNAL = signal.SIGRTMIN + 7
 JOINED, RESULT, LEFT, FAILED = b"J", b"R", b"L", b"F"
 MASTER_ADDRESS = "127.0.0.1"
 RUNS_BEFORE_MOVE = 10
-"""Huge pages make forks cheaper. After so many runs of the test pool, moving the memory into huge
-pages would have paid for itself."""
+"""Number of runs of the test pool after which its memory is moved into huge pages. Forks are then
+cheaper."""
 # Seconds by which the process group's timeout exceeds the pool's, so that a hanging run always ends
 # with its stacks.
 LONGER_SECONDS = 5.0
@@ -67,8 +67,8 @@ FREED_SECONDS = 10.0
 
 
 def nursery(control_descriptor: int, preload: Iterable[str]) -> None:
-    """Import the modules that workers need, then fork and reap workers on request, until the
-    control socket is closed."""
+    """Import the modules that workers need. Fork and reap workers on request, until the control
+    socket is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process of the pool handles Ctrl-C
     control = socket.socket(fileno=control_descriptor)
     for name in (*PRELOADED, *preload):
@@ -120,8 +120,7 @@ def kill_group(process: int) -> None:
 
 
 def import_for(name: str, file: str | None) -> ModuleType:
-    """Import a module from `file`, even if it cannot be found by its name (pytest's importlib
-    mode)."""
+    """Import a module from `file`, even if its name cannot be found (pytest's importlib mode)."""
     module = sys.modules.get(name)
     if module is None:
         try:
@@ -205,8 +204,8 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
 
 
 def _serve(pipe: Connection, dump_descriptor: int) -> None:
-    """Join the process group, call the test's function, destroy the group. After each of the three,
-    send a message to the pool, and wait for all other ranks."""
+    """Join the process group, call the test's function, and destroy the group. After each of these
+    steps, send a message to the pool, and wait for all ranks."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The signal writes all stacks; its default action then ends the process, so the sender knows
@@ -280,8 +279,8 @@ def _load(task: dict[str, Any], payload: bytes) -> tuple[Callable[..., Any], tup
 
 
 def _join(task: dict[str, Any]) -> Callable[[], list[str]]:
-    """Create the default process group. Returns a function that destroys it and describes the
-    resources that the worker has leaked since."""
+    """Create the default process group. Returns a function that destroys the group and describes
+    the resources that the worker has leaked."""
     from torch import distributed
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in its __all__
 
@@ -319,7 +318,7 @@ def _answer_failure(pipe: Connection, error: BaseException) -> None:
 
 
 def _pickled(error: UserError) -> bytes:
-    """Pickle the error; if that is not possible, the pair of its type and its text."""
+    """Pickle the error. If that fails, pickle its type and its text."""
     try:
         payload = pickle.dumps(error)
         if str(pickle.loads(payload)) == str(error):

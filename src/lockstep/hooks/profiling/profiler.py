@@ -46,7 +46,8 @@ from lockstep.training.train_module import TrainModule
 LISTED_OPERATORS = 10
 CLOCK_EXCHANGES = 9  # number of exchanges that compare the ranks' clocks; the median is used
 _FAILURES = (OSError, ValueError, RuntimeError)
-"""Messages of torch for an incomplete trace. Torch's export does not always report one."""
+"""Exceptions that count as a failed export. Torch does not always report that a trace is
+incomplete."""
 # the number of the thread under which a trace shows the phases of the training loop
 PHASES_THREAD = 0
 
