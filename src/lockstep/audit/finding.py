@@ -1,5 +1,4 @@
-"""Findings of an audit: the cause, the evidence, the line of the user's script, and the remedy.
-Pure."""
+"""The findings of an audit: cause, evidence, line of the user's script, and remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _NUMBER = re.compile(r"\d[\d.]*(?:e[+-]?\d+)?")
 
 
 class Area(Enum):
-    """The subjects of an audit. Each has a row in the report, even if everything in it is right."""
+    """The subjects of an audit. Each is a row in the report."""
 
     SAMPLES = "samples"
     GRADIENTS = "gradients"
@@ -41,14 +40,13 @@ class Finding:
     cause: Cause
     area: Area
     evidence: str
-    """The observed facts, with their numbers, ranks and samples."""
+    """The observed facts, with numbers, ranks and samples."""
     line: str = ""
-    """File and line of the user's script, as `train.py:12`. Empty if no line of the script is
-    concerned."""
+    """File and line of the user's script, such as `train.py:12`. Empty if no line is at fault."""
     step: int | None = None
-    """The first optimizer step at which the fault was seen, from 0."""
+    """The first optimizer step with the fault, counted from 0."""
     names: Sequence[str] = ()
-    """The parameters, buffers or files concerned."""
+    """Names of the parameters, buffers or files with the fault."""
 
     @property
     def title(self) -> str:
@@ -94,9 +92,7 @@ class AreaResult:
         names: Sequence[str] = (),
         badness: float = 0.0,
     ) -> None:
-        """Add a finding. For each cause only the worst finding is kept, by `badness`; of equally
-        bad ones, the earliest. `at`: the record of the optimizer step, which gives step and
-        line."""
+        """Add a finding. Only the worst finding of each cause is kept."""
         known = next((each for each in self.findings if each.cause is cause), None)
         if known is not None:
             if badness <= self._badness[cause]:
@@ -113,8 +109,7 @@ class AreaResult:
         )
 
     def miss(self, reason: str) -> None:
-        """Add a reason why something could not be checked, unless it differs from an earlier one
-        only in numbers."""
+        """Add a reason why a check could not be made."""
         if all(_NUMBER.sub("", each) != _NUMBER.sub("", reason) for each in self.unseen):
             self.unseen.append(reason)
 
@@ -129,14 +124,14 @@ class Audit:
     """Number of optimizer steps that every rank took."""
     findings: list[Finding] = field(default_factory=list)
     right: dict[Area, str] = field(default_factory=dict)
-    """Facts that were checked, for each area in which all of them are right."""
+    """Text about the facts that are right, for each area without a fault."""
     unseen: dict[Area, list[str]] = field(default_factory=dict)
-    """Reasons why something could not be checked, by area."""
+    """Reasons why checks could not be made, by area."""
     notes: list[str] = field(default_factory=list)
     error: str = ""
-    """Last lines of a script that failed; empty if it did not."""
+    """Last lines of the output of a script that failed."""
     status: int = 0
-    """Exit status of the script. Also 0 if the audit ended the script after the requested steps."""
+    """Exit status of the script; 0 if the audit ended the script after the requested steps."""
     seconds: float = 0.0
 
     @property
@@ -145,7 +140,7 @@ class Audit:
 
     @property
     def extent(self) -> str:
-        """Text with the numbers of processes and steps that were checked."""
+        """Text with the numbers of processes and steps."""
         return f"{counted(self.processes, 'process')}, {counted(self.steps, 'step')}"
 
     @property

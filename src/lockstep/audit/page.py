@@ -1,5 +1,5 @@
-"""The HTML page of an audit: each finding with its evidence, line and remedy; what is right; what
-could not be checked. Pure."""
+"""Makes the HTML page of an audit: findings, facts that are right, and checks that could not be
+made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the records that the probes wrote. Needs no torch."""
+"""Reads the records that the probes wrote, without torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ UNKNOWN = -1
 
 @dataclass(slots=True)
 class Rank:
-    """The record of one rank's process: rows (JSON objects, one for each event) in the order of
-    writing."""
+    """The record of one rank: rows (JSON objects, one for each event) in order."""
 
     rank: int
     rows: list[Row] = field(default_factory=list)
@@ -50,8 +49,8 @@ class Records:
 
     @property
     def joined_at(self) -> float:
-        """The position in a rank's rows from which torch's `Join` lets ranks take different numbers
-        of steps; infinite without `Join`."""
+        """The first row that is inside torch's `Join`, in which ranks may take different numbers of
+        steps. Infinite without `Join`."""
         return min(
             (row["place"] for rank in self.ranks for row in rank.of("join")), default=math.inf
         )
@@ -71,8 +70,8 @@ def first_line(rows: Iterable[Row], name: str = "line") -> str:
 
 
 def read_records(folder: Path) -> Records:
-    """If several processes have one rank, keep the one that took steps or joined the process
-    group."""
+    """Read the record of each rank. If several processes claim one rank, keep the process that took
+    steps."""
     files = [
         rows for path in sorted(folder.glob("process-*.jsonl")) if (rows := read_row_file(path))
     ]
@@ -112,8 +111,8 @@ def read_records(folder: Path) -> Records:
 
 
 def number_loaders(ranks: Sequence[Rank]) -> None:
-    """Renumber the DataLoaders, so that those made by one line of the script have the same numbers
-    on all ranks. (A rank that evaluates alone has made more loaders.)"""
+    """Renumber the DataLoaders. Loaders that one line of the script made get the same number on all
+    ranks."""
     numbers: dict[tuple[str, int], int] = {}
     for rank in ranks:
         made: Counter[str] = Counter()
@@ -131,9 +130,7 @@ def number_loaders(ranks: Sequence[Rank]) -> None:
 
 
 def training_passes(rows: Sequence[Row]) -> set[tuple[int, int]]:
-    """Return the (loader, pass) pairs whose batches were trained on: that of the last batch before
-    each backward, and those that gave a batch for several backwards, as in `zip(labelled,
-    unlabelled)`."""
+    """Return the (loader, pass) pairs whose batches were trained on."""
     backwards = [row for row in rows if row["kind"] == "backward"]
     counts = Counter(tuple(place) for row in backwards for place in row["passes"])
     last = {(row["loader"], row["pass_number"]) for row in backwards if row["loader"] is not None}

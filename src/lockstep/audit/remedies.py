@@ -1,4 +1,5 @@
-"""The faults that an audit can name, each with the rule that it breaks and a remedy. Pure."""
+"""The faults that an audit can find, each with the rule of correct training that it breaks and a
+remedy."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ _NOTHING_LOST = "a resumed run goes on exactly where it was interrupted"
 
 class Cause(Enum):
     def __init__(self, title: str, law: str, remedy: str) -> None:
-        """`title`: the fault in a few words. `law`: the rule of correct training that the fault
-        breaks. `remedy`: a few lines to change in the script."""
+        """`title` is the fault in a few words, `law` the rule of correct training, and `remedy` a
+        few lines to change."""
         self.title, self.law, self.remedy = title, law, remedy
 
     SAME_SAMPLES = (

@@ -1,4 +1,4 @@
-"""The request of an audit to every process that the script starts. No torch."""
+"""The request of an audit to every process of the script. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,15 @@ class AuditRequest(ScriptRequest):
     answered_by: ClassVar[str] = "lockstep.audit.probes.begin"
     folder: Path
     steps: int
-    """Optimizer steps after which each process ends, with status 0."""
+    """Number of optimizer steps after which each process ends."""
     roots: tuple[str, ...]
     runner: int = 0
     perturb: int = 0
-    """Seed of noise of one unit in the last place on the initial parameters; 0: no noise."""
+    """Seed of noise of one unit in the last place on the initial parameters; 0 for no noise."""
 
     def die_with_launcher(self) -> None:
-        """Have the kernel end this process together with its parent, if `lockstep audit` has
-        started the parent (Linux only).
-
-        Processes that ranks start are not tied to the audit: the kernel would end them with the
-        thread that started them.
-        """
+        """Make the kernel kill this process when its parent ends, if `lockstep audit` started the
+        parent."""
         launcher = os.getppid()
         if self.runner and parents().get(launcher) == self.runner:
             die_with_parent(launcher)

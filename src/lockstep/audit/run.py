@@ -1,5 +1,4 @@
-"""Runs an audit: runs the script, and compares the records of its processes with rules of correct
-training."""
+"""Runs the audited script, and checks the records of its processes."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ CONSEQUENCES = {
     Cause.DATASETS_DIFFER: {Cause.SAMPLES_MISSING, Cause.EVALUATION_REPEATS},
     Cause.SEED_RESET: {Cause.SAME_RANDOM_NUMBERS, Cause.SAME_AUGMENTATION},
 }
-"""Cause -> the causes that follow from it. If it is found, these are not reported beside it."""
+"""Maps each cause to causes that follow from it. These are not reported beside it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +71,8 @@ class CompareOptions:
     global_batch: int
     """Number of samples in a step, over all processes."""
     per_rank_batch: str
-    """Arguments of the script that set its batch size, with `{}` in place of the number of samples
-    in a step on one process."""
+    """Arguments of the script that set the batch size of one process. `{}` stands for the number of
+    samples."""
 
     def __post_init__(self) -> None:
         if "{}" not in self.per_rank_batch:
@@ -102,8 +101,8 @@ def run_audit(
     compare: CompareOptions | None = None,
     echo: BinaryIO | None = None,
 ) -> Audit:
-    """`folder`: an empty folder for the records. Raises `LaunchError` if there is nothing to
-    check."""
+    """Run an audit that writes its records to `folder`. Raise `LaunchError` if the script takes no
+    optimizer step."""
     line = options.line
     if ScriptSource.find(line).uses_lockstep():
         raise LaunchError(

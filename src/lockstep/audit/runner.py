@@ -1,5 +1,4 @@
-"""Runs the audited script, unchanged, on several processes, as torchrun would, and detects a
-hang."""
+"""Runs the audited script on several processes, as torchrun would, and detects a hang."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ _AGENT_TRACEBACK = re.compile(
 )
 _THREADS_BANNER = re.compile(r"^\*+\nSetting OMP_NUM_THREADS.*\n\*+\n", re.MULTILINE)
 _LOGGING_ERROR = re.compile(r"^--- Logging error ---\n(?:.*\n)*?Arguments: .*\n?", re.MULTILINE)
-"""Python's report of a line that could not be logged. Torchrun causes some when it ends."""
+"""Python's report of a line that could not be logged. torchrun may print some when it ends."""
 _RANK_LINE = re.compile(r'"kind":\s*"rank"')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -46,11 +45,12 @@ class AuditOptions:
     """Seconds without a new record after which the script counts as hanging."""
     timeout_seconds: float = 600.0
     launcher: LauncherChoice = "auto"
-    """`python`: the script starts its own processes. `auto`: decided by the script's source."""
+    """`python` for a script that starts its own processes. `auto` decides by the source of the
+    script."""
     perturb: int = 0
-    """Seed of noise of one unit in the last place on the initial parameters; 0: no noise."""
+    """Seed of noise of one unit in the last place on the initial parameters; 0 for no noise."""
     resume_arguments: Sequence[str] | None = None
-    """Arguments that make the script resume from what it saved. None: it is not resumed."""
+    """Arguments with which the script resumes; None to skip the check of resuming."""
 
     @property
     def root(self) -> str:
@@ -70,8 +70,7 @@ class HangStacks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditedEnd(ScriptEnd):
-    """The end of an audited script: by itself, or ended by the audit because it hung or took too
-    long."""
+    """The end of an audited script, which may have been killed because it hung or took too long."""
 
     hang: HangStacks | None = None
 
@@ -81,7 +80,7 @@ class AuditedEnd(ScriptEnd):
 
 
 class RecordGrowth:
-    """The growth of the record files of all processes, which shows that a script does not hang."""
+    """Measures the growth of all record files, to detect a hang."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
@@ -90,7 +89,7 @@ class RecordGrowth:
         self._has_rank = False
 
     def stalled_seconds(self) -> float:
-        """Return the seconds since any record file last grew; 0 before the first line of a rank."""
+        """Return the seconds since a record file last grew; 0 before the first line of a rank."""
         paths = list(recorded(self._folder).values())
         size = sum(path.stat().st_size for path in paths)
         if size != self._bytes:
@@ -137,7 +136,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 def run_audited(
     options: AuditOptions, folder: Path, *, torchrun: bool, echo: BinaryIO | None = None
 ) -> AuditedEnd:
-    """Run the script until it ends, hangs or takes too long; then end all processes that it
+    """Run the script until it ends, hangs or takes too long. Then end all processes that it
     started."""
     growth, hangs = RecordGrowth(folder), list[HangStacks]()
 
@@ -171,9 +170,8 @@ def run_audited(
 
 
 def aborted_at_exit(error: str) -> bool:
-    """True if a process aborted after its script had ended, when Python destroyed a process group
-    that was still alive. This happens with torch from time to time, and says nothing about the
-    training."""
+    """Return True if a process aborted after its script had ended, while Python destroyed a process
+    group."""
     aborted = "terminate called without an active exception" in error
     return aborted and "Traceback (most recent call last)" not in error
 
@@ -214,7 +212,8 @@ def _dump_stacks(folder: Path) -> dict[int, str]:
 
 
 def waiting_lines(stacks: Mapping[int, str], root: str) -> dict[int, str]:
-    """`stacks`: by process id, as `faulthandler` writes them."""
+    """Return the line of the script at which each process waits. `stacks` is the output of
+    `faulthandler` by process id."""
     lines = {}
     for pid, text in stacks.items():
         main_thread = _THREAD.split(text)[-1]  # threads are listed from the youngest to the oldest

@@ -1,5 +1,4 @@
-"""The source of the audited script: how to start it, and the lines that findings name. Nothing is
-executed."""
+"""Reads the source of the audited script, without executing it."""
 
 from __future__ import annotations
 
@@ -26,15 +25,14 @@ _RANKS = {"RANK", "LOCAL_RANK"}
 
 @dataclass(frozen=True, slots=True)
 class StartCall:
-    """A call by which a script starts its ranks itself."""
+    """A call by which a script starts its own ranks."""
 
     name: str
     line: int
 
 
 class ScriptSource:
-    """The syntax tree of a script; empty if the script cannot be read or parsed, because running it
-    will show why."""
+    """The syntax tree of a script; empty if the script cannot be parsed."""
 
     def __init__(self, text: str) -> None:
         try:
@@ -53,8 +51,8 @@ class ScriptSource:
             return cls("")
 
     def start_call(self) -> StartCall | None:
-        """The call by which the script starts its own ranks. None if the script reads its rank from
-        a launcher."""
+        """Return the call by which the script starts its own ranks. Return None if the script reads
+        its rank from a launcher."""
         if self._reads_rank():
             return None
         wanted = _STARTS | (_PROCESSES if self._gives_rank() else set())
@@ -101,7 +99,7 @@ class ScriptSource:
 
 
 def module_path(name: str) -> Path | None:
-    """The source file that `python -m name` runs from the working directory."""
+    """Return the source file that `python -m name` would run."""
     places: list[str] | None = [os.getcwd(), *sys.path]
     *packages, last = name.split(".")
     for package in packages:

@@ -1,6 +1,9 @@
-"""Chooses a value for each setting that is `auto`: from the checkpoint, from earlier measurements,
-or by timing. Precision and microbatch change what is learned (each microbatch has its own dropout
-masks), so checkpoints contain both, and a resumed run keeps them under every plan."""
+"""Chooses a value for each setting that is `auto`.
+
+The value comes from the checkpoint, from the measurements of an earlier run, or from timing.
+Precision and microbatch change the training, so a checkpoint contains both and a resumed run keeps
+them.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +50,13 @@ from lockstep.training.set_up import use_threads
 
 RECIPE_SETTINGS = ("precision", "microbatch")
 TIMED_SETTINGS = ("threads", "precision", "microbatch")
-"""Settings in the order of timing. Each is timed with the values chosen for earlier ones."""
+"""Settings in the order in which they are timed. A setting is timed with the values chosen for the
+earlier settings."""
 
 
 def autotune(recipe: Recipe, opened: Opened) -> tuple[Recipe, Context]:
-    """Replace each `auto` by a value. Every rank calls it before the model is built; it measures on
-    a temporary model."""
+    """Replace each `auto` by a value. All ranks must call this function before the model is
+    built."""
     context = opened.context
     auto = [name for name in RECIPE_SETTINGS if getattr(recipe, name) == "auto"]
     auto += [name for name in MEASURED if getattr(context.plan, name) == "auto"]
@@ -142,8 +146,7 @@ class _Autotuner:
         return model
 
     def run(self) -> tuple[Measurement, str]:
-        """Return the chosen values, and the source of those that are not in `fixed`: "cache" or
-        "measurement"; "rule" if all are."""
+        """Return the chosen values and their source: "rule", "cache" or "measurement"."""
         if self.context.overrides.bare:
             bare = {
                 "precision": "fp32",
@@ -210,7 +213,7 @@ class _Autotuner:
             )
 
     def _microbatches(self) -> list[Any]:
-        """Sizes from 1 to a data rank's even share of the global batch."""
+        """Return the microbatch sizes up to a rank's even share of the global batch."""
         recipe = self.recipe
         assert recipe.global_batch is not None, "auto is refused with a batch_sampler"
         batch = (
@@ -221,14 +224,13 @@ class _Autotuner:
         return doubling_sizes(-(-batch // self.context.mesh.data.size))
 
     def _threads(self) -> list[Any]:
-        """Return only the current number on a GPU, and in bitwise numerics."""
+        """Return only the current number on a GPU or with numerics=bitwise."""
         if self.context.device.type != "cpu" or self.context.plan.numerics == "bitwise":
             return [torch.get_num_threads()]
         return doubling_sizes(threads_per_process(self.context.world.local_size))
 
     def _cached(self) -> tuple[Measurement | None, Any]:
-        """An earlier run's measurement (the same on every rank) and the path of its file (on rank
-        0)."""
+        """Return the measurement of an earlier run, and the path of its file on rank 0."""
         path, fields, problem = None, None, None
         # every rank builds the model, because this has collectives; below, only rank 0 uses it
         _ = self.model
@@ -249,8 +251,7 @@ class _Autotuner:
         return None if fields is None else Measurement(*fields), path
 
     def _fits(self, chosen: Mapping[str, Any]) -> bool:
-        """True if the settings of an earlier run are exactly those to be chosen now, with allowed
-        values."""
+        """Return True if an earlier run chose the same settings, with allowed values."""
         return chosen.keys() == set(self.names) and all(
             (
                 value in self.candidates[name]
@@ -315,7 +316,7 @@ class _Autotuner:
         return MicrobatchTiming(recipe, self.model, self.context, timings)
 
     def _measured(self) -> Measurement:
-        """All ranks time at the same time, because they will also train at the same time."""
+        """Time the candidates on all ranks at the same time."""
         began = time.perf_counter()
         several = [
             name for name in TIMED_SETTINGS if name in self.candidates and name not in self.fixed
@@ -346,8 +347,8 @@ class _Autotuner:
     def _timed(
         self, timing: MicrobatchTiming, name: str, now: Mapping[str, Any]
     ) -> dict[Any, float | None]:
-        """Value -> seconds for one microbatch (for all of a step if `name` is "microbatch"); None:
-        out of memory. Other settings have their values in `now`."""
+        """Return the seconds of each candidate for the setting `name`; None if it ran out of
+        memory."""
         sizes = name == "microbatch"
         timings: dict[Any, float | None] = {}
         for each in (
@@ -377,7 +378,6 @@ class _Autotuner:
         return timings
 
     def _choose_loader(self, mean: float, most: float, computed: float | None) -> dict[str, int]:
-        """Seconds to fetch (`mean`, `most`) and to compute a microbatch."""
         plan, chosen = self.context.plan, {}
         workers = plan.workers
         if workers == "auto":

@@ -1,4 +1,4 @@
-"""Cache of the measurements of earlier runs on this host: one JSON file for each recipe, plan and
+"""Caches the measurements of earlier runs on this host, in one JSON file for each recipe, plan and
 machine."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Chosen settings, and the seconds that each candidate took (`figures`)."""
+    """The chosen settings, and the seconds of each candidate (`figures`)."""
 
     chosen: dict[str, Any]
     figures: dict[str, Any] = field(default_factory=dict)

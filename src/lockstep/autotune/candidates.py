@@ -1,5 +1,4 @@
-"""The candidates for each `auto` setting, and the rules that choose among them by their timings.
-Pure functions."""
+"""The candidates for each `auto` setting, and the rules that choose among them by their timings."""
 
 from __future__ import annotations
 
@@ -10,14 +9,14 @@ from typing import TypeVar
 T = TypeVar("T")
 REFERENCE_MICROBATCH = 8
 MIN_SPEEDUP = {"precision": 1.1, "threads": 1.03, "microbatch": 1.03}
-"""Setting -> smallest speedup for which a candidate replaces one earlier in the order of
-preference."""
+"""For each setting, the smallest speedup for which a candidate replaces a preferred one."""
 MAX_INLINE_FETCH = 0.05
-"""Largest ratio of fetch to compute time at which the training process itself fetches."""
+"""If fetching takes at most this fraction of the compute time, the training process fetches its
+batches itself."""
 FETCH_HEADROOM = 1.25
-"""Loader workers are provisioned for the mean fetch time multiplied by this factor."""
+"""The number of loader workers allows for a fetch time this many times the mean."""
 DEFAULT_PREFETCH = 2
-"""Microbatches that a loader worker prefetches if all fetches take equally long."""
+"""Microbatches that a loader worker prefetches if all fetches take the same time."""
 MAX_PREFETCH = 8
 
 
@@ -26,13 +25,12 @@ def doubling_sizes(most: int) -> list[int]:
 
 
 def timing_order(sizes: Sequence[int], known: int) -> list[int]:
-    """`known` first, then larger sizes (often faster), then smaller ones."""
+    """Return `known`, then the larger sizes, then the smaller ones."""
     return sorted(sizes, key=lambda size: (size < known, abs(size - known)))
 
 
 def preferred_candidate(candidates: Sequence[T], seconds: Mapping[T, float], worth: float) -> T:
-    """Return the first candidate that takes at most `worth` times as long as the fastest; the first
-    of all if none does."""
+    """Return the first candidate that takes at most `worth` times as long as the fastest one."""
     fastest = min(seconds.values(), default=math.inf)
     return next(
         (each for each in candidates if each in seconds and seconds[each] <= worth * fastest),
@@ -45,7 +43,7 @@ def step_seconds(seconds: float, *, microbatches: int, ranks: int) -> float:
 
 
 def loader_workers(fetch_seconds: float, compute_seconds: float, most: int) -> int:
-    """Number of loader workers that a rank needs to keep up; 0 if fetching is cheap."""
+    """Return the number of loader workers that a rank needs; 0 if fetching is cheap."""
     if fetch_seconds <= MAX_INLINE_FETCH * compute_seconds:
         return 0
     return (
@@ -56,8 +54,7 @@ def loader_workers(fetch_seconds: float, compute_seconds: float, most: int) -> i
 
 
 def prefetch_depth(slowest_seconds: float, compute_seconds: float, workers: int) -> int:
-    """Microbatches that each worker prefetches, so that computing all of them takes as long as the
-    slowest fetch."""
+    """Return the number of microbatches that each worker prefetches to hide the slowest fetch."""
     if not workers or compute_seconds <= 0:
         return DEFAULT_PREFETCH
     return min(

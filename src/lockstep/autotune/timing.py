@@ -1,5 +1,5 @@
-"""Times a run's model and data before the first step, without changing the model, the generators or
-the order of the data."""
+"""Times a run's model and data before the first step. The model, the random generators and the
+order of the data do not change."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ from lockstep.training.loss import contribution, weights_of
 from lockstep.training.microbatches import Batching
 
 SECONDS = 4.0
-"""Time limit of all timings together. Each timing has at least two repetitions, unless these take a
-quarter of the limit."""
+"""Time limit of all timings together."""
 FETCH_SECONDS = 1.0
 MAX_REPETITIONS = 5
 TIMED_FETCHES = 8
 MIN_FREE_MEMORY = 0.1
-"""Share of a GPU's memory that a microbatch must leave for the rest of a step."""
+"""Fraction of a GPU's memory that a microbatch must leave free."""
 
 
 @dataclass(slots=True)
@@ -95,7 +94,7 @@ class MicrobatchTiming:
         )
 
     def fetched(self, microbatch: int | None) -> Iterator[Microbatch]:
-        """Yield this rank's microbatches from the run's first step on, fetched in this process."""
+        """Yield this rank's microbatches from the first training step on."""
         batching = self.batching(microbatch)
         spans = (span for step in range(batching.steps) for span in batching.mine_in_step(step))
         if isinstance(self._loader, StreamLoader):
@@ -103,7 +102,7 @@ class MicrobatchTiming:
         return self._loader.fetch(spans)
 
     def is_time_up(self) -> bool:
-        """Decided by rank 0. Every rank calls it."""
+        """Rank 0 decides. All ranks must call this method."""
         return bool(
             self.context.mesh.world.value_of(0, time.perf_counter() - self._began > SECONDS)
         )
@@ -111,7 +110,8 @@ class MicrobatchTiming:
     def compute_seconds(
         self, *, microbatch: int | None, precision: Precision, threads: int
     ) -> float | None:
-        """Time of forward and backward on the slowest rank. None if a rank ran out of memory."""
+        """Return the time of forward and backward on the slowest rank. Return None if a rank ran
+        out of memory."""
         case = (microbatch, precision, threads)
         if case not in self._known:
             torch.set_num_threads(threads)
@@ -123,8 +123,7 @@ class MicrobatchTiming:
         return self._known[case]
 
     def fetch_seconds(self, microbatch: int | None) -> tuple[float, float]:
-        """Mean and longest time to load a microbatch in the training process, on the slowest
-        rank."""
+        """Return the mean and the longest time to load a microbatch, on the slowest rank."""
         fetched, took, began = (
             islice(self.fetched(microbatch), 1 + TIMED_FETCHES),
             list[float](),

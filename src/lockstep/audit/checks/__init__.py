@@ -1,2 +1,2 @@
-"""The checks of `lockstep audit`: each compares the probes' records with one rule of correct
-training. Pure."""
+"""The checks of `lockstep audit`. Each compares the records of a run with one rule of correct
+training."""

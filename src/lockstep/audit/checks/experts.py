@@ -1,8 +1,8 @@
 """Checks mixtures of experts: experts that ranks divide among them, routers, and balance losses.
 
-Ranks divide experts if they exchange tokens by `all_to_all`. The rows of all ranks go through a
-rank's experts, so the rank's backward adds their whole gradient. It must be applied with the factor
-of all other gradients, which are summed over the ranks.
+Ranks that divide experts exchange tokens by `all_to_all`. A rank's experts then compute tokens of
+all ranks, so their gradient is already a sum over all ranks. It must be scaled like the other
+gradients, which are summed by a reduction.
 """
 
 from __future__ import annotations
@@ -28,18 +28,16 @@ from lockstep.evidence.rows import Row
 from lockstep.evidence.tensors import sketch_difference
 
 ROUNDING_TOLERANCE = 1e-5
-"""Largest relative difference of tensors that are equal except for rounding."""
+"""Largest relative difference of tensors that differ only by rounding."""
 NORM_TOLERANCE = 1e-3
 LIMIT_TOLERANCE = 1e-4
-"""Largest relative difference between gradient norms of steps that count as clipped to one
-limit."""
+"""Largest relative difference between gradient norms that were clipped to the same limit."""
 REPEATED = 3
-"""Smallest number of steps with one gradient norm that count as clipped to this norm."""
+"""A gradient norm that is equal in this many steps was clipped."""
 BALANCE = 5e-3
 """A balance loss is reported if the ranks' loads of experts differ by at least this fraction."""
 NAMED = "expert"
-"""Experts have this in their parameters' names. Needed if their values are the same on all
-ranks."""
+"""The name of an expert's parameter contains this word."""
 Norms = NDArray[np.float64]
 _ROUTER = re.compile(r"^(?P<layer>.*?)\.?(?:router|gate|gating|wg)(?:\.|$)(?!.*_proj)")
 _SKETCHES = ("applied", "reduced", "before", "parameters", "states", "states_before")
@@ -48,12 +46,13 @@ _LISTS = ("sharded", "stale", "unused")
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """The records of a run: experts that are divided among ranks, and all other parameters."""
+    """The records of a run, split into the parameters of divided experts and all other
+    parameters."""
 
     experts: Records
     others: Records
     groups: Sequence[tuple[int, ...]]
-    """Groups of ranks that exchange tokens by `all_to_all`. Empty without divided experts."""
+    """Groups of ranks that exchange tokens by `all_to_all`; empty without divided experts."""
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         return next((group for group in self.groups if rank in group), (rank,))
@@ -86,8 +85,8 @@ def divided(records: Records) -> Divided:
 def _experts(records: Records, groups: Sequence[tuple[int, ...]]) -> set[str]:
     """Return the names of the experts' parameters.
 
-    An expert is on some ranks only, or differs between ranks before the first step and is not
-    reduced over `groups`. An expert whose gradient is reduced by mistake has `NAMED` in its name.
+    An expert exists on some ranks only, or differs between ranks and is not reduced over `groups`.
+    An expert that is reduced by mistake is found by its name.
     """
     experts: set[str] = set()
     for rows in (rows for rows in records.together() if rows[0]["index"] == 0):
@@ -177,8 +176,7 @@ def _check_factor(
     rows: Sequence[Row],
     others: Mapping[tuple[int, int], float | None],
 ) -> bool:
-    """`others`: (step, rank) -> the factor of all other gradients; None if not known. Return True
-    if the factors are equal."""
+    """Return True if the experts' gradients are scaled like all other gradients."""
     is_right = True
     for rank, row in enumerate(rows):
         expected = others.get((row["index"], rank))
@@ -324,11 +322,10 @@ def _check_norm(
 
 
 def _check_scaled_norm(result: AreaResult, records: Divided, are_even: Sequence[bool]) -> None:
-    """Find gradients that the script's own code clips by a norm without some experts.
+    """Find gradients that the script clips by a norm without some experts.
 
-    After clipping, this norm has the same value (the limit) in several steps, and the norm of the
-    whole gradient varies. `are_even`: for each step, True if experts' gradients have the factor of
-    all others.
+    After clipping, this norm has the same value in several steps, and the norm of all gradients
+    varies.
     """
     seen: list[Sequence[Row]] = []
     whole: list[Norms] = []
@@ -423,8 +420,7 @@ def _has_experts(layer: str, sizes: Mapping[str, float]) -> bool:
 
 
 def _check_balance(result: AreaResult, records: Records) -> None:
-    """Find balance losses that count each rank's own tokens only. The mean over ranks of a product
-    of means is not the product of the means."""
+    """Find balance losses in which each rank counts only its own tokens."""
     seen = 0
     for rows in zip(*(rank.of("balance") for rank in records.ranks), strict=False):
         for loads in zip(*(row["loads"] for row in rows), strict=False):

@@ -1,6 +1,5 @@
-"""Checks the gradients that optimizers apply: the factors with which an applied gradient contains
-the gradient of each rank's own backward, computed from linear sketches (random projections) of
-both."""
+"""Checks the gradients that optimizers apply. A linear fit of random projections shows the factor
+of each rank's gradient in the applied gradient."""
 
 from __future__ import annotations
 
@@ -18,21 +17,19 @@ from lockstep.evidence.rows import Row
 from lockstep.evidence.tensors import PROJECTIONS, Vector, finite_projection, fit, sketch_difference
 
 FIT = 0.02
-"""Largest relative residual of a fit of an applied gradient by the ranks' own gradients."""
+"""Largest relative residual of a fit of an applied gradient."""
 NEGLIGIBLE = 1e-3
 LEAST_ALIKE = 2
-"""Gradients that are equal on all ranks in this many steps are not equal by chance."""
+"""If gradients are equal on all ranks in this many steps, all ranks have the same batch."""
 EVEN_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The factors with which the gradient that one rank applies contains each rank's own
-    gradient."""
+    """The factor of each rank's gradient in the gradient that one rank applies."""
 
     values: list[float] = field(default_factory=list)
-    """One factor for each rank; empty if gradients are missing, or too similar to be
-    distinguished."""
+    """One factor for each rank; empty if the ranks' gradients are unknown or too similar."""
     residual: float = math.inf
 
     @property
@@ -41,7 +38,7 @@ class Factors:
 
     @property
     def even(self) -> float | None:
-        """The factor of all ranks, if it is the same for all and positive."""
+        """The factor of all ranks; None if it differs between ranks or is not positive."""
         if not self.fits or min(self.values) <= (1 - EVEN_TOLERANCE) * max(self.values):
             return None
         return float(np.mean(self.values)) if max(self.values) > 0 else None
@@ -150,8 +147,8 @@ def own_sum(row: Row, name: str, backwards: slice = slice(None)) -> Vector:
 
 
 def reduced_of(rows: Sequence[Row], rank: int, name: str) -> Vector | None:
-    """Return the projection of the whole reduced gradient that a rank applies, before clipping if
-    that was recorded."""
+    """Return the projection of the reduced gradient that a rank applies, if possible before
+    clipping."""
     sketches = []
     for row in rows:
         sketch = row["applied"].get(name)
@@ -167,7 +164,8 @@ def reduced_of(rows: Sequence[Row], rank: int, name: str) -> Vector | None:
 def whole_projection(
     rows: Sequence[Row], rank: int, name: str, sketches: Sequence[list[float] | None]
 ) -> Vector | None:
-    """For a sharded tensor: the sum over the shards. `sketches`: one for each rank."""
+    """Return the projection of a tensor. For a sharded tensor, add the projections of all
+    shards."""
     if name not in rows[rank]["sharded"]:
         return finite_projection(sketches[rank])
     shards = [each for sketch in sketches if (each := finite_projection(sketch)) is not None]
@@ -177,8 +175,8 @@ def whole_projection(
 def factors(
     rows: Sequence[Row], rank: int, names: Sequence[str], parts: Sequence[slice] = (slice(None),)
 ) -> Factors:
-    """Fit the gradient that `rank` applies by a linear combination of the gradients that all ranks'
-    backwards added. `parts`: groups of each rank's backwards; each group has its own factor."""
+    """Fit the gradient that `rank` applies by a linear combination of the gradients of all ranks.
+    Each of `parts`, a slice of a rank's backward passes, has its own factor."""
     reduced = {name: each for name in names if (each := reduced_of(rows, rank, name)) is not None}
     if not reduced:
         return Factors()
@@ -206,7 +204,7 @@ def names_on_all_ranks(rows: Sequence[Row]) -> list[str]:
 
 
 def _check_reduction(result: AreaResult, rows: Sequence[Row]) -> bool:
-    """Return True if every rank applies all ranks' gradients with one factor."""
+    """Return True if every rank applies all ranks' gradients with the same factor."""
     names = names_on_all_ranks(rows)
     is_right = True
     for rank, row in enumerate(rows):
@@ -277,8 +275,8 @@ def _are_alike(rows: Sequence[Row]) -> bool:
 
 
 def _have_equal_losses(records: Records, rows: Sequence[Row]) -> bool:
-    """True if the last backward's loss is the same on all ranks. Equal gradients alone do not show
-    equal batches: a hook of the script may have reduced the gradients before the probe saw them."""
+    """Return True if the last loss is equal on all ranks. Equal gradients alone do not show equal
+    batches, because a hook may have reduced the gradients."""
     values = set()
     for rank, row in zip(records.ranks, rows, strict=True):
         last = max(int(number) for number in row["added"])

@@ -1,5 +1,5 @@
-"""Checks the weight of each target, such as a token's label, in the applied gradient: all targets
-of a step must have the same weight."""
+"""Checks that all targets of a step, such as the labels of tokens, have the same weight in the
+applied gradient."""
 
 from __future__ import annotations
 
@@ -18,29 +18,27 @@ from lockstep.evidence.tensors import PROJECTIONS, Vector, finite_projection
 
 WEIGHT_TOLERANCE = 0.01
 LEAST_ERROR = 0.005
-"""Smallest relative error of a gradient at which a mean of means over microbatches is reported."""
+"""Smallest relative error of a gradient that is reported as a mean of means over microbatches."""
 FACTOR_TOLERANCE = 2e-3
 GATHERS = ("all_gather", "all_gather_into_tensor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One call of a loss function whose output a backward has reached, on one rank in one step."""
+    """A call of a loss function on one rank, whose output is part of the final loss."""
 
     rank: int
     backward: str
     place: tuple[str, int, str]
-    """The script's line, the number of the call at this line in the backward, and the function's
-    name."""
+    """Line of the script, number of the call at this line, and name of the function."""
     reduction: str
     count: float
     microbatch: int
-    """Number of the backward in which the function's output got its gradient. With FSDP2,
-    `backward` may be a later one, in which the gradients of several backwards are reduced."""
+    """Number of the backward pass that computed the output's gradient. Under FSDP2, a later
+    backward pass may reduce it."""
     unit: str
     weight: float
-    """Derivative of the backward's loss by the loss of one target, before any reduction over
-    ranks."""
+    """Derivative of the final loss with respect to the loss of one target."""
 
 
 def check_losses(records: Records) -> AreaResult:
@@ -137,12 +135,7 @@ def _check_weights(
     alone: bool,
 ) -> float | None:
     """Find a mean of means: microbatches with unequal numbers of targets, each with its own mean.
-
-    Return the relative error of the gradient if it is too small to be a finding. None for a
-    finding, and if a factor in the script makes the weights differ. `terms`: one for each
-    microbatch. `found`: each rank's factor in the reduced gradient. `alone`: the step has no other
-    loss function.
-    """
+    Return the relative error of the gradient if the error is too small to report."""
     weights = [abs(term.weight * found[term.rank]) for term in terms]
     least, most = min(weights), max(weights)
     if most - least <= WEIGHT_TOLERANCE * most:
@@ -176,7 +169,7 @@ def _check_weights(
 
 def _error(rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float]) -> float | None:
     """Return the relative error of the applied gradient, compared with equal weights of all
-    targets. None if some backwards do not have exactly one term."""
+    targets."""
     weight_of = {(term.rank, term.backward): term.weight for term in terms}
     if len(weight_of) != len(terms):
         return None
@@ -209,8 +202,7 @@ def _check_scale(
     terms: Sequence[Term],
     found: Sequence[float],
 ) -> bool:
-    """Find gradients of a mean that are wrong by an integer factor. `terms`: the calls of the
-    step's only loss function. `found`: each rank's factor in the reduced gradient."""
+    """Find gradients that are wrong by an integer factor."""
     total = _total(terms, found)
     if not total or any(row["clip"] is not None and row["clip"]["scaled"] for row in rows):
         return False
@@ -275,9 +267,8 @@ def _check_scale(
 
 
 def _denominator(terms: Sequence[Term], ranks: int, backwards: int) -> str | None:
-    """Return a word for the number of targets by which each sum is divided: that of its
-    "microbatch", the same times the number of "microbatches", that of its "rank", of "all" ranks,
-    or of all divided by the number of ranks ("share"). None: another number."""
+    """Return the kind of number by which each sum over targets is divided, such as the targets of
+    the microbatch or of all ranks."""
     count = sum(term.count for term in terms)
     kinds = {
         "microbatch": [term.count for term in terms],
@@ -295,11 +286,10 @@ def _denominator(terms: Sequence[Term], ranks: int, backwards: int) -> str | Non
 def _check_gathered(
     result: AreaResult, records: Records, rows: Sequence[Row], found: Sequence[float]
 ) -> None:
-    """Find a loss over values gathered from all ranks whose gradient does not flow back to other
-    ranks.
+    """Find a loss over values that were gathered without gradients.
 
-    All ranks compute the same loss, and each rank has the gradient of its own values only. So the
-    sum of the gradients over ranks is right, and the mean is too small.
+    All ranks compute the same loss, but each rank has only the gradient of its own values. So the
+    sum of the gradients over the ranks is right, and their mean is too small.
     """
     ranks = len(rows)
     if ranks < 2 or not all(_is(each, 1 / ranks) for each in found):
@@ -322,8 +312,8 @@ def _check_gathered(
 
 
 def _windows(rank: Rank, step: Row) -> list[tuple[float | None, list[Row], list[Row]]]:
-    """Return, for each backward: its loss, the collectives called since the last backward, and
-    those called within this one."""
+    """Return, for each backward pass, its loss, the collectives called before it, and the
+    collectives called in it."""
     found: list[tuple[float | None, list[Row], list[Row]]] = []
     before: list[Row] = []
     for row in rank.of("backward", "collective", "step"):

@@ -1,4 +1,4 @@
-"""Checks that documents packed into a row do not attend to each other."""
+"""Checks that documents packed into one row do not attend to each other."""
 
 from __future__ import annotations
 

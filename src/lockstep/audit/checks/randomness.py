@@ -1,5 +1,5 @@
-"""Checks that each rank, worker and step draws new random numbers, and checks train and eval
-mode."""
+"""Checks that each rank, loader worker and step draws new random numbers. Also checks train and
+eval mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.base.words import counted
 from lockstep.evidence.rows import Row
 
 LEAST_BACKWARDS = 2
-"""Random states of this many backwards that equal other states are not equal by chance."""
+"""If random states are equal in this many backward passes, they are not equal by chance."""
 
 
 def check_randomness(records: Records) -> AreaResult:
@@ -117,7 +117,7 @@ def _check_evaluation_mode(result: AreaResult, rank: Rank) -> int:
 
 
 def _check_training_mode(result: AreaResult, rank: Rank) -> int:
-    """Return the number of backwards."""
+    """Return the number of backward passes."""
     backwards = rank.of("modes")
     for calls in backwards:
         fewer = calls["train"] < backwards[0]["train"]
@@ -148,8 +148,8 @@ def _check_training_mode(result: AreaResult, rank: Rank) -> int:
 
 
 def _forwards(rank: Rank) -> list[Row]:
-    """Return the first backward after each forward that drew random numbers. Its `drawn` is the
-    generator's state before the draws if it was recorded, else the state after them."""
+    """Return the backward pass after each forward that drew random numbers. Its `drawn` identifies
+    the state of the generator."""
     found: list[Row] = []
     state, has_batch = None, False
     for row in rank.of("batch", "backward"):
@@ -164,8 +164,8 @@ def _forwards(rank: Rank) -> list[Row]:
 
 
 def _may_have_drawn(rank: Rank) -> bool:
-    """True if a forward may have drawn the numbers that were drawn between backwards: a forward
-    runs after its batch, but a script may fetch the next batch before the backward."""
+    """Return True if a forward may have drawn random numbers. They may also have been drawn for the
+    data."""
     first = min((row["place"] for row in rank.of("backward")), default=0)
     batches = sum(1 for row in rank.of("batch") if row["grad"] and row["place"] < first)
     return batches != 1 and any(row["other_draws"] for row in rank.of("backward"))
@@ -188,7 +188,7 @@ def _check_reset(result: AreaResult, records: Records, drawing: Sequence[Sequenc
 def _check_ranks(
     result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]], *, is_said: bool
 ) -> bool:
-    """True if all ranks that drew random numbers in a forward have different draws."""
+    """Return True if all ranks draw different random numbers in the forward."""
     drew = [(number, rows) for number, rows in enumerate(drawing) if rows]
     is_compared = True
     for (first, one), (second, other) in combinations(drew, 2):

@@ -1,4 +1,4 @@
-"""Checks that all ranks have the same model: parameters, optimizer states, buffers, running
+"""Checks that all ranks have the same parameters, optimizer states, buffers and running
 statistics."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Compares runs of one script: a resumed run with an uninterrupted one, and a run on several
-processes with one on a single process."""
+"""Compares two runs of a script: a resumed run with an uninterrupted run, or a run on several
+processes with a run on one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from lockstep.evidence.tolerance import TOLERANCE, MeasuredRounding
 from lockstep.evidence.trace import RankTrace, StepTrace, Trace
 
 RESUME_TOLERANCE = 1e-6
-"""Largest relative difference between a tensor before a save and after the load that counts as
-equal."""
+"""Largest relative difference between a saved tensor and the loaded tensor."""
 KINDS = {"gradients": "gradient", "parameters": "parameter"}
-"""Compared in this order in each step: the first kind that differs shows the fault."""
+"""Kinds of tensors, in the order of comparison. The first kind that differs shows the fault."""
 
 
 def check_resumed(whole: Records, interrupted: Records, resumed: Records, saved: int) -> AreaResult:
@@ -54,8 +53,8 @@ def _optimizer_step(rank: Rank, optimizer: int, index: int) -> Row | None:
 
 
 def _check_rates(result: AreaResult, rank: Rank, again: Rank, saved: int, line: str) -> None:
-    """Compare the learning rates in all steps after a resume. The first step alone shows too
-    little: its rate may come from the optimizer's state."""
+    """Compare the learning rates in all steps after a resume. The first step may have the learning
+    rate of the loaded optimizer."""
     rates = {(row["optimizer"], row["index"]): row["lr"] for row in rank.steps}
     for row in again.steps:
         step = saved + row["index"]
@@ -151,7 +150,7 @@ def _key(batch: Row) -> list[object]:
 def check_compare(
     reference: Records, perturbed: Sequence[Records], others: Mapping[int, Records], likely: str
 ) -> AreaResult:
-    """`others`: by number of processes. `likely`: the probable cause, for the evidence."""
+    """Compare runs on several numbers of processes (`others`) with the run on one process."""
     result = AreaResult(Area.COMPARE)
     steps = min(each.steps for each in [reference, *perturbed, *others.values()])
     if not steps:
@@ -183,8 +182,8 @@ def check_compare(
 def _first_difference(
     rounding: MeasuredRounding, other: Trace, steps: int
 ) -> tuple[int, str, str, float, float] | None:
-    """Return step, kind, name, relative difference, and multiple of rounding of the tensor that
-    differs most in the first step beyond the tolerance."""
+    """Find the first step with a difference beyond the tolerance. Return the step, the kind and
+    name of the tensor, the relative difference, and its multiple of the rounding."""
     for step in range(steps):
         ours, theirs = (each.rank_0.steps[step].tensors for each in (rounding.reference, other))
         for kind, word in KINDS.items():

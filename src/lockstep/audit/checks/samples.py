@@ -1,5 +1,5 @@
-"""Checks which samples each rank got from its data loaders, in each pass (one iteration over a
-DataLoader)."""
+"""Checks the samples that each rank got from its data loaders. A pass is one iteration over a
+DataLoader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.base.errors import first_few
 from lockstep.evidence.rows import Row
 
 LEAST_SAMPLES = 4
-"""Two passes, or two reads of a dataset, are compared if they have this many samples in common."""
+"""Passes are compared if they have at least this many samples in common."""
 SAMPLERS = {
     "RandomSampler",
     "SequentialSampler",
@@ -30,18 +30,17 @@ SAMPLERS = {
     "DistributedSamplerWrapper",
     "UnrepeatedDistributedSamplerWrapper",
 }
-"""Samplers of torch and of libraries, for which it is known if they give each sample once in a
-pass."""
+"""Samplers of torch and of libraries with known behaviour."""
 PARTS = {"SubsetRandomSampler", "list", "tuple", "range", "ndarray", "Tensor"}
-"""Samplers that may leave out samples, such as those of other folds of a cross-validation."""
+"""Samplers that may select a part of the dataset, such as a fold."""
 BATCH_SAMPLERS = {"BatchSampler", "BatchSamplerShard", "NoneType"}
 MANY = 0.1
-"""Largest fraction of a rank's samples whose contents may equal others' without a fault."""
+"""Fraction of a rank's samples that may equal samples of another rank by chance."""
 
 
 @dataclass(slots=True)
 class Pass:
-    """The samples of all batches of one DataLoader iterator, on one rank."""
+    """The samples of one iteration over a DataLoader, on one rank."""
 
     begin: Row
     indices: list[int] | None = field(default_factory=list)
@@ -65,8 +64,8 @@ class Pass:
 
 @dataclass(slots=True)
 class LoaderPasses:
-    """The passes of all ranks over one DataLoader: `passes[number]` has one `Pass` for each rank.
-    Loaders that a script makes at the same line for each pass count as one loader."""
+    """All iterations over one DataLoader, on all ranks. Loaders that one line of the script makes
+    again and again count as one loader."""
 
     numbers: list[int]
     dataset: list[dict[str, Any]]
@@ -88,8 +87,7 @@ class LoaderPasses:
 
     @property
     def has_own_sampler(self) -> bool:
-        """True if the sampler is neither torch's nor a library's: it may leave out or repeat
-        samples."""
+        """True for a sampler of the script, which may leave out or repeat samples."""
         return (
             self.sampler["type"] not in SAMPLERS or self.sampler["batch_type"] not in BATCH_SAMPLERS
         )
@@ -120,8 +118,8 @@ class LoaderPasses:
         return self.dataset[0].get("whole_length", self.length) or 0
 
     def is_followed_by(self, other: LoaderPasses) -> bool:
-        """True if one line makes both loaders for the same data, and `other` is first read after
-        the last pass over this loader."""
+        """Return True if one line of the script makes both loaders for the same data, `other` after
+        this one."""
         one, two = (
             (each.line, each.is_training, each.sampler["type"], each.digests)
             for each in (self, other)
@@ -202,8 +200,7 @@ def _say_unseen(result: AreaResult, records: Records, loaders: Sequence[LoaderPa
 
 
 def loader_passes(records: Records) -> list[LoaderPasses]:
-    """Return the passes over each loader that every rank reads, or that one rank reads and sends to
-    all (as Accelerate does with streams)."""
+    """Return the passes over each loader that every rank reads, or that one rank reads for all."""
     by_rank = [_passes_of(rank.rows) for rank in records.ranks]
     loaders: list[LoaderPasses] = []
     for loader in by_rank[0] if by_rank else ():
@@ -245,8 +242,7 @@ def _passes_of(rows: Sequence[Row]) -> dict[int, list[Pass]]:
 
 
 def _in_whole(indices: Sequence[int], subset: Sequence[int] | None) -> list[int]:
-    """`subset`: the index in the whole dataset of each sample that the loader can read; None if the
-    loader reads the whole dataset."""
+    """Convert indices in a `torch.utils.data.Subset` to indices in the whole dataset."""
     if subset is None:
         return list(indices)
     return [subset[each] for each in indices if each < len(subset)]
@@ -293,8 +289,8 @@ def _check_datasets(result: AreaResult, loader: LoaderPasses) -> bool:
 
 
 def _check_leak(result: AreaResult, loaders: Sequence[LoaderPasses]) -> None:
-    """Find ranks that evaluate on samples on which others train, because each rank has split the
-    dataset by itself."""
+    """Find ranks that evaluate on training samples of other ranks, because each rank has split the
+    dataset differently."""
     split = [each for each in loaders if len(set(each.digests)) > 1]
     known = [(each.is_training, seen) for each in split if (seen := _seen_by_rank(each))]
     for data, training in (seen for is_training, seen in known if is_training):
@@ -330,11 +326,8 @@ def _is_stable(read: dict[int, list[str]]) -> bool:
 
 
 def _contents_vary(loader: LoaderPasses, draws: bool) -> bool:
-    """True if a sample may have other contents when it is read again, as with augmentation.
-
-    If several samples were read again, these decide. Else contents may vary if reads draw random
-    numbers (`draws`), unless two passes have a content in common.
-    """
+    """Return True if a sample may have other contents when it is read again, as with
+    augmentation."""
     read = loader.contents_at()
     again = [contents for each in read for contents in each.values() if len(contents) > 1]
     if len(again) >= LEAST_SAMPLES:
@@ -419,8 +412,7 @@ def _check_training_pass(
 
 
 def _allowed(count: int, are_indices: bool, loader: LoaderPasses, ranks: Sequence[Pass]) -> int:
-    """Return the number of equal samples that is no fault: from padding to a multiple of the ranks,
-    or from data with equal contents."""
+    """Return the number of equal samples that is not a fault, for example because of padding."""
     if not are_indices:
         return int(MANY * count)
     if loader.pads_batches:
@@ -464,8 +456,8 @@ def _check_stream(
     ranks: Sequence[Pass],
     samples: Sequence[Sequence[Any]],
 ) -> None:
-    """Find iterable datasets that are split over the ranks twice, by a library and by the dataset
-    itself."""
+    """Find iterable datasets that are split over the ranks twice: by a library and by the
+    dataset."""
     held, seen = loader.dataset[0]["held"], len({each for one in samples for each in one})
     size = loader.world_size
     batch = max(
@@ -485,8 +477,7 @@ def _check_stream(
 def _check_evaluation_pass(
     result: AreaResult, records: Records, loader: LoaderPasses, ranks: Sequence[Pass]
 ) -> int:
-    """Return the number of samples if each counts once over all ranks; 0 for a fault, or if this
-    cannot be judged."""
+    """Return the number of samples if each counts exactly once; 0 otherwise."""
     samples, are_indices = loader.samples(ranks)
     if not all(each.is_complete for each in ranks):
         result.miss("a pass of an evaluation did not come to its end: its samples are not compared")

@@ -1,4 +1,5 @@
-"""Checks that the learning rate follows the optimizer's steps, and is the same on all ranks."""
+"""Checks that the learning rate follows the optimizer's steps, and that it is equal on all
+ranks."""
 
 from __future__ import annotations
 
@@ -47,8 +48,7 @@ def check_schedules(records: Records) -> AreaResult:
 
 
 def _check_speed(result: AreaResult, records: Records, optimizer: int, schedule: int) -> bool:
-    """True if the schedule's speed could be judged. `optimizer`, `schedule`: their numbers in the
-    records."""
+    """Return True if the number of scheduler steps per optimizer step could be checked."""
     rank = records.ranks[0]
     between = _calls_between_steps(rank, optimizer, schedule)
     if len(between) < LEAST_STEPS:
@@ -72,9 +72,8 @@ def _check_speed(result: AreaResult, records: Records, optimizer: int, schedule:
 
 
 def _check_horizon(result: AreaResult, rank: Rank, optimizer: int, last: Row, calls: int) -> bool:
-    """Check the length of a schedule that Accelerate steps once per process: it must count these
-    steps too. `calls`: steps of the schedule for each optimizer step. True if its length is
-    known."""
+    """Check the length of a schedule that Accelerate steps once for each process. Return True if
+    the length is known."""
     steps = sum(row["optimizer"] == optimizer for row in rank.steps)
     if (horizon := last["horizon"]) is None:
         result.miss(

@@ -1,2 +1,2 @@
-"""The probes of `lockstep audit`: they watch a training script from within its processes, without
-changing it."""
+"""The probes of `lockstep audit`. They patch torch in the processes of the audited script to record
+a training."""

@@ -1,5 +1,5 @@
-"""Finds balance losses of experts in the autograd graph of a loss: products of a load, which needs
-no gradient, and of mean probabilities."""
+"""Finds balance losses in an autograd graph: products of the experts' load and of mean
+probabilities. The load requires no gradient."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 from lockstep.base import torch_private
 
 MOST_NODES, MOST_STEPS = 500, 100
-"""Largest numbers of nodes of the autograd graph to search: from the loss, and from a product to
-its softmax."""
+"""Largest numbers of nodes of the autograd graph to search, from the loss and from a product."""
 PRODUCTS = ("MulBackward0", "DotBackward0")
 MEANS = ("MeanBackward1", "SumBackward1")
 RESHAPED = (
@@ -30,8 +29,7 @@ PROBABILITIES = ("SoftmaxBackward0", "SigmoidBackward0")
 
 
 def loads_of_balance(root: Tensor) -> list[list[float]]:
-    """Return, for each balance loss in the loss `root`, the load of each expert: a number or
-    fraction of choices."""
+    """Return the experts' loads in each balance loss that is part of the loss `root`."""
     return [
         load.detach().double().reshape(-1, load.shape[-1]).sum(0).tolist()
         for node in _terms(root.grad_fn)

@@ -1,5 +1,4 @@
-"""Installs the probes once torch has been imported. A process that never imports torch has no
-probes."""
+"""Installs the probes when a process imports torch."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ def begin_watching() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of `AFTER` like Python does, with a loader that installs probes after the
-    import."""
+    """Finds the modules of `AFTER`, and installs probes after their import."""
 
     def __init__(self, request: AuditRequest) -> None:
         self._request = request

@@ -1,5 +1,4 @@
-"""Watches the random numbers that a forward draws from torch's default generator: dropout, and
-noise in a module."""
+"""Records the random numbers that a forward draws, such as dropout masks."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from lockstep.audit.probes.recorder import RecordWriter, frames
 from lockstep.base import accelerator, torch_private
 
 NOISE = ("rand", "randn", "rand_like", "randn_like", "bernoulli", "normal")
-"""Functions that count as draws of the forward if a module calls them; outside of modules they may
-make the data."""
+"""Functions that draw random numbers. Only calls inside a module's forward count."""
 
 
 class Draws:
@@ -32,14 +30,15 @@ class Draws:
             self._recorder.watch(torch, name, self._noise, traced=True)
 
     def note(self) -> None:
-        """Record the generators' state before a forward draws. Recomputation in a backward draws
-        the same numbers again, and is ignored."""
+        """Record the state of the generators before a forward draws. Activation checkpointing draws
+        the same numbers again in the backward, and is ignored."""
         if not self._first and not self._depth and not torch_private.in_backward():
             self._first = generator_state()
 
     @contextmanager
     def others(self) -> Iterator[None]:
-        """A context in which a loader or a seed changes the generator's state, not a forward."""
+        """Ignore the random numbers that are drawn inside the `with` block, by a data loader or a
+        seed."""
         self._recorder.safely(self._begin_others)
         try:
             yield
@@ -47,8 +46,8 @@ class Draws:
             self._recorder.safely(self._end_others)
 
     def take(self, state: str) -> tuple[str, bool]:
-        """Return, for the time since the last call: the generator's state before a forward's first
-        draw, and True if anything other than loaders and seeding has drawn."""
+        """Return the generator's state before the first draw of a forward. Also return True if an
+        unknown caller has drawn."""
         self._see(state)
         taken = self._first, self._is_unplaced
         self._first, self._is_unplaced, self._known = "", False, state

@@ -1,4 +1,4 @@
-"""Watches collectives, learning-rate schedules, seeds, and files that are saved or loaded."""
+"""Records collectives, learning-rate schedules, seeds, and files that are saved or loaded."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ class Events:
         self._recorder.write(kind, line=self._recorder.line(), **row)
 
     def _outermost(self, kind: str, name: str) -> Callable[..., Any]:
-        """Return a probe that records a call of a function, but not the calls of the same kind
-        inside it."""
+        """Return a probe that ignores nested calls of the same kind."""
 
         def probe(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not self._depths[kind]:

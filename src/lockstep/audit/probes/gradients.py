@@ -1,9 +1,8 @@
-"""Watches two gradients on this rank: the one that each backward adds, before any reduction, and
-the one that the optimizer applies.
+"""Records two gradients on this rank: the gradient of each backward before any reduction, and the
+gradient that the optimizer applies.
 
-The hook of a parameter runs before DistributedDataParallel reduces the gradient. FSDP2 reduces
-gradients that belong to no parameter: these are watched in FSDP2's reduction. Gradients under FSDP1
-are not watched.
+The hook of a parameter runs before DistributedDataParallel reduces the gradient. Under FSDP2, the
+gradients are recorded in FSDP2's reduction. Gradients under FSDP1 are not recorded.
 """
 
 from __future__ import annotations
@@ -26,16 +25,15 @@ Sketch = list[float]
 
 @dataclass(slots=True)
 class Watched:
-    """The gradient of one parameter of an optimizer, as it was seen on this rank."""
+    """The gradient of one parameter, as it was seen on this rank."""
 
     added: list[tuple[int, Sketch]] = field(default_factory=list)
-    """(number of a backward, sketch of the gradient that it added), since the optimizer's last
-    step."""
+    """For each backward pass since the last optimizer step: its number, and a sketch of its
+    gradient."""
     is_stale: bool = False
-    """The gradient still contains sums from before the optimizer's last step: it was not set to
-    zero."""
+    """True if the gradient was not set to zero after the last optimizer step."""
     was_stepped: bool = False
-    """True from the optimizer's step until the next backward adds to the gradient."""
+    """True from an optimizer step until the next backward pass."""
     reduced: Sketch | None = None
     """Sketch of this rank's shard of the reduced gradient; None for a parameter that is not
     sharded."""
@@ -77,8 +75,8 @@ class Gradients:
     def install_backward(
         self, on_backward: Callable[[Any], None], after_backward: Callable[[], None]
     ) -> None:
-        """Number the calls of backward, except those inside another one. `on_backward(roots)` is
-        called with the tensors that a backward begins from."""
+        """Count the backward passes, without nested ones. `on_backward` gets the tensors whose
+        `backward` is called."""
 
         def before(tensors: Any, *_: Any, **__: Any) -> None:
             self._depth += 1
@@ -127,8 +125,8 @@ class Gradients:
 
 
 def local_sketch(tensor: Tensor | None) -> tuple[Sketch | None, bool]:
-    """Return the sketch of a tensor or its local shard, and True for a shard. The sketch is None if
-    the ranks' parts do not add up to the whole."""
+    """Return the sketch of a tensor or of its local shard, and True for a shard. The sketch is None
+    if sketches of the ranks' shards cannot be added."""
     if tensor is None:
         return None, False
     if not torch_private.is_distributed(tensor):
@@ -138,8 +136,8 @@ def local_sketch(tensor: Tensor | None) -> tuple[Sketch | None, bool]:
 
 
 def shard_start(tensor: Any) -> int | None:
-    """Return the position of a DTensor's local part in the full tensor, in row-major order. None if
-    the part is not a contiguous range of rows, or if a lower rank holds it too."""
+    """Return the position of a DTensor's local shard in the full tensor, in row-major order. Return
+    None if the shard is not a range of rows, or if a lower rank has the same shard."""
     coordinates = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
     rows, first = tensor.shape[0] if tensor.dim() else 1, 0
     for axis, (place, coordinate) in enumerate(zip(tensor.placements, coordinates, strict=True)):

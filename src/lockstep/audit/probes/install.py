@@ -1,5 +1,4 @@
-"""Installs all probes in this process, and combines their data into the record of each backward and
-each step."""
+"""Installs all probes in this process, and writes a record of each backward pass and each step."""
 
 from __future__ import annotations
 
@@ -80,7 +79,7 @@ class Probes:
             self.recorder.write("balance", number=number, line=line, loads=loads)
 
     def _script(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Make TorchScript compile torch's functions instead of the probes."""
+        """Make TorchScript compile torch's functions, not the probes."""
         # names are looked up in the caller's frame
         kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 2
         with self.recorder.originals():

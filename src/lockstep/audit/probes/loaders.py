@@ -1,5 +1,5 @@
-"""Watches DataLoaders: records the samples of each batch, its pass (the iteration over the loader
-that it belongs to), and the random numbers that were drawn for it."""
+"""Records the samples of each batch of a DataLoader. A pass is one iteration over the
+DataLoader."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from lockstep.base import torch_private
 MOST_SAMPLES = 512
 MOST_BYTES = 1 << 16
 LEAST_ITEMS = 8
-"""A shorter list or array in a dataset, such as a pair of numbers, may hold the rank's settings,
-and is not compared."""
+"""Shorter lists and arrays in a dataset are not compared, because they may be settings of the
+rank."""
 FETCHES = 3
 
 
@@ -43,10 +43,9 @@ class Loaders:
         self._indices: dict[int, deque[Any]] = {}
         self._fetches = 0
         self.last: tuple[int, int] | None = None
-        """(loader, pass) of the latest batch; None once that pass has ended."""
+        """Loader and pass of the latest batch; None when that pass has ended."""
         self.last_trained: tuple[int, int] | None = None
-        """(loader, pass) of the latest batch with gradients enabled. (An evaluation fetches its
-        batches without gradients.)"""
+        """Loader and pass of the latest batch that was fetched with gradients enabled."""
         # number of batches since the last backward, for passes that have not ended
         self._since: Counter[tuple[int, int]] = Counter()
         self.state = ""
@@ -70,9 +69,11 @@ class Loaders:
             recorder.watch(fetcher, "fetch", self._fetch)
 
     def take(self) -> list[tuple[int, int]]:
-        """Return the (loader, pass) pairs whose batches a backward used: that of the last batch,
-        and each that gave exactly one batch since the last backward. (An evaluation between two
-        backwards gives several batches, or has ended.)"""
+        """Return the (loader, pass) pairs whose batches a backward used.
+
+        These are the pair of the last batch, and each pair that gave exactly one batch since the
+        last backward. An evaluation between two backward passes gives several batches.
+        """
         last = self.last_trained
         taken = [place for place, count in self._since.items() if count == 1 or place == last]
         self._since.clear()
@@ -82,8 +83,8 @@ class Loaders:
         self._lines.setdefault(loader, self._origin())
 
     def _origin(self) -> str:
-        """Return the script's line that made the loader, even if Accelerate or Lightning derived
-        this loader from it."""
+        """Return the line of the script that made the loader. Accelerate and Lightning may have
+        wrapped the loader."""
         for frame in frames():
             if self._recorder.is_users_file(frame.f_code.co_filename):
                 break
@@ -113,7 +114,7 @@ class Loaders:
         )
 
     def _describe(self, dataset: Any) -> dict[str, Any]:
-        """Describe a dataset once, at its first read: later it may hold cached samples."""
+        """Describe a dataset at its first read. Later it may contain cached samples."""
         if type(dataset).__weakrefoffset__ == 0 or type(dataset).__hash__ is None:
             return describe(dataset)
         if dataset not in self._described:
@@ -196,8 +197,7 @@ def random_states() -> dict[str, str]:
 
 
 def digests(batch: Any) -> list[str]:
-    """Return the digest of each sample of a batch; one digest of the whole batch if its tensors
-    have no common first dimension."""
+    """Return a digest of each sample of a batch, or one digest of the whole batch."""
     leaves = [
         each.detach().to("cpu") if isinstance(each, Tensor) else _from_numpy(each)
         for each in _leaves(batch)
@@ -257,7 +257,7 @@ def sampler_settings(loader: Any) -> dict[str, Any]:
 
 
 def describe(dataset: Any) -> dict[str, Any]:
-    """The digest is empty if the data cannot be read."""
+    """Return a description of a dataset. Its digest is empty if the data cannot be read."""
     if isinstance(dataset, Subset):
         inner = describe(dataset.dataset)
         indices = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
@@ -289,11 +289,8 @@ def describe(dataset: Any) -> dict[str, Any]:
 
 
 def data_of(dataset: Any, depth: int = 0) -> dict[str, str]:
-    """Return digests of the tensors, arrays and lists that are attributes of a dataset.
-
-    Left out are settings, which may differ between ranks, caches (dictionaries with integer keys,
-    lists with None), short sequences of numbers, and values that cannot be read.
-    """
+    """Return digests of the tensors, arrays and lists that are attributes of a dataset. Settings
+    and caches, which may differ between ranks, are left out."""
     values = vars(dataset) if hasattr(dataset, "__dict__") else {"items": dataset}
     data: dict[str, str] = {}
     for name, value in values.items():
@@ -318,8 +315,7 @@ def _is_data(value: Any) -> bool:
 
 
 def held_items(dataset: Any, depth: int = 0) -> int:
-    """Return the length of the longest sequence that is an attribute of an iterable dataset or of
-    one that it wraps."""
+    """Return the length of the longest sequence in the attributes of an iterable dataset."""
     sizes = [0]
     for each in getattr(dataset, "__dict__", {}).values():
         if isinstance(each, list | tuple | np.ndarray) or (isinstance(each, Tensor) and each.dim()):
@@ -330,8 +326,7 @@ def held_items(dataset: Any, depth: int = 0) -> int:
 
 
 class _Unreadable(Exception):
-    """Raised for a dataset with values that cannot be read, and that may differ from rank to
-    rank."""
+    """The dataset has values that cannot be read, and that may differ between ranks."""
 
 
 def _held_by(owner: Any, depth: int = 0) -> str:

@@ -1,9 +1,6 @@
-"""Watches the loss functions of torch: the number of targets in each call, and the gradient of the
-final loss with respect to the call's output.
-
-The gradient shows factors such as 1 / accumulation_steps. With `reduction="none"` it is a tensor
-that also contains the user's mask.
-"""
+"""Records torch's loss functions: the number of targets in each call, and the gradient of the final
+loss with respect to the call's output. The gradient shows factors such as 1 /
+accumulation_steps."""
 
 from __future__ import annotations
 

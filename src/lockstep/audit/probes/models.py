@@ -1,4 +1,4 @@
-"""Finds the script's models, the names of their parameters, and the wrappers that reduce
+"""Finds the models of the script, the names of their parameters, and the wrappers that reduce
 gradients."""
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from lockstep.audit.probes.recorder import RecordWriter
 
 BROADCAST = "DistributedDataParallel's broadcast of buffers"
 WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module"}
-"""Parts that wrappers insert anywhere in names of parameters; DistributedDataParallel adds `module`
-at the front."""
+"""Parts of parameter names that wrappers insert."""
 
 
 class Models:
@@ -95,8 +94,8 @@ class Models:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Watch the end of a wrapper's forward, where the wrapper decides if the backward reduces
-        gradients."""
+        """Record the state of DistributedDataParallel at the end of its forward, where it decides
+        if the backward reduces gradients."""
         self._recorder.safely(self._note_broadcast, wrapper)
         if not (torch.is_grad_enabled() and wrapper.training):
             return original(wrapper, *args, **kwargs)

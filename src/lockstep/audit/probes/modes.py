@@ -1,5 +1,4 @@
-"""Watches modules that depend on train or eval mode: dropout, and BatchNorm with its running
-statistics."""
+"""Records the train or eval mode of dropout and BatchNorm."""
 
 from __future__ import annotations
 
@@ -37,14 +36,13 @@ class Modes:
     def __init__(self, recorder: RecordWriter, loaders: Loaders, draws: Draws) -> None:
         self._recorder, self._loaders, self._draws = recorder, loaders, draws
         self._calls = {"train": 0, "eval": 0, "off": 0}
-        """Mode -> number of calls of dropout and BatchNorm that the backward has reached. `off`:
-        calls of dropout in eval mode, after trained layers."""
+        """Number of calls of dropout and BatchNorm that the backward has reached, by mode. `off`
+        counts dropout in eval mode after trained layers."""
         self._noted: set[Any] = set()
         self._statistics = 0
         self._place: Any = None
         self._is_updating = False
-        """True while `update_bn` computes new statistics in train mode, which is not an
-        evaluation."""
+        """True inside `update_bn`, which computes statistics in train mode."""
 
     def install(self) -> None:
         for name in DROPOUTS:
@@ -85,8 +83,7 @@ class Modes:
         return output
 
     def _attention(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Watch `scaled_dot_product_attention`. The mode of a call without dropout cannot be
-        known."""
+        """Record `scaled_dot_product_attention`. The mode of a call without dropout is unknown."""
         drops = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         if drops:
             self._recorder.safely(self._draws.note)
@@ -160,14 +157,14 @@ def _values(parameters: Parameters, args: Any, kwargs: Any, *names: str) -> list
 
 
 def _is_checkpointed() -> bool:
-    """True within reentrant activation checkpointing, whose forward has no gradients although it
-    trains."""
+    """Return True inside reentrant activation checkpointing, which runs the forward without
+    gradients."""
     return any(frame.f_code.co_filename == _CHECKPOINT_FILE for frame in frames())
 
 
 def _is_frozen() -> bool:
-    """True if the innermost running module with parameters trains none of them: it may be in eval
-    mode on purpose."""
+    """Return True if the innermost running module with parameters trains none of them. Such a
+    module may be in eval mode on purpose."""
     for frame in frames():
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and (parameters := list(module.parameters())):

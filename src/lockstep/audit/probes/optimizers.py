@@ -1,5 +1,4 @@
-"""Watches optimizers: records each step, with the gradients, parameters and settings that it
-used."""
+"""Records each step of an optimizer, with its gradients, parameters and settings."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from lockstep.training.optim.element_wise import TOLERANCE, updated
 
 _OPTIMIZER_FILE = inspect.getfile(Optimizer)
 COLUMNS, TRIED_STEPS = 12, 2
-"""Columns of the small matrix on which an optimizer is tried, and number of steps."""
+"""An optimizer is tried on a matrix with this number of columns, for this number of steps."""
 
 
 class Optimizers:
@@ -55,7 +54,7 @@ class Optimizers:
         return max(self._steps.values(), default=0)
 
     def number(self, optimizer: Any) -> int:
-        """A wrapper has the number of the optimizer that it wraps."""
+        """Return the number of an optimizer. A wrapper has the number of the wrapped optimizer."""
         while not isinstance(optimizer, Optimizer) or isinstance(
             getattr(optimizer, "optimizer", None), Optimizer
         ):
@@ -269,15 +268,14 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _steps_on_the_stack() -> int:
-    """Return how many optimizer steps run inside each other: an optimizer may wrap another one."""
+    """Return the number of nested optimizer steps."""
     codes = (frame.f_code for frame in frames())
     return sum(code.co_name == "wrapper" and code.co_filename == _OPTIMIZER_FILE for code in codes)
 
 
 def updates_shards_as_wholes(optimizer: Optimizer) -> bool | None:
-    """True if the optimizer updates the shards of a small matrix as it updates the whole matrix;
-    None if it could not be tried. All ranks must call it: an optimizer that gathers its tensors
-    communicates."""
+    """Return True if the optimizer updates the shards of a small matrix like the whole matrix.
+    Return None if this could not be tried. All ranks must call this function."""
     for group in optimizer.param_groups:
         sharded = [
             each

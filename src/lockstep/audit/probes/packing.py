@@ -1,8 +1,7 @@
-"""Watches models of transformers that get several documents in a row: records if the attention mask
-keeps the documents apart.
+"""Records if the attention masks of transformers' models keep packed documents apart.
 
-transformers looks for documents in the positions, which restart at each document, only if a mask
-function gets positions, but no attention mask and no cache.
+transformers finds documents in the position ids, which restart at each document. It does so only if
+a mask function gets position ids, but no attention mask and no cache.
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ def _documents(positions: Tensor, mask: Tensor | None) -> int:
 
 
 def _is_judged(model: Any, mask: Any, masks_rows: bool) -> bool:
-    """True if attention depends on a mask that transformers makes. Flash attention reads positions
-    itself, and the script may have made its own mask."""
+    """Return True if transformers makes the attention mask. Flash attention reads the position ids
+    itself."""
     is_flash = "flash" in str(getattr(model.config, "_attn_implementation", ""))
     return not is_flash and (mask is None or masks_rows)
 

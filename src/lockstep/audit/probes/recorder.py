@@ -1,4 +1,4 @@
-"""Writes the record of one process, and replaces the functions that probes watch."""
+"""Writes the record of one process, and patches the functions to record."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ Probe = Callable[..., Any]
 
 
 class RecordWriter:
-    """Writes the record of this process: JSON lines, each at once, because a process may end at any
-    moment. A forked child writes to a new file."""
+    """Writes the record of this process as JSON lines. A forked child writes to a new file."""
 
     def __init__(self, request: AuditRequest) -> None:
         self.request = request
         self.is_suspended = False
-        """True while the audit itself tries an optimizer, whose steps the probes must not
-        record."""
+        """True while the audit itself tries an optimizer."""
         self._file: RowFile | None = None
         self._problems: set[str] = set()
         self._is_users: dict[str, bool] = {}
@@ -66,7 +64,8 @@ class RecordWriter:
         self.write("collective", name=name, line=line, in_backward=within, **row)
 
     def line(self, *, caller_of_forward: bool = False) -> str:
-        """Return path:number. `caller_of_forward`: the line that called the model."""
+        """Return path:number of the innermost line of the script. With `caller_of_forward`, return
+        the line that called the model."""
         innermost = ""
         for frame in frames():
             if self.is_users_file(frame.f_code.co_filename):
@@ -84,8 +83,7 @@ class RecordWriter:
         return self._is_users[name]
 
     def flush_and_end(self, reason: str) -> None:
-        """End this process at once: the other ranks end at the same point, and the script must not
-        continue."""
+        """End this process at once. The other ranks end at the same step."""
         self.write("end", reason=reason)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # nobody reads the output any more
@@ -96,8 +94,7 @@ class RecordWriter:
         os._exit(0)
 
     def safely(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a probe. An exception is recorded, not raised, because it must not disturb the
-        script."""
+        """Call a probe. If the probe raises, record the exception, and let the script continue."""
         if self.is_suspended:
             return None
         try:
@@ -110,9 +107,8 @@ class RecordWriter:
             return None
 
     def watch(self, owners: Any, name: str, probe: Probe, *, traced: bool = False) -> None:
-        """Replace a function in one or several owners: a call becomes `probe(original, *args,
-        **kwargs)`. `traced`: torch.compile or TorchScript may trace the function; they then get the
-        original."""
+        """Replace a function by `probe(original, *args, **kwargs)`. If torch.compile or TorchScript
+        may trace the function, `traced` lets them use the original."""
         owners = owners if isinstance(owners, list) else [owners]
         original = getattr(owners[0], name)
 
@@ -136,8 +132,8 @@ class RecordWriter:
         after: Probe | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Wrap a function: call `before(*args, **kwargs)` before it, `after(result, *args,
-        **kwargs)` after it, and the function itself within `around()`."""
+        """Call `before(*args, **kwargs)` before a function, `after(result, *args, **kwargs)` after
+        it, and the function itself inside `around()`."""
 
         def probe(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
             if before is not None:

@@ -1,5 +1,5 @@
-"""Python imports this file at its start in every process of an audited script. It installs the
-probes once torch is imported, and runs the user's `sitecustomize`, which this file hides."""
+"""Python imports this file at the start of every process of an audited script. It installs the
+probes, and runs the user's `sitecustomize`, which this file hides."""
 
 import sys
 from importlib.machinery import PathFinder
