@@ -1,4 +1,4 @@
-"""Hooks on the inputs of a model's blocks. With them, a block computes the same bits as under
+"""Hooks on the inputs of a model's blocks. A block with these hooks computes the same bits as under
 FSDP2."""
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class _SameAs:
 class RepeatedInputs:
     """Passes one tensor object to a block that gets the same tensor as several arguments. FSDP2
     makes a new tensor for each argument. `query is key` would then be False, and
-    `nn.MultiheadAttention` would compute other bits. Create the object before the block is sharded
-    and install it afterwards. Its hooks then run around the hooks of FSDP2."""
+    `nn.MultiheadAttention` would compute different bits. Create the object before the block is
+    sharded and install it afterwards. Its hooks then run around the hooks of FSDP2."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block

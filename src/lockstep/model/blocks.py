@@ -16,8 +16,8 @@ LARGE_FRACTION = 1 / 8
 def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """Return the names of the model's blocks, or an empty list. If `patterns` is None, the blocks
     are the members of the outermost lists (`nn.ModuleList`, `nn.Sequential`) whose members have one
-    class. A model without such lists has blocks with at least an eighth of all parameters. A block
-    shares no parameter with modules outside the block."""
+    class. In a model without lists, the blocks are modules with at least an eighth of all
+    parameters. A block shares no parameter with modules outside the block."""
     if patterns is None:
         candidates = list(_repeated(model, "")) or list(
             _large(model, "", numel(model) * LARGE_FRACTION)

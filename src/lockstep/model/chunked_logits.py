@@ -2,9 +2,9 @@
 full logits of a language model are often its largest tensor.
 
 `F.cross_entropy` of a `ChunkedLogits` computes the logits, the loss and the gradient of one chunk
-after another. The forward already computes the gradients, and the backward multiplies them by one
-number. With `reduction="none"` each token has its own factor, so the backward computes the logits
-again.
+after another. The forward already computes the gradients, and the backward multiplies the gradients
+by one number. With `reduction="none"` the number differs between tokens, so the backward computes
+the logits again.
 
 `torch.nn.functional.linear_cross_entropy` also computes in chunks. Under autocast, it sums the loss
 in bf16 or fp16, with an error of 1% for 2,048 tokens. Its chunks are too small for CPUs.
@@ -71,8 +71,8 @@ class Head(NamedTuple):
 
 
 class ChunkedLogits(Tensor):
-    """A tensor with the shape and dtype of the logits but no memory. It refers to the hidden states
-    and the head."""
+    """A tensor with the shape and dtype of the logits but no memory. The tensor refers to the
+    hidden states and the head."""
 
     _hidden: Tensor
     _head: Head
@@ -286,9 +286,9 @@ def _behind_one_node(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tup
 
 
 class _Joined(torch.autograd.Function):
-    """The head's node in autograd's graph. It has FSDP2's hooks on the head's output. Its backward
-    runs after the loss's backward and before the weights' gradients are accumulated, as for a
-    linear layer."""
+    """The head's node in autograd's graph, with FSDP2's hooks on the head's output. The node's
+    backward runs after the loss's backward and before the weights' gradients are accumulated, as
+    for a linear layer."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Any) -> Any:
@@ -386,7 +386,8 @@ def _check_call(input: Any, target: Any, size_average: Any, reduce: Any, reducti
 
 
 def _rows_of_chunk(hidden: Tensor, classes: int) -> int:
-    """A chunk's logits are about as large as all hidden states."""
+    """Return a number of rows for which a chunk's logits are about as large as all hidden
+    states."""
     least = MIN_ROWS_OF_ACCELERATOR if accelerator.is_accelerator(hidden) else MIN_ROWS
     tokens, features = hidden.shape
     return max(1, min(max(least, tokens * features // max(1, classes)), -(-tokens // 2)))

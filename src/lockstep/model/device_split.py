@@ -1,5 +1,5 @@
 """One process on several devices. Naive model parallelism puts consecutive layers on each device,
-and everything else on the first device. The module also supports `torch.nn.DataParallel`."""
+and all other modules on the first device. The module also supports `torch.nn.DataParallel`."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def devices_of(home: torch.device, count: int) -> list[torch.device]:
 def layers_of(
     model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[str]
 ) -> list[PlacedLayer]:
-    """Return the layers that can be on different devices. They are the blocks if `patterns` are
-    given or the sequential `parts` are unknown. Otherwise they are the parts, and an
+    """Return the layers that can be on different devices. The layers are the blocks if `patterns`
+    are given or the sequential `parts` are unknown. Otherwise the layers are the parts, and an
     `nn.Sequential` is replaced by its members. No layer shares a parameter with another module."""
     blocks = blocks_of(model, patterns)
     if patterns is None and parts:
@@ -210,8 +210,8 @@ def _identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 @contextmanager
 def _current_device(device: torch.device, home: torch.device) -> Iterator[None]:
-    """Make `device` the current GPU. Its default generator continues the sequence of the first
-    device's generator."""
+    """Make `device` the current GPU. The GPU's default generator continues the sequence of the
+    first device's generator."""
     if device == home or not accelerator.is_accelerator(device):
         yield
         return

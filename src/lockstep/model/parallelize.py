@@ -59,9 +59,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Parallelized:
-    """The objects that run a model after `parallelize` has changed it. Parts of the model on
-    different ranks of a pipeline use `shared_parameters`. With bitwise numerics, several parts on
-    one rank also use them."""
+    """The objects that run a model after `parallelize` has changed the model. `shared_parameters`
+    are used on several ranks of a pipeline. With bitwise numerics, `shared_parameters` also include
+    parameters that several parts on one rank share."""
 
     streams: ModuleRandomStreams | None
     pipeline: Pipeline | None
@@ -73,13 +73,11 @@ class Parallelized:
     """With bitwise numerics, the leaves of autograd's graph for the parameters of each divided
     module of experts."""
     separate: SeparateParts | None
-    """None without bitwise numerics, or if the sequential parts are unknown."""
     whole_experts: Sequence[str]
     eager_experts: Sequence[str]
-    """Modules of transformers that were made to compute one expert after another. Their bits do not
-    depend on the number of ranks."""
+    """Modules of transformers that were made to compute one expert after another, because the bits
+    must not depend on the number of ranks."""
     expert_patterns: Sequence[str] | None
-    """None if modules of experts are found by their parameters' shapes."""
 
 
 def parallelize(
@@ -247,8 +245,6 @@ def _make_pipeline(
 def _find_experts(
     model: nn.Module, mesh: Mesh, plan: Plan, names: Sequence[str] | None
 ) -> Mapping[str, Experts]:
-    """Return the modules of experts that the plan divides over ranks. With bitwise numerics on one
-    rank, they must compute the same bits as if they were divided."""
     if (ranks := mesh.axis("expert").size) == 1:
         return stacked_experts(model, names) if plan.numerics == "bitwise" else {}
     found = find_experts(model, names)
@@ -266,8 +262,6 @@ def _place_experts(
     *,
     materialize: Callable[[nn.Module], None],
 ) -> tuple[Mapping[str, Experts], list[Leaves], list[str]]:
-    """Return the divided modules, their leaves of autograd's graph, and the names of modules that
-    now compute one expert after another."""
     ranks, bitwise = mesh.axis("expert"), plan.numerics == "bitwise"
     if ranks.size == 1:
         compute_by_rows(found, ranks, exchange)
@@ -374,7 +368,6 @@ def _is_within_any(name: str, parts: Sequence[str]) -> bool:
 
 
 def _blocks_within(parts: Sequence[str], blocks: Sequence[str]) -> list[str]:
-    """A module of `parts` that is inside a block counts as a block."""
     found = []
     for part in parts:
         if any(part.startswith(f"{block}.") for block in blocks):

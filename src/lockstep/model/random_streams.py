@@ -34,7 +34,7 @@ DRAWING = (
     nn.FractionalMaxPool3d,
 )
 REMEMBERED = 2**16
-"""Must be at least (number of parts) x (number of microbatches before their backward)."""
+"""Largest number of streams whose next stream is remembered until the recomputation."""
 
 
 class ModuleRandomStreams:
@@ -51,7 +51,7 @@ class ModuleRandomStreams:
         modules = [model.get_submodule(name) for name in parts]
         draw = [_may_draw(module) for module in modules]
         self.are_several = any(draw)
-        """False if no part can draw random numbers. Only `start` then seeds the generators."""
+        """False if no part can draw random numbers."""
         # A part that cannot draw needs no stream; the loss always gets one.
         self._needed = [*draw, True]
         self._places: dict[int, list[int]] = {}

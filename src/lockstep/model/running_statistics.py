@@ -2,9 +2,9 @@
 microbatches to ranks.
 
 A microbatch changes a running statistic r to keep * r + gain. Every rank gathers (keep, gain) of
-all microbatches and applies them in the order of microbatches. Self-updating buffers are the
-vectors of `spectral_norm` and the codes of a vector quantizer. They are updated once a step, from
-the first microbatch.
+all microbatches and applies them in the order of microbatches. The vectors of `spectral_norm` and
+the codes of a vector quantizer are self-updating buffers. Self-updating buffers are updated once a
+step, from the first microbatch.
 
 Changes of all other buffers are refused. A change that increases the tensor's version is refused at
 once. A change through `.data` is refused only in steps that compare the buffers' bits.
@@ -59,8 +59,8 @@ class _ScratchBuffers:
         own_buffers(module).update(self.kept)
 
     def row(self) -> Tensor:
-        """Return the microbatch's update as float64: keep, number of forwards of the layer, gain of
-        each mean, gain of each variance."""
+        """Return the microbatch's update as a float64 tensor: keep, number of forwards of the
+        layer, gain of each mean, gain of each variance."""
         calls = self.taken["num_batches_tracked"].double()
         momentum = self.module.momentum
         gains = torch.cat([self.taken["running_mean"], self.taken["running_var"]]).double()
@@ -220,7 +220,7 @@ class RunningStatistics:
 
     def commit(self, assignment: MicrobatchAssignment, count: int, *, apply: bool | Tensor) -> None:
         """Every rank must call this method. `apply` is False if the optimizer's step was skipped.
-        It is a scalar bool tensor if only the GPU knows the answer."""
+        `apply` is a scalar bool tensor if only the GPU knows the answer."""
         for updating in self._updating:
             updating.commit(assignment, self._data, count, apply=apply)
         if not self._scratches:
@@ -313,7 +313,7 @@ class SelfUpdatingBuffers:
         self, assignment: MicrobatchAssignment, data: World, count: int, *, apply: bool | Tensor
     ) -> None:
         """Every rank must call this method. `apply` is False if the optimizer's step was skipped.
-        It is a scalar bool tensor if only the GPU knows the answer."""
+        `apply` is a scalar bool tensor if only the GPU knows the answer."""
         by_rank = assignment.indices_by_rank(count)
         owner = next(rank for rank, indices in enumerate(by_rank) if 0 in indices)
         for name, buffer in self.kept.items():

@@ -1,8 +1,8 @@
 """Computes a model's sequential parts (the modules that the model calls one after another) as if
 each part were in a separate process. With numerics=bitwise, one process then computes the bits of
-any pipeline. A tensor between two parts, and its gradient, have the strides of a new tensor, as if
-they had been received. A parameter that several parts share is a separate leaf of autograd's graph
-in each part."""
+any pipeline. A tensor between two parts has the strides of a new tensor, as if the tensor had been
+received. The gradient of the tensor has the same strides. A parameter that several parts share is a
+separate leaf of autograd's graph in each part."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ class SeparateParts:
 
 
 class PartLeaf:
-    """A separate leaf of autograd's graph for a shared parameter. The gradient of one part of the
-    model is summed separately."""
+    """A separate leaf of autograd's graph for a shared parameter in one part of the model."""
 
     def __init__(self, shared: nn.Parameter, part: nn.Module, in_place: list[PartLeaf]) -> None:
         """`in_place` contains this object while a forward of the part runs."""

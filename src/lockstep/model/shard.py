@@ -117,8 +117,9 @@ def unreduced(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def weights_backward(model: nn.Module) -> Iterator[None]:
     """A context for a backward that computes only gradients of weights. FSDP2 gathers when a
-    backward reaches a module's output, and reduces when it reaches the module's input. A backward
-    of weights reaches neither. Every rank must enter the context."""
+    backward reaches a module's output, and reduces when the backward reaches the module's input. A
+    backward of weights reaches neither the output nor the input. Every rank must enter the
+    context."""
     groups = fsdp_groups(model)
     if not all(map(gathers_in_forward, groups)):  # see `gather_whole`
         yield
@@ -138,8 +139,8 @@ def weights_backward(model: nn.Module) -> Iterator[None]:
 
 
 def gathered_parameters(model: nn.Module) -> list[Any]:
-    """Return the full parameters into which FSDP2 all-gathers the shards. They are the leaves of
-    autograd's graph in a forward."""
+    """Return the full parameters into which FSDP2 all-gathers the shards. The full parameters are
+    the leaves of autograd's graph in a forward."""
     grouped = [fsdp_parameter_group(group) for group in fsdp_groups(model)]
     return [gathered(each) for group in grouped if group is not None for each in group.fsdp_params]
 
@@ -246,8 +247,8 @@ def shard_parts(
     experts: Sequence[str],
     **how: Any,
 ) -> None:
-    """A pipeline calls `parts` separately. `parts` maps each module's name to the names of its
-    blocks."""
+    """`parts` maps the name of each module that a pipeline calls separately to the names of the
+    module's blocks."""
     shared = shared_names(model)
     for names in shared:
         holders = [part for part in parts if any(name.startswith(f"{part}.") for name in names)]
@@ -323,9 +324,9 @@ def modules_of(group: nn.Module) -> Iterator[nn.Module]:
 
 
 class SkippedBlockGuard:
-    """Makes a forward also all-gather the blocks that it does not call, as with LayerDrop. All
-    ranks then make the same collectives. Create the guard before the model is sharded and install
-    it afterwards. Its hooks then run around the hooks of FSDP2."""
+    """Makes a forward also all-gather the blocks that the forward does not call, as with LayerDrop.
+    All ranks then make the same collectives. Create the guard before the model is sharded and
+    install it afterwards. Its hooks then run around the hooks of FSDP2."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Any], *, gathers_ahead: bool) -> None:
         """`gathers_ahead` all-gathers a block's parameters while the previous block runs."""

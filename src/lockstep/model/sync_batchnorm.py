@@ -26,11 +26,11 @@ from lockstep.plan import Plan
 
 class SyncBatchNormExchange:
     """The ranks that exchange statistics, and the slice that this rank computes now. All
-    SyncBatchNorm layers of a session share the object, also the layers of a copied model."""
+    SyncBatchNorm layers of a session share the object. The layers of a copied model also share
+    it."""
 
     def __init__(self) -> None:
         self.world: World | None = None
-        """None if microbatches are not split."""
         self.is_dummy: bool | None = None
         """True during the forward of a rank without a slice of the microbatch. False while the rank
         computes a slice, and None outside of microbatches."""
@@ -128,8 +128,9 @@ def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, BatchNor
 
 
 class _Normalise(torch.autograd.Function):
-    """Returns the output, and the mean, the variance and the number of values per channel. The last
-    three are float64 without gradient, for the running statistics. The variance is uncorrected."""
+    """Returns the output, and the mean, the variance and the number of values per channel. The
+    statistics are float64 without gradient, for the running statistics. The variance is
+    uncorrected."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Contexts and tolerances for forwards that check a model. The forwards belong to no microbatch."""
+"""Contexts and tolerances for forwards that check a model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ ROUNDINGS, SHORT_ROUNDINGS = 16.0, 4.0
 `ROUNDINGS` is in units of the dtype's epsilon to the power of 3/4 (1e-4 in float32).
 `SHORT_ROUNDINGS`, for shorter dtypes, is in units of the epsilon (3% in bfloat16)."""
 SMALL = 1e-2
-"""A parameter counts as zero if all of its elements are smaller in magnitude. An error in a branch
-with such a gate would not show in the model's output."""
+"""Parameters whose elements are all smaller in magnitude count as zero."""
 
 _is_inside = ContextVar("inside a trial", default=False)
 

@@ -1,10 +1,10 @@
 """Autocast's casts of the weights that FSDP2 shards.
 
-FSDP2 gathers the weights of torch's layers in autocast's precision. All other code that used the
-weights would get rounded values. `check_uses` detects such code in the first backward.
+FSDP2 gathers the weights of torch's layers in autocast's precision. Code that uses the weights in
+another way would get rounded values. `check_uses` detects the code in the first backward.
 
 FSDP2 gathers all other weights in full precision. A matrix product under autocast saves the cast
-weight for its backward. FSDP2 cannot free these casts, so they would keep the full model in bf16 on
+weight for its backward. FSDP2 cannot free the casts, which would keep the full model in bf16 on
 every rank. `drop_casts` replaces each saved cast by a function. The function makes the cast again,
 with the same bits, from the weight that FSDP2 gathers for the block's backward.
 """
@@ -293,7 +293,7 @@ class _Cast:
 
     def again(self) -> Tensor:
         """If the gathered weight is freed, return a tensor without memory. A backward also unpacks
-        saved tensors that it does not use."""
+        saved tensors that the backward does not use."""
         if not self.weight.untyped_storage().nbytes():
             device = self.weight.device
             freed = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)

@@ -1,5 +1,5 @@
-"""`F.scaled_dot_product_attention` over sequences whose tokens are divided among ranks. It also
-supports rows of several documents, and dropout that is drawn for each chunk."""
+"""`F.scaled_dot_product_attention` over sequences whose tokens are divided among ranks. Rows of
+several documents, and dropout that is drawn for each chunk, are supported."""
 
 from __future__ import annotations
 
@@ -153,7 +153,6 @@ class ChunkedAttention:
         )
 
     def _joined_parts(self, parts: Sequence[Tensor]) -> Tensor:
-        """Autograd saves the result instead of the parts."""
         whole = torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
         copies = torch.split(whole.detach(), [part.shape[2] for part in parts], 2)
         for part, copy in zip(parts, copies, strict=True):
@@ -191,7 +190,6 @@ class ChunkedAttention:
         return self._attend(query, key, value, is_causal=self._is_causal)
 
     def _chunk(self, span: range, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The function skips keys that the chunk's queries do not attend to."""
         if not len(span):
             return query
         first = 0

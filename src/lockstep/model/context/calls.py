@@ -1,6 +1,5 @@
 """Finds the calls of torch that must change if a rank has only some of the tokens, and the dim of
-tokens in each call. Forwards of two lengths show the dim. A size that equals one length by chance
-is not mistaken for the dim of tokens."""
+tokens in each call. The sizes in forwards of two lengths show the dim."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ Kind = Literal["attention", "arange", "slice", "draw"]
 NOT_TOKENS: Final = -1
 """The dim of a call whose sizes do not depend on the length of the sequence."""
 NOT_THE_MODEL = ("torch.distributed.", "lockstep.")
-"""Prefixes of the names of Python modules whose slices do not belong to the model."""
+"""Prefixes of Python modules whose slices of tensors do not belong to the model."""
 SHARDED = "lockstep.model.tensor."
 OTHERWISE: Final = -2
 """The dim of a call whose sizes depend on the length of the sequence if no single size equals the
@@ -113,8 +112,6 @@ def arange_span(args: Sequence[Any], keywords: Mapping[str, Any]) -> range | Non
 
 
 def as_slices(table: Tensor, index: Any) -> tuple[int | slice, ...] | None:
-    """Return the index in `table[index]` as one integer or slice per dim. Returns None for an index
-    of another type, such as a tensor."""
     given = index if isinstance(index, tuple) else (index,)
     places = [place for place, each in enumerate(given) if each is Ellipsis]
     if len(places) == 1:

@@ -33,7 +33,6 @@ class ChunkAxis:
 
     @cached_property
     def shares(self) -> list[range]:
-        """The indices, in paired order, of each process's chunks."""
         processes = self.processes.size
         return [contiguous_range(self.size, rank, processes) for rank in range(processes)]
 

@@ -37,8 +37,8 @@ class ChunkInputs:
     the process's chunks."""
     leaves: Sequence[Sequence[Tensor]] = ()
     in_two: bool = False
-    """True if a zero-bubble schedule runs one backward for inputs and a later one for weights. The
-    first backward then computes both gradients."""
+    """True if a zero-bubble schedule runs separate backwards for inputs and for weights. The first
+    backward then computes both gradients."""
 
 
 def sum_losses(values: Sequence[Any], inputs: ChunkInputs) -> Any:
@@ -68,7 +68,7 @@ def sum_losses(values: Sequence[Any], inputs: ChunkInputs) -> Any:
 
 
 def join_outputs(outputs: Sequence[Any], inputs: ChunkInputs) -> list[Any]:
-    """Every process must call this function. The returned tensors share one backward."""
+    """Every process must call this function. The returned tensors share one backward function."""
     rows = [tensors_in(output) for output in outputs]
     flat = [each for row in rows for each in row]
     learns = list(map(_learns, flat))

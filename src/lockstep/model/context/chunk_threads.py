@@ -1,6 +1,6 @@
-"""Threads that compute the chunks of a sequence for bitwise numerics. One thread runs at a time,
-until its chunk needs values from other chunks. Each forward has the shapes of one chunk, on any
-number of processes."""
+"""Threads that compute the chunks of a sequence for bitwise numerics. Only one thread runs at a
+time. A thread runs until its chunk needs values from the other chunks. Each forward has the shapes
+of one chunk, on any number of processes."""
 
 from __future__ import annotations
 
@@ -214,8 +214,8 @@ class _Generators:
 
 def _thread_settings(device: torch.device) -> Callable[[], Any]:
     """Return a context that gives another thread this thread's settings, such as autocast and grad
-    mode. A backward in the context runs in the thread that starts it, so one backward can wait for
-    another."""
+    mode. In the context, a backward runs in the thread that starts it. One backward can then wait
+    for another backward."""
     threads, has_gradients = torch.get_num_threads(), torch.is_grad_enabled()
     kinds = [kind for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)]
     dtypes = [torch.get_autocast_dtype(kind) for kind in kinds]

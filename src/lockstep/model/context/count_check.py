@@ -43,7 +43,7 @@ class TriedTokens:
     layout: TokenLayout
     groups: int
     compute: Callable[[int], TriedGroup]
-    """Computes the group with this index twice. Every rank must call this function."""
+    """Computes one group twice. Every rank must call this function."""
 
 
 def check_counts(
@@ -119,8 +119,6 @@ def _error(
 
 
 def short_rows(tokens: int, chunks: int, width: int) -> list[list[int]]:
-    """Divide a sequence's token indices into rows with `width` tokens of each chunk. A short
-    sequence is one row."""
     if tokens <= chunks * width:
         return [[*range(tokens)]]
     spans = [contiguous_range(tokens, chunk, chunks) for chunk in range(chunks)]

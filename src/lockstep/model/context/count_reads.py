@@ -1,8 +1,8 @@
 """Compares the counts of tokens that a model's forward reads into Python, such as `chosen.any()`
-and `len(rows)`. Ranks that divide a sequence's tokens read different counts. Code that skips an
-expert without tokens is correct with different counts. `if rare.any(): x = 2 * x` is not. The
-difference shows only in results, so some tokens are computed twice: on one rank, and divided among
-ranks."""
+and `len(rows)`. Ranks that divide a sequence's tokens read different counts. Different counts are
+correct for code that skips an expert without tokens. Different counts are wrong for `if rare.any():
+x = 2 * x`. Only results show the error, so some tokens are computed both on one rank and divided
+among ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lockstep.model.context.part_digests import PartDigests
 MOST_CHECKS = 8
 """Largest number of checks for one line of code."""
 MOST_KEPT_BYTES = 2**26
-"""Largest total size of the microbatches of a step that are kept for a check. The first microbatch
-is always kept."""
+"""Largest total size of the microbatches that are kept for a check in one step. The first
+microbatch is always kept."""
 
 
 class Counts(NamedTuple):
@@ -51,8 +51,6 @@ class KnownCounts:
         return known is not None and known[0] <= low and high <= known[1]
 
     def add(self, line: str, counts: Iterable[Counts], *, is_shown: bool) -> None:
-        """Add the counts that a check has tried on all ranks (or chunks). `is_shown` is False if
-        the ranks read equal counts at the line during the check."""
         checks = self._checks[line] = self._checks.get(line, 0) + 1
         if checks >= MOST_CHECKS:
             self._known[line] = -math.inf, math.inf

@@ -1,5 +1,5 @@
-"""Calls a model and its loss with only this rank's tokens of each sequence. The axis `context` and
-`Recipe.sequence` (chunks, packed documents) need it."""
+"""Calls a model and its loss with only this rank's tokens of each sequence. The module implements
+the axis `context` and `Recipe.sequence` (chunks, packed documents)."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from lockstep.recipe.sequence import Sequence
 
 T = TypeVar("T")
 LENGTHS = (17, 19)
-"""Numbers of tokens in two forwards. Their comparison shows which torch calls depend on the
-sequence's length."""
+"""Numbers of tokens in two forwards. A comparison of the forwards shows which torch calls depend on
+the sequence's length."""
 COMPARED_TOKENS_PER_CHUNK = 8
 COMPARED_SAMPLES = 4
 """One sample is not enough to detect a model that keeps the best half of the tokens. The best
@@ -90,8 +90,8 @@ class MicrobatchCut(NamedTuple):
 
 class SequenceCut:
     """Calls a model and its loss with this rank's tokens of each sequence. Every rank of the axis
-    `context` and of a pipeline must create one, and call its methods in the same order. A single
-    rank has all tokens. It draws random numbers for each chunk, and keeps attention within
+    `context` and of a pipeline must create a `SequenceCut`, and call its methods in the same order.
+    A single rank has all tokens, draws random numbers for each chunk, and keeps attention within
     documents."""
 
     def __init__(
@@ -103,8 +103,6 @@ class SequenceCut:
         forwards: Forwards | None = None,
         beside: Sequences[World] = (),
     ) -> None:
-        """If `sequence` is None, several ranks raise an error if the forward draws random
-        numbers."""
         self.dim = (Sequence() if sequence is None else sequence).dim
         self._model = model
         self._world = world
@@ -117,22 +115,20 @@ class SequenceCut:
         self._only_draws = open_transformers(model)
         self._compared = _OfLosses[bool]()
         """True for a loss that does not compare the last token of a document with the first token
-        of the next one."""
+        of the next document."""
         self._layouts: dict[int, TokenLayout] = {}
         self._dims: dict[bool, Mapping[int, Dims]] = {}
         self._checked: set[bool] = set()
         self._shifts = _OfLosses[int]()
         self._sequences: dict[int, list[bool]] = {}
         self._labels: dict[tuple[bool, int], list[bool]] = {}
-        """Keys are the training mode and the number of tensors in the batch. Values have True for
-        each tensor with a dim of tokens."""
         self.current: MicrobatchCut
         self.reads = HostReads(world, is_summed=self._is_summed)
         """The numbers that forwards and losses read from tensors into Python by `tensor.item()`.
-        They must be equal on all ranks."""
+        The numbers must be equal on all ranks."""
         self.counts = CountReads(world, is_summed=self._is_summed)
-        """The counts of tokens that forwards read from tensors into Python. They may differ between
-        ranks."""
+        """The counts of tokens that forwards read from tensors into Python. The counts may differ
+        between ranks."""
         self.kernels = ChosenKernels()
 
     def output_and_loss(self, arguments: Any, loss: LossFunction, batch: Any) -> tuple[Any, Any]:
@@ -175,7 +171,6 @@ class SequenceCut:
         return within(partial(self._noting_mode, cut, chosen=self.kernels))
 
     def scored(self, score: Callable[[Any, LossFunction], T], loss: LossFunction, result: Any) -> T:
-        """Return the score of the model's output, with a loss function of this rank's tokens."""
         return score(result, partial(self.loss, loss))
 
     @contextmanager
@@ -240,8 +235,6 @@ class SequenceCut:
 
     @property
     def _axis_of_trials(self) -> World | ChunkAxis:
-        """The ranks (or chunks) that divide a sequence while the loss is tried on parts of the
-        sequence."""
         return self._world
 
     @property
@@ -289,8 +282,6 @@ class SequenceCut:
         return TriedTokens(self._layout_of(compared), len(groups), compute)
 
     def _rows(self, arguments: Any, known: list[bool], samples: int, places: Tensor) -> Any:
-        """Return a batch of short sequences, one for each sample and each row of `places`."""
-
         def taken(tensor: Tensor) -> Tensor:
             if len(tensor) != samples:  # the same for all samples
                 tensor = tensor.expand(samples, *tensor.shape[1:])

@@ -105,7 +105,7 @@ def check_labels(
     loss: Callable[[Any, Any], Any], part: Part, most: int, batch: Any, documents: Documents
 ) -> bool:
     """Raise `LossError` if the loss compares the last token of a document with the first token of
-    the next one. Returns False if the batch cannot show it."""
+    the next document. Returns False if the batch does not show the comparison."""
     lasts = documents.lasts()
     if not lasts.any():
         return False
@@ -186,8 +186,6 @@ def _with_other_firsts(batch: Any, documents: Documents) -> Any:
 
 
 def _has_next_tokens(batch: Any, documents: Documents, read: Tensor) -> bool:
-    """Return True if one tensor of the batch is another one shifted by a token, as labels are. Only
-    the tokens in `read` are compared."""
     places = read[:, :-1]
     tensors = [leaf for leaf in tree_leaves(batch) if _is_labels(leaf, documents)]
     return any(

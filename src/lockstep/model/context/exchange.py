@@ -105,8 +105,7 @@ class TokenLayout:
 
     @cached_property
     def true_order(self) -> Tensor:
-        """The indices that sort the tokens of all ranks, given in rank order, into the order of the
-        sequence."""
+        """The indices that sort the gathered tokens of all ranks into the order of the sequence."""
         return torch.argsort(self.gathered_places)
 
     def take(self, tensor: Tensor, dim: int) -> Tensor:
@@ -135,7 +134,7 @@ def attend_by_keys(
     recomputed: RecomputedTensors,
 ) -> Tensor:
     """Every rank must call this function. Autograd does not save the gathered tensors. The backward
-    gathers them again."""
+    gathers the tensors again."""
     keys, values = key, value
     if layout.world.size > 1:
         whole = gather_keys(layout, key, value)
@@ -302,8 +301,8 @@ def _sums(sizes: Sequence[int], several: int) -> list[int]:
 
 
 class GatherRows(torch.autograd.Function):
-    """Gathers the rows of all ranks, in the sequence's order. A row has one token. The backward
-    sums a row's gradients in rank order."""
+    """Gathers the rows (one per token) of all ranks, in the sequence's order. The backward sums a
+    row's gradients in rank order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layout: TokenLayout) -> Tensor:
@@ -337,8 +336,8 @@ class GatherRows(torch.autograd.Function):
 
 
 class _GatherChunks(torch.autograd.Function):
-    """Gathers the rows of all chunks, in the sequence's order. A row has one token. The backward
-    sums a row's gradients in a fixed binary tree over the chunks."""
+    """Gathers the rows (one per token) of all chunks, in the sequence's order. The backward sums a
+    row's gradients in a fixed binary tree over the chunks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layout: TokenLayout) -> Tensor:

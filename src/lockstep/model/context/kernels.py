@@ -1,5 +1,5 @@
-"""Chooses the kernel for attention that needs more than a causal mask. The tokens of a row then
-belong to different documents, or a rank has only some of the queries."""
+"""Chooses the attention kernel if the tokens of a row belong to different documents, or if a rank
+has only some of the queries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kernel = Literal["varlen", "flex", "documents", "mask", "own"]
 VARLEN_DTYPES: Final = (torch.bfloat16, torch.float16)
 FLEX_DTYPES: Final = (*VARLEN_DTYPES, torch.float32)
 MOST_FEATURES: Final = 256
-"""Largest size of a head in the flash kernels. It must be a multiple of 8."""
+"""Largest size of a head in the flash kernels. The size of a head must be a multiple of 8."""
 FEWEST_FEATURES: Final = 16
 KERNELS: Mapping[Kernel, str] = {
     "varlen": "torch.nn.attention.varlen",
@@ -137,8 +137,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(slots=True)
 class ChosenKernels:
-    """The attention kernels that were chosen so far, with the reasons, for the event that reports
-    them."""
+    """Collects the chosen attention kernels, and the reasons for the choices, for an event."""
 
     why: dict[Kernel, str] = field(default_factory=dict)
     is_reported: bool = False

@@ -20,8 +20,7 @@ from lockstep.recipe.recipe import Loss, Sum
 
 LossFunction = Callable[[Any, Any], Any]
 TOLERANCE = 1e-4
-"""A relative tolerance for float32: two sums of the same losses in different orders differ by
-less."""
+"""A relative tolerance for float32. Sums of the same losses in different orders differ by less."""
 
 
 def has_tokens(tensor: Tensor, dim: int, tokens: int) -> bool:
@@ -60,9 +59,9 @@ class BatchCut(NamedTuple):
 def parts_of(
     output: Any, batch: Any, cut: BatchCut, rank: int, shift: int
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of a part of the output and a part of the batch. Their losses sum to the loss of
-    the tokens of `rank`. `shift` is 1 if the loss compares a token's output with the next token's
-    label, else 0."""
+    """Yield pairs of a part of the output and a part of the batch. The losses of the pairs sum to
+    the loss of the tokens of `rank`. `shift` is 1 if the loss compares a token's output with the
+    next token's label, else 0."""
     layout, dim = cut.layout, cut.dim
     places = layout.places_of(rank)
     own_tokens, tokens = layout.counts[rank], layout.tokens
@@ -123,8 +122,8 @@ def loss_of_part(
 
 
 def _with_zero_gradient(nothing: Tensor, total: Any) -> Any:
-    """Give a gradient of zeros to a loss without one. A loss has no gradient if no token has a
-    label, but every rank must call the collectives of the backward."""
+    """Give a gradient of zeros to a loss without a gradient. A loss has no gradient if no token has
+    a label, but every rank must call the collectives of the backward."""
     is_tensor = isinstance(total, Tensor)
     if (is_tensor and (total.requires_grad or total.numel() != 1)) or total != 0:
         return total
@@ -202,7 +201,7 @@ def _of_a_part(said: str, layout: TokenLayout, dim: int) -> LossError:
 
 def _check_shared(loss: LossFunction, output: Any, batch: Any, cut: BatchCut, shift: int) -> None:
     """Raise `LossError` if the loss uses a tensor of the output that has no dim of tokens, such as
-    an auxiliary loss. Each rank would add it."""
+    an auxiliary loss. Each rank would add the auxiliary loss."""
     layout, dim = cut.layout, cut.dim
     shared: list[Tensor] = []
 

@@ -118,8 +118,8 @@ def _torch_name(module: nn.Module) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Provers:
-    """The ranks that check a model together before the first step. They exchange tensors in its
-    forward."""
+    """The ranks that check a model together before the first step. The ranks exchange tensors in
+    the model's forward."""
 
     worlds: Sequence[World]
 
@@ -132,8 +132,8 @@ class Provers:
         return gather_over(value, self.worlds)
 
     def raise_on_all_ranks(self, compute: Callable[[], T]) -> T:
-        """Return `compute()`. If it fails on any rank, all ranks raise an error. Every rank must
-        call this method."""
+        """Return `compute()`. If `compute` fails on any rank, all ranks raise an error. Every rank
+        must call this method."""
         result: Any = None
         failure: Exception | None = None
         try:
@@ -161,7 +161,6 @@ class Trial:
     """A forward whose output is compared with the output of another forward."""
 
     layouts: Sequence[TokenLayout]
-    """The division of the tokens in each forward that this process runs."""
     compute: Callable[[Sequence[Around]], Sequence[Any]]
     """Runs the forwards. Every rank must call this function. Ranks without the model's output
     return an empty list."""
@@ -205,8 +204,7 @@ def _differences(
 
 @contextmanager
 def _with_reason(layout: TokenLayout, _: int) -> Iterator[None]:
-    """Raise `RecipeError` if a forward with some of the tokens fails in torch. The model may need
-    all tokens."""
+    """Raise `RecipeError` if a forward with some of the tokens fails in torch."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
@@ -315,9 +313,6 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A summary of a call's result: the shape, and sums of squares of the elements, in total and
-    per token."""
-
     shape: torch.Size
     squares: dict[int | None, Tensor]
 
@@ -358,8 +353,6 @@ class _Results(TorchFunctionMode):
                 self.first = _Result(self._stage, number, name, line, is_attention)
 
     def _differs(self, part: Tensor, whole: _Tensor) -> bool | None:
-        """Return None if a call's results agree. Returns True if they differ because the result has
-        a row and a column for each token, as in attention, else False."""
         layout = self._layout
         if part.dim() != len(whole.shape):
             return False

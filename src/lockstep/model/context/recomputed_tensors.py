@@ -15,8 +15,8 @@ Make = Callable[[], Tensor]
 
 class RecomputedTensors:
     """A context in which autograd does not save the added tensors or their views. The backward
-    makes the tensor again, and keeps it until all of its saved views have been used. Enter the
-    context once, for the forward of one attention."""
+    makes an added tensor again, and keeps the tensor until all of its saved views have been used.
+    Enter the context once, for the forward of one attention."""
 
     def __init__(self) -> None:
         self._sources: dict[int, Source] = {}
@@ -36,8 +36,8 @@ class RecomputedTensors:
         self._copies[storage_address(tensor.untyped_storage())] = copy
 
     def drop(self, tensor: Tensor) -> None:
-        """Drop the reference to a tensor that was added. Its memory is freed unless other code
-        needs the tensor in the forward."""
+        """Drop the reference to a tensor that was added. The memory is freed if no other code in
+        the forward needs the tensor."""
         self._sources.pop(storage_address(tensor.untyped_storage())).release()
 
     def __enter__(self) -> None:
@@ -111,8 +111,6 @@ class _Other:
         self._outer = hooks
 
     def pack(self, copies: dict[int, Tensor], sources: dict[int, Source]) -> None:
-        """Save the tensor's copy from `copies`, or nothing if `sources` contains the tensor's
-        memory. Otherwise save the result of the surrounding saved-tensor hooks."""
         tensor: Tensor = self._packed
         copy = copies.get(storage_address(tensor.untyped_storage()), tensor)
         if copy.shape == tensor.shape:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 NEAR = 2.0**-8
 """The stand-in's second number, at the gradient's second largest element, corrects the sum's
-rounding error. It is omitted if the element is smaller than this fraction of the largest
-element."""
+rounding error. The stand-in has no second number if the element is smaller than this fraction of
+the largest element."""
 
 
 class StandIn:

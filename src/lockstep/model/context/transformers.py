@@ -1,5 +1,6 @@
 """Lets models of transformers compute sequences that are divided among ranks, and rows of several
-documents. It uses the library's registries of attention functions and of mask functions.
+documents. The module uses the registries of attention functions and of mask functions in
+transformers.
 
 transformers describes every mask as a function of indices (sample, head, query, key). This module
 evaluates the function at the positions of tokens in their documents, and masks tokens of other
@@ -61,8 +62,8 @@ def pretrained_models(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def open_transformers(model: nn.Module) -> bool:
     """Register attention functions with transformers that keep attention within documents and get
-    the keys of all ranks. They act only in `SequenceMode`. Call this function once, before the
-    first forward. Returns False if `model` has no models of transformers."""
+    the keys of all ranks. The functions act only in `SequenceMode`. Call `open_transformers` once,
+    before the first forward. Returns False if `model` has no models of transformers."""
     models = pretrained_models(model)
     for _, each in models:
         own = _checked_implementation(each)
@@ -184,8 +185,7 @@ def _complete_call(
 
 class SequenceMask:
     """The attention mask of one kind of layers in a forward. The mask is evaluated for the queries
-    of this rank, of one document, or of all tokens. It is 0 for a pair of query and key that
-    attention may use, else the smallest number of the dtype."""
+    of this rank, of one document, or of all tokens."""
 
     def __init__(
         self,
@@ -471,7 +471,7 @@ def _by_document(
 
 class _HeadsOf:
     """Replaces an attention module in a call that computes only this rank's heads. Parameters with
-    one value per head have only the values of these heads."""
+    one value per head have only the values of this rank's heads."""
 
     def __init__(self, module: nn.Module, heads: int, layout: TokenLayout) -> None:
         self._module, self._heads, self._world = module, heads, layout.world

@@ -20,8 +20,8 @@ class Bounds(NamedTuple):
 
 
 def bounds(lengths: Iterable[int], span: range, *, is_causal: bool) -> Bounds:
-    """The kernel aligns the last query of a document with its last key. So causal attention gets
-    the keys up to the end of the span."""
+    """The kernel aligns the last query of a document with its last key. Causal attention therefore
+    gets the keys up to the end of the span."""
     queries, keys = [], []
     for begin, end in pairwise(accumulate(lengths, initial=0)):
         last = min(end, span.stop)

@@ -1,7 +1,6 @@
-"""The arithmetic of routers' loads and balance losses. A load is a row of integers for one layer.
-It has the number of tokens of each expert, then the number of tokens, the number of choices out of
-range, and the number of tokens with logits that are not finite. Sums of integers are exact in any
-order."""
+"""The arithmetic of routers' loads and balance losses. A load is a row of integers for one layer:
+the number of tokens of each expert, the number of tokens, the number of choices out of range, and
+the number of tokens with logits that are not finite. Sums of integers are exact in any order."""
 
 from __future__ import annotations
 
@@ -79,8 +78,8 @@ def z_loss(logits: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def bias_step(load: Tensor) -> Tensor:
-    """Return 1 for an expert with fewer tokens than the mean, -1 for one with more, else 0. Integer
-    arithmetic makes the comparison exact."""
+    """Return 1 for an expert with fewer tokens than the mean, and -1 for an expert with more
+    tokens. Integer arithmetic makes the comparison exact."""
     counts = load[:-MORE]
     return (counts.sum() - counts * len(counts)).sign()
 

@@ -1,7 +1,7 @@
 """The forward of a module of experts that is divided over ranks. A rank sends the row of each pair
-(token, chosen expert) to the rank that holds the expert. There the module's forward computes the
-rows. The outputs are weighted and summed on the token's rank, which also computes the router's
-gradient. No row is dropped or padded. The host waits once, for the numbers of rows."""
+(token, chosen expert) to the rank that holds the expert. The receiving rank computes the row with
+the module's forward. The outputs are weighted and summed on the token's rank, which also computes
+the router's gradient. No row is dropped or padded. The host waits once, for the numbers of rows."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Dispatch:
     _attributes: tuple[Any, ...] = field(init=False)
     _is_checked: bool = False
     _is_left: bool = False
-    """True for a module whose forward cannot be divided. Its unchanged forward is called."""
+    """True for a module whose forward cannot be divided. The module's original forward is then
+    called."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatch:
         made = copy(self)
@@ -174,8 +175,7 @@ class Dispatch:
     def _exchange_counts(
         self, world: World, routing: Routing, index: Tensor | None
     ) -> tuple[list[int], list[int], Tensor]:
-        """Return the number of rows to send to each rank, to receive from each rank, and to receive
-        from each rank for each of this rank's experts. All ranks raise the same error."""
+        """Return the numbers of rows to send and to receive. All ranks raise the same error."""
         count, each = self.experts.count, self.experts.count // world.size
         mine, theirs = self._exchange(world, routing, self._call(self.place, index is None))
         # the host waits here
@@ -300,8 +300,8 @@ class Dispatch:
         return type(module), module.training, shapes, self._attributes
 
     def _check(self, given: list[Any]) -> None:
-        """Check the divided forward of the module. If it is wrong, a module that every rank holds
-        whole uses its original forward. Otherwise all ranks raise `RecipeError`."""
+        """Check the divided forward of the module. A wrong result makes all ranks raise
+        `RecipeError`. A module that every rank holds whole uses its original forward instead."""
         if not self._is_checked or (not self._is_left and self._kind() not in self.proved):
             # all ranks must call this module before they prove it
             self._exchange_counts(self.world, self._nothing(), self._nothing().order)

@@ -1,6 +1,6 @@
-"""Finds the modules that hold the experts of a model. The module computes all experts of a layer.
-Its parameters are stacked, with the experts as dim 0. Its forward takes tokens (S, D), the chosen
-experts of each token (S, k), and their weights (S, k)."""
+"""Finds the modules that hold the experts of a model. A module of experts computes all experts of a
+layer. The parameters of the module are stacked, with the experts as dim 0. The forward takes tokens
+(S, D), the chosen experts of each token (S, k), and the weights of the choices (S, k)."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Experts(nn.Module):
             output = output.index_add(0, row, weighted.to(output.dtype))
         return output
 """
-"""Code of a module of experts, for an error message. The error suggests the code in place of a list
-with one module for each expert."""
+"""Code of a module of experts that an error suggests. The code replaces a list with one module for
+each expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,6 @@ def _count(name: str, module: nn.Module) -> int:
 
 
 def _lists_of_experts(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return the lists of modules with equal shapes that seem to be experts. Their name contains
-    "expert", or a linear layer beside the list has one output per module."""
     lists = {}
     for name, module in model.named_modules():
         for child, members in module.named_children():

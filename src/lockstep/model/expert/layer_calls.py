@@ -1,6 +1,6 @@
 """Detects that a forward skips a layer of experts (as with stochastic depth), or calls a layer more
-often. Each call of a layer of experts has collectives. So a rank tells the other ranks which layers
-it skips, and that its forward has ended."""
+often. Each call of a layer of experts has collectives. A rank therefore tells the other ranks which
+layers it skips, and that its forward has ended."""
 
 from __future__ import annotations
 

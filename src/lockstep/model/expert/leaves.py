@@ -1,6 +1,6 @@
 """Keeps the gradients of experts apart for the rows of each rank. Bitwise numerics adds the
-gradients in a fixed order. The rows of one rank belong to one microbatch. They are computed with
-separate tensors, called leaves, which share memory with the parameters."""
+gradients in a fixed order. The rows of one rank belong to one microbatch. Each rank's rows are
+computed with separate tensors, called leaves, which share memory with the parameters."""
 
 from __future__ import annotations
 
@@ -65,9 +65,8 @@ class Leaves:
 
 
 class ParameterLeaves:
-    """The tensors whose `.grad` gets the gradient of one parameter in a backward. They are the
-    parameter, or one tensor for the rows of each rank of the axis `expert`. Under FSDP2, the
-    parameter is the gathered one."""
+    """The tensors whose `.grad` gets the gradient of one parameter in a backward. With bitwise
+    numerics, the tensors are separate for the rows of each rank of the axis `expert`."""
 
     def __init__(
         self, parameter: nn.Parameter, leaves: Sequence[Leaves], key: Key | None = None

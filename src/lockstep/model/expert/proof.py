@@ -1,6 +1,6 @@
 """Checks, in the first forward, that a module of experts that is divided over ranks computes the
-same as with all experts on one rank. Half of the random rows choose their experts at random. The
-other half choose the same experts."""
+same as with all experts on one rank. The inputs are random rows. Half of the rows choose random
+experts. In the second half, all rows choose the same experts."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def _check_close(name: str, found: list[Tensor], expected: list[Tensor], world: 
 
 
 def on_all_ranks(world: World, name: str, compute: Callable[[], T]) -> T:
-    """Return `compute()`. Every rank must call this function. All ranks raise `RecipeError` if it
-    fails on any rank."""
+    """Return `compute()`. Every rank must call this function. All ranks raise `RecipeError` if
+    `compute` fails on any rank."""
 
     def compute_named() -> T:
         try:

@@ -49,7 +49,7 @@ class Choices:
     """For each call of the module of experts, the chosen experts of each token, of shape (tokens,
     k)."""
     places: Tensor | None = None
-    """The positions of this rank's tokens in the sequence, if ranks divide its tokens."""
+    """The positions of this rank's tokens in the sequence, if ranks divide the sequence."""
 
 
 def find_routers(
@@ -96,8 +96,8 @@ def _routers_matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def router_beside(model: nn.Module, name: str, experts: Experts) -> str:
-    """The router is in the same parent module as the experts. It has a weight with a row for each
-    expert."""
+    """The router is in the same parent module as the experts. The router's weight has a row for
+    each expert."""
     around = name.rpartition(".")[0]
     parent = model.get_submodule(around)
     inside = {id(each) for each in experts.module.modules()}

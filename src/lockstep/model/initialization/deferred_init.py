@@ -3,7 +3,7 @@ tensor separately.
 
 `DeferredModel.build` runs the model's factory on fake tensors and logs every operation that writes.
 `materialize` replays only the operations on which one tensor depends. A random operation draws from
-a generator that is seeded by the operation's number. Its result does not depend on earlier
+a generator that is seeded by the operation's number, so its result does not depend on earlier
 operations. The log is also replayed if the factory's Python code needs a value, as in `.item()` and
 `if mask.any():`.
 """
@@ -45,11 +45,10 @@ def build(factory: Callable[[], Any], key: int) -> Any:
 
 
 class DeferredModel:
-    """A model on the meta device. Its initial values can be computed one tensor at a time."""
+    """A model on the meta device. The initial values can be computed one tensor at a time."""
 
     module: Any
-    """Parameters and buffers are on the meta device. All other tensors that the factory made have
-    their values."""
+    """Only the parameters and buffers are on the meta device."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from lockstep.model.initialization.recorder import CannotDefer
 
 @dataclass(slots=True)
 class InitialModel:
-    """A model that the user's factory has made. If the plan shards or splits the model, its initial
+    """A model that the user's factory has made. If the plan shards or splits the model, the initial
     values are computed later, and only for the tensors that this rank holds."""
 
     module: Any
@@ -76,7 +76,7 @@ class InitialModel:
                     named[name] = values.get(id(tensor), tensor)
 
     def compute_checksums(self, parts: Iterable[str]) -> None:
-        """Compute checksums of modules that other ranks hold, to compare them."""
+        """Compute checksums of modules that other ranks hold."""
         if self.deferred is not None:
             for part in parts:
                 module = self.module.get_submodule(part)

@@ -1,6 +1,7 @@
 """Logs the ATen operations of a model's factory that write to a storage, and replays the operations
-on which one tensor depends. The log refers to storages. Making a view needs no entry. An operation
-on a slice is a write to the storage. `p.data.copy_(q)` and `p.data = q` need no special rule."""
+on which one tensor depends. The log refers to storages. Making a view needs no entry in the log. An
+operation on a slice is a write to the storage. `p.data.copy_(q)` and `p.data = q` need no special
+rule."""
 
 from __future__ import annotations
 
@@ -61,8 +62,6 @@ class LoggedOperation:
     args: Any
     kwargs: Any
     outputs: tuple[StorageView | None, ...]
-    """Has one item for each tensor that the operation returned. The item is a view of the tensor's
-    storage if the operation made the storage, else None."""
     reads: frozenset[int]
     writes: frozenset[int]
     fresh: frozenset[int]

@@ -1,5 +1,5 @@
 """A pipeline's microbatches, and descriptions of the tensors that a stage passes to the next
-one."""
+stage."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ class PipelineLoss:
 
 class StageTerm(NamedTuple):
     scaled: Tensor
-    """A scalar, already multiplied by its factor."""
     record: Sequence[Tensor | float]
     """Numbers that are added to the microbatch's `PipelineLoss.record`."""
 
@@ -81,7 +80,7 @@ class PipelineMicrobatch:
     """Computes the loss from the model's output, on the last rank."""
     is_dummy: bool = False
     """True if this rank computes the microbatch only because all ranks must call the forwards'
-    collectives. Its gradient is zero."""
+    collectives. The gradient of a dummy microbatch is zero."""
     is_recomputed: bool = False
     """True if another pipeline also computes the microbatch, and the gradients are compared."""
     run: Run | None = None
@@ -91,7 +90,7 @@ class PipelineMicrobatch:
 
 
 class Boundary(NamedTuple):
-    """Describes the tensors that a stage passes to the next one. The description is the same on
+    """Describes the tensors that a stage passes to the next stage. The description is the same on
     every rank."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -101,8 +100,7 @@ class Boundary(NamedTuple):
     single: bool
     """True if the stage's output is a tensor, False if it is a tuple."""
     chunks: int | None
-    """Number of the sequence's chunks, if a stage computes each chunk separately. The other fields
-    then list the tensors of one chunk after another."""
+    """Number of the sequence's chunks, if a stage computes each chunk separately."""
 
     @classmethod
     def of(cls, value: Any, part: str) -> Boundary:
@@ -175,8 +173,8 @@ class Boundary(NamedTuple):
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """The description without the sizes of dims. It is the same for all microbatches in one
-        call of a schedule."""
+        """The description of the tensors without their sizes. All microbatches in one call of a
+        schedule have the same signature."""
         sizes = tuple(map(len, self.shapes))
         return self.dtypes, self.gradients, self.single, self.chunks, sizes
 
@@ -210,7 +208,7 @@ def received_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def sendable_outputs(value: Any, scaled: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return contiguous tensors that are not views. Their backward also accumulates the gradient of
+    """Return contiguous tensors that are not views. The backward also accumulates the gradient of
     `scaled`, a scalar loss of the stage."""
     chunks = value.each if isinstance(value, Chunks) else (value,)
     tensors = [each for one in chunks for each in (one if isinstance(one, tuple) else (one,))]

@@ -148,7 +148,8 @@ FAILED = -1
 
 
 class BoundaryDiscovery:
-    """Every rank of the pipeline must make the same calls."""
+    """Computes the boundaries between stages. Every rank of the pipeline must make the same
+    calls."""
 
     def __init__(
         self, model: nn.Module, forwards: StageForwards, world: World, failure: PipelineFailure
@@ -174,7 +175,6 @@ class BoundaryDiscovery:
         return [self._known[key] for key in keys]
 
     def _undiscovered(self, keys: Sequence[tuple[int, bool]]) -> list[int]:
-        """Return the first microbatch of each key that is unknown on any rank."""
         new = torch.zeros(len(keys))
         for key in set(keys) - self._known.keys():
             new[keys.index(key)] = 1.0

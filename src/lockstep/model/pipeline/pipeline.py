@@ -45,8 +45,7 @@ from lockstep.plan import Schedule
 
 class Pipeline:
     """The stages of one model on one rank. Every rank of the pipeline must create a `Pipeline`, and
-    call its methods in the same order. For each axis whose ranks call collectives in a stage's
-    forward, `together` has the ranks along the axis."""
+    call its methods in the same order."""
 
     def __init__(
         self,
@@ -84,12 +83,9 @@ class Pipeline:
         self._routes: list[list[Boundary]] = []
         self._results: dict[int, Any] = {}
         self._rows: dict[int, list[Sequence[Tensor | float]]] = {}
-        """Keys are indices of microbatches. Values are the records of this rank's stages, which are
-        summed over ranks later."""
 
     @property
     def exchange(self) -> SyncBatchNormExchange | None:
-        """None if microbatches are not split over pipelines."""
         return self._forwards.exchange
 
     @exchange.setter
@@ -119,8 +115,9 @@ class Pipeline:
 
     def run(self, microbatches: Sequence[PipelineMicrobatch], columns: int = 1) -> Tensor:
         """Compute forward and backward of all microbatches. Returns every microbatch's
-        `PipelineLoss.record` as a float64 tensor of shape (microbatches, columns), the same on
-        every rank. If a forward fails, every rank raises, and the gradients are invalid."""
+        `PipelineLoss.record` as a float64 tensor of shape (microbatches, columns). The tensor is
+        the same on every rank. If a forward fails, every rank raises, and the gradients are
+        invalid."""
         if not microbatches:
             return torch.zeros((0, columns), dtype=torch.float64, device=self.world.device)
         self._run_all(microbatches, backward=True)
@@ -253,7 +250,7 @@ class Pipeline:
         return [each for leaves in self.expert_leaves for each in leaves.within(modules)]
 
     def _forward(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
-        """If the forward fails, return zeros, so that no rank waits for the output. A forward with
+        """Return zeros if the forward fails. No rank then waits for the output. A forward with
         collectives raises at once, because the other ranks would wait in the collectives."""
         try:
             return self._compute(stage, local, index, received)
@@ -318,8 +315,8 @@ class Pipeline:
 
 
 class _StageModule(nn.Module):
-    """The module that torch's pipelining calls for a stage. Torch's zero-bubble schedule asks its
-    parameters for gradients."""
+    """The module that torch's pipelining calls for a stage. Torch's zero-bubble schedule computes
+    gradients for the module's parameters."""
 
     def __init__(
         self,

@@ -137,8 +137,6 @@ class VariableShapeStage(PipelineStage):
 
     @property
     def _forward_place(self) -> int:
-        """The index of this stage's forward among the forwards and backwards of a microbatch in all
-        stages."""
         return int(self.stage_index)
 
     @property
@@ -181,7 +179,8 @@ class VariableShapeStage(PipelineStage):
 
 
 def _allocates_at_receive(info: Any) -> bool:
-    """Return True for torch 2.15 and later. In earlier versions, each microbatch has a buffer."""
+    """Return True for torch 2.15 and later. Earlier versions allocate a buffer for each
+    microbatch."""
     return hasattr(info, "allocate_buffer")
 
 

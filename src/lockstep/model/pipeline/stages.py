@@ -21,7 +21,7 @@ STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zer
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
     """A parameter that several parts of the model share. Gradients are summed over `ranks` in
-    order. The first of the ranks includes the parameter in the norm of the gradient."""
+    order. The first rank of `ranks` includes the parameter in the norm of the gradient."""
 
     name: str
     ranks: tuple[int, ...]
@@ -87,8 +87,8 @@ class Stages:
 
 def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """Return the names of the parts that the model's forward calls one after another, or an empty
-    list if the order is unknown. The parts of an `nn.Sequential` are its members. For other models,
-    `patterns` name the parts in order."""
+    list if the order is unknown. The parts of an `nn.Sequential` are its members. `patterns` name
+    the parts of a model of another class, in order."""
     if patterns is None:
         if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
             return []
@@ -108,8 +108,8 @@ def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[s
 
 
 def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
-    """Return contiguous runs with the smallest maximum sum. Among several solutions, the sum of
-    squares is the smallest."""
+    """Return contiguous runs with the smallest maximum sum. Ties are broken by the smallest sum of
+    squares."""
     most = _best(costs, count, lambda cost: cost, max, math.inf)[-1][0]
     table = _best(costs, count, lambda cost: cost * cost, lambda one, other: one + other, most)
     runs: list[range] = []
@@ -123,9 +123,9 @@ def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
 
 def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
     """Return (first microbatch, index after the last, schedule) for consecutive calls of torch's
-    schedules. Torch's 1F1B needs at least as many microbatches as stages, so GPipe runs fewer.
-    Torch's interleaved schedules need a multiple of the number of rounds, so a second call runs the
-    rest."""
+    schedules. Torch's 1F1B needs at least as many microbatches as stages. GPipe is used for fewer
+    microbatches. Torch's interleaved schedules need a multiple of the number of rounds, so a second
+    call runs the rest."""
     if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.ranges)):
         return [(0, count, schedule)] if count else []
     if schedule == "1f1b":
@@ -164,8 +164,8 @@ def shared_parameters(
 
 
 def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
-    """Set the parameters and buffers of all other parts to None. All modules stay, so the names of
-    the remaining tensors do not change."""
+    """Set the parameters and buffers outside of the named parts to None. All modules stay, so the
+    names of the remaining tensors do not change."""
     held = {id(tensor) for name in names for tensor in module_tensors(model.get_submodule(name))}
     for module in model.modules():
         for tensors in (own_parameters(module), own_buffers(module)):
@@ -221,7 +221,7 @@ def _check_statistics(model: nn.Module, parts: Sequence[str], ranges: Sequence[r
 
 def _units(trainable: Sequence[bool]) -> list[range]:
     """A split must not separate a part with trainable parameters from the following parts without
-    any."""
+    trainable parameters."""
     starts = [place for place, can in enumerate(trainable) if can]
     if not starts:
         return []

@@ -136,8 +136,8 @@ def _gather_tokens(
 
 
 class _ShardedLayer:
-    """The hooks of one sharded layer. They place its parameters, its input and its output according
-    to its style."""
+    """Hooks that place the parameters, the input and the output of a sharded layer according to its
+    style."""
 
     def __init__(
         self,
@@ -314,7 +314,8 @@ def _local_part(tensor: Any) -> Any:
 
 
 class _TensorParallelForward(OtherForward):
-    """Runs the forward of a module with sharded submodules, and explains its errors about sizes."""
+    """Runs the forward of a module with sharded submodules. Errors about sizes get an
+    explanation."""
 
     def __init__(
         self,

@@ -36,8 +36,8 @@ from lockstep.model.trial import trial
 ROUNDINGS = 8.0
 """Largest allowed relative error (in the norm), in units of the square root of the dtype's eps."""
 MAX_GATHERED_ELEMENTS = 2**26
-"""Largest number of elements in the full weights of a checked module's sharded layers. A module
-with at most half of the elements of all sharded layers is always checked."""
+"""A module is checked if the full weights of its sharded layers have at most this many elements. A
+module is also checked if it has at most half of the elements of all sharded layers."""
 
 
 class FirstForwardCheck:

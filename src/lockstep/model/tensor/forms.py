@@ -67,7 +67,7 @@ def by_rows(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def expanded(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """In the backward, the gradients of one element are made contiguous, and summed as one row."""
+    """Make the gradients of one element contiguous in the backward, and sum them as one row."""
     given: Tensor = args[0] if args else kwargs["input"]
     out: Tensor = _Expand.apply(given, func(*args, **kwargs).shape)  # type: ignore[no-untyped-call]
     return out
@@ -150,7 +150,7 @@ class Forms:
 @contextmanager
 def apart() -> Iterator[None]:
     """Call functions outside of all torch function and dispatch modes. Activation checkpointing
-    does not record them."""
+    does not record the calls."""
     with (
         disable_current_modes(),
         without_torch_function_modes(),
@@ -240,8 +240,7 @@ def _operators_of(form: Form, func: Any, args: Any, kwargs: Any) -> OperatorReco
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Records the ATen operators that are called, and if an operator writes to one of the given
-    storages."""
+    """Records the ATen operators that are called, and the writes to the given storages."""
 
     def __init__(self, record: OperatorRecord, storages: set[int], *, backward: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -25,8 +25,8 @@ class Shard(NamedTuple):
     dim: int | None = None
     """The dim of the features or heads, or None if the dim is not known."""
     strides: tuple[int, ...] | None = None
-    """The strides of twice as many features or heads. None if the shard's strides already show
-    them. A dim of size 1 may have any stride."""
+    """The strides of a tensor with twice as many features or heads. None if the strides of the
+    shard determine them."""
 
 
 UNKNOWN = Shard()

@@ -1,8 +1,8 @@
 """Finds the sharded dim (of the heads or features) in the result of a torch function whose
 arguments are shards. The function is called on the meta device with twice as many heads or
-features. The dim that becomes twice as large is the sharded dim. A function that only moves
-elements is called with their indices along the sharded dim. The indices ascend along the sharded
-dim of the result."""
+features. The dim that becomes twice as large is the sharded dim. If a function only moves elements,
+the function is called with the elements' indices along the sharded dim. The indices ascend along
+the sharded dim of the result."""
 
 from __future__ import annotations
 
@@ -85,8 +85,7 @@ def twice_as_many(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
 
 def check_drawn(func: Any, args: Any, kwargs: Any, shards: Sequence[Shard]) -> None:
     """Raise `RecipeError` if an argument holds random numbers that may have been drawn in a shard's
-    shape. They were drawn in a full shape if the function also works with sharded arguments of
-    twice the size."""
+    shape."""
     drawn = [each for each in tensors_of(args, kwargs) if mark_of(each) is DRAWN]
     if not drawn:
         return

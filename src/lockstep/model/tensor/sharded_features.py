@@ -376,8 +376,7 @@ class ShardedFeatures(TorchFunctionMode):
         return first.copy_(out) if writes(func, args, kwargs) else out
 
     def _full(self, item: Any) -> Any:
-        """Gather a sharded tensor, in the memory layout that the full tensor has in one process.
-        Returns all other objects unchanged."""
+        """Gather a sharded tensor, in the memory layout that the full tensor has in one process."""
         if not is_sharded(item):
             return item
         assert self._mesh is not None, "one rank has slices, and refuses it"

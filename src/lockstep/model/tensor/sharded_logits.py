@@ -1,5 +1,5 @@
-"""Logits whose classes are sharded over the `tensor` axis. Their cross-entropy is computed on
-shards, and communicates three numbers per token."""
+"""Logits whose classes are sharded over the `tensor` axis. The cross-entropy is computed on shards,
+and communicates three numbers per token."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ KEEPS_CLASSES = frozenset(
         "_is_view",
     ]
 )
-"""Names of functions that return sharded logits, or no tensor. They compute no values."""
+"""Names of functions that return sharded logits, or no tensor. The functions compute no values."""
 WRITES = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor))__")
 
 
@@ -128,7 +128,7 @@ def gather_full(item: Any) -> Any:
 
 def local_shard(tensor: DTensor) -> Tensor:
     """Return this rank's shard, with a gradient. The view that `to_local` returns loses FSDP2's
-    hooks if it is changed in place."""
+    hooks if the view is changed in place."""
     return _LocalShard.apply(tensor)  # type: ignore[no-untyped-call, no-any-return]
 
 

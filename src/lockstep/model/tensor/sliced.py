@@ -1,7 +1,7 @@
 """Computes the matrix products of a sharded layer in a fixed number of slices of its features. The
 bits are the same on any number of ranks that divides the number of slices. Each slice has one
-matrix product in the forward and two in the backward. Their tensors are contiguous and aligned, so
-the BLAS library gets the same calls on one rank and on eight."""
+matrix product in the forward and two matrix products in the backward. All tensors are contiguous
+and aligned, so the BLAS library gets the same calls on one rank and on eight."""
 
 from __future__ import annotations
 
