@@ -101,8 +101,6 @@ class RunRequest:
         evaluations: Mapping[str, Evaluation] | None,
         **given: Any,
     ) -> RunRequest:
-        """`evaluations` has the recipe's evaluations. None for a script with its own training
-        loop."""
         check_count("log_every", given["log_every"], "steps")
         check_precision(given["precision"])
         check_compression(given["gradient_compression"])
@@ -316,8 +314,6 @@ def _refuse_own_loop(environ: Mapping[str, str]) -> None:
 
 
 def _check_best(metric: str, evaluations: Mapping[str, Evaluation] | None) -> None:
-    """Raise `CheckpointError` unless an evaluation during training measures the metric of
-    `Saving.best`."""
     if evaluations is None:
         raise CheckpointError(
             f"Saving(best={metric!r}) in your own loop, which has no evaluations; it names a"
@@ -376,7 +372,6 @@ def _join(
 
 
 def _record_start(opened: Opened, request: RunRequest, devices: Sequence[Remark | None]) -> None:
-    """Write run.json, and report the differences between this run and `request`."""
     context, environment, recorder = opened.context, opened.environment, opened.context.recorder
     recorder.start(
         plan=context.plan,

@@ -1,10 +1,7 @@
-"""The options of a launch, each declared once.
-
-The command line of `lockstep run`, the environment that a launcher gives to its workers and what a
-worker reads from it are all derived from the fields of `RunOptions` and `LaunchOptions`. A field
-`save_every` is `--save-every` on the command line and LOCKSTEP_SAVE_EVERY in the environment. An
-option of the launcher replaces the script's value.
-"""
+"""The options of a launch. Each option is declared once, as a field of `RunOptions` or
+`LaunchOptions`. The fields define the command line of `lockstep run`, and the environment variables
+of workers. A field `save_every` is `--save-every` on the command line and LOCKSTEP_SAVE_EVERY in
+the environment. An option of the launcher replaces the script's value."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ from lockstep.recipe.parameters import read_assignments, split_assignment
 from lockstep.saving import OutOfMemory, Resume, interval
 
 OnHang = Literal["end", "report"]
-"""`end`: report the hang, save the last complete step, exit with status 76. `report`: report it and
-keep waiting."""
+"""`end` reports the hang, saves the last complete step, and exits with status 76. `report` reports
+the hang, and the run keeps waiting."""
 Recovery = Literal["in-place", "shrink", "restart"]
 
 TIMES_USUAL = 20.0
@@ -30,10 +27,10 @@ TIMES_USUAL = 20.0
 LEAST_STEP_SECONDS = 60.0
 """Smallest timeout of `STEP_PHASES`."""
 LEAST_OTHER_SECONDS = 300.0
-"""Smallest timeout of all other phases: data, saves and evaluations depend on disks, networks and
-users' code."""
+"""Smallest timeout of all phases that are not in `STEP_PHASES`. Their times depend on disks,
+networks and users' code."""
 FIRST_SECONDS = 540.0
-"""Timeout of a phase that has never ended yet. Gloo and NCCL give up after 600 seconds."""
+"""Timeout of a phase that has never ended. Gloo and NCCL give up after 600 seconds."""
 STEP_PHASES = ("compute", "exchange", "update", "waiting for the device")
 
 
@@ -43,12 +40,13 @@ class WatchdogTimeouts:
     exchange, …)."""
 
     fixed_seconds: float | None = None
-    """The timeout of every phase. None: a multiple of the phase's usual time."""
+    """The timeout of every phase. With None, the timeout is a multiple of the phase's usual
+    time."""
     on_hang: OnHang = "end"
 
     @classmethod
     def parse(cls, hang_after: str | None, on_hang: str | None) -> WatchdogTimeouts | None:
-        """Return None for "off". `hang_after`: "auto" (also None), "off", or a time."""
+        """Return None for "off". `hang_after` is "auto" (also None), "off", or a time."""
         if on_hang is not None and on_hang not in get_args(OnHang):
             raise LaunchError(
                 f"--on-hang={on_hang!r}; it must be one of {', '.join(get_args(OnHang))}"
@@ -63,7 +61,8 @@ class WatchdogTimeouts:
         return cls(fixed, cast(OnHang, on_hang or "end"))
 
     def limit_seconds(self, phase: str, usual_seconds: float | None) -> float:
-        """`usual_seconds`: the recent duration of the phase; None if it has never ended yet."""
+        """Return the timeout of a phase. `usual_seconds` is the recent duration of the phase. None
+        if the phase has never ended."""
         if self.fixed_seconds is not None:
             return self.fixed_seconds
         if usual_seconds is None:
@@ -78,45 +77,44 @@ LAUNCHER_VARIABLES = (
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "GROUP_RANK",
 )
-"""Environment variables in which launchers give a process its rank."""
+"""Environment variables by which launchers give a process its rank."""
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Variables with the number of processes of mpirun: for Open MPI, for MPICH and Intel MPI, for
-MVAPICH2."""
+"""Environment variables with the number of processes of mpirun, for Open MPI, for MPICH and Intel
+MPI, and for MVAPICH2."""
 COMPARE_EVERY = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A start of the workers by the launcher after the first one."""
+    """A start of the workers by the launcher after the first start."""
 
     reason: str
     in_place: bool = False
-    """True if the workers that were left kept running."""
+    """True if the surviving workers kept running."""
     not_in_place: str | None = None
-    """The reason why the recovery was not in place, if one in place was requested."""
+    """The reason why a requested recovery in place was not possible."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """The documentation of an option, and the conversion of its value from and to text."""
+    """The documentation of an option, and the conversion between its value and text."""
 
     help: str
     kind: type = str
     """`str`, `int`, `float` (seconds since 1970), `bool`, `frozenset` (names, separated by commas),
-    `tuple` (texts: the option is given once for each; in the environment, a JSON list), or
-    `Restart` (JSON)."""
+    or `Restart` (JSON). `tuple` has one text for each time that the option is given, and is a JSON
+    list in the environment."""
     metavar: str | None = None
-    """Placeholder for the value in `--help`; None for flags and for `choices`."""
+    """Placeholder for the value in `--help`. None for flags and for `choices`."""
     choices: Sequence[str] = ()
     least: int = 0
     most: int | None = None
     worker_default: Any = None
-    """The value that a worker uses if the option was not given, for fields whose own default is
-    None."""
+    """The value for a worker if the option was not given and the field's default is None."""
     on_command_line: bool = True
-    """False if only launchers set it, in the environment."""
+    """False if only a launcher sets the option, in the environment."""
     shared: bool = True
-    """True if all ranks must have the same value, because the option decides which collectives they
+    """True if all ranks must have the same value. Such an option decides which collectives they
     call."""
 
     def read(self, text: str, name: str) -> Any:
@@ -183,17 +181,13 @@ OTHER_VARIABLES = {
     "worker": "What a launcher tells one process, see `launch.worker_files.WorkerStart`.",
     "started_by": "Whose worker has started a process, see `launch.worker_files`.",
 }
-"""Lockstep's variables that are not in `RunOptions`: there are no others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """Options that a launcher gives to the processes of a run. Workers find them in their
-    environment.
-
-    The variables apply under every launcher, and also to `lockstep run`, whose command line
-    replaces them. A field with its default value was not given.
-    """
+    """Options that a launcher gives to the processes of a run. Workers read them from their
+    environment. The variables also apply under torchrun and srun, and to `lockstep run`. The
+    command line of `lockstep run` replaces them. A field with its default value was not given."""
 
     plan: str | None = _option(
         None,
@@ -311,7 +305,7 @@ class RunOptions:
     )
 
     def to_environment(self) -> dict[str, str]:
-        """Options with their default value are left out."""
+        """Return environment variables. Omits options with their default value."""
         given = ((each, getattr(self, each.name)) for each in fields(RunOptions))
         return {
             variable(each.name): option_of(each).write(value)
@@ -343,7 +337,8 @@ def read_options(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_shared_options(everyone: Sequence[Mapping[str, str]]) -> None:
-    """Every rank calls it with the same values, so that either all ranks raise or none."""
+    """Raise an error unless all ranks have the same shared options. Every rank calls it with the
+    same values, so either all ranks raise or none."""
     for rank, given in enumerate(everyone):
         for name, value in given.items():
             if value != everyone[0][name]:
@@ -355,7 +350,7 @@ def check_shared_options(everyone: Sequence[Mapping[str, str]]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions(RunOptions):
-    """All options of `lockstep run`: options for its workers, and options that only the launcher
+    """All options of `lockstep run`: options of its workers, and options that only the launcher
     needs."""
 
     nproc: str = _option(
@@ -444,7 +439,6 @@ class LaunchOptions(RunOptions):
             )
 
     def validate(self) -> Plan | None:
-        """Return the plan, if one was given."""
         plan = Plan.parse(self.plan) if self.plan is not None else None
         check_run_dir(self.run_dir, flag("run_dir"))
         if self.backend == "":
@@ -463,8 +457,8 @@ class LaunchOptions(RunOptions):
         return plan
 
     def for_workers(self, *, default_run_dir: str, now_seconds: float) -> RunOptions:
-        """Paths become absolute, and `--stop-after` a point in time. `now_seconds`: seconds since
-        1970."""
+        """Return the options of the workers. Paths become absolute, and `--stop-after` becomes a
+        point in time. `now_seconds` is in seconds since 1970."""
         values = {each.name: getattr(self, each.name) for each in fields(RunOptions)} | {
             "default_run_dir": default_run_dir
         }
@@ -528,8 +522,8 @@ def non_negative_int(text: str, name: str) -> int:
 
 
 def check_run_dir(run_dir: str | None, name: str) -> None:
-    """An empty path would mean the working directory. `name`: the option or keyword with the
-    path."""
+    """Refuse an empty path, which would mean the working directory. `name` is the option or keyword
+    with the path."""
     if run_dir == "":
         raise RunDirectoryError(
             f"{name} is empty; it names the folder that the run writes to (is a shell variable"

@@ -1,10 +1,13 @@
 """The order of samples: a pure function from the seed and a position in the run to a sample, in
-constant memory. Position p is index p % length of epoch p // length.
+constant memory.
 
-Each epoch has its own permutation of 0..length-1: a Feistel network (Luby and Rackoff, 1988) on the
-smallest power of two that is at least `length`, iterated until the result is below `length` (Black
-and Rogaway, 2002). The halves alternate, so they need not be equal. The bits of an order must never
-change: a run that is resumed, or repeated years later, must see the same samples.
+Position p is index p % length of epoch p // length. Each epoch has a different permutation of
+0..length-1. The permutation is a Feistel network (Luby and Rackoff, 1988) on the smallest power of
+two that is at least `length`. It is iterated until the result is below `length` (Black and Rogaway,
+2002). The two halves of a number alternate, so they need not have the same number of bits.
+
+The bits of an order must never change: a run that is resumed, or repeated years later, must see the
+same samples.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ SMALLEST_DOMAIN_BITS: Final = 4
 
 
 class Order:
-    """The order of `length` samples under `seed`, epoch after epoch. Every rank makes its own."""
+    """The order of `length` samples under `seed` in every epoch. Every rank makes one."""
 
     def __init__(self, length: int, seed: int) -> None:
         if length < 1:
@@ -72,8 +75,6 @@ class Order:
         keys: NDArray[np.uint64],
         tables: list[NDArray[np.uint64]] | None,
     ) -> NDArray[np.uint64]:
-        """`tables`: the round function's values for all halves, if all values share one key and are
-        many."""
         low, high = values & self._low_mask, values >> self._low_bits
         for number in range(self._rounds):
             half = high if number % 2 else low
@@ -106,7 +107,6 @@ def hashed(numbers: NDArray[np.int64], key: int) -> NDArray[np.uint64]:
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of splitmix64, in place."""
     state ^= state >> np.uint64(30)
     state *= np.uint64(MIX_FIRST)
     state ^= state >> np.uint64(27)

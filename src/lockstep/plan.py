@@ -1,5 +1,5 @@
-"""The plan: how a recipe is executed (mesh, numerics, memory, data loading). Nothing in it changes
-what is learned."""
+"""The plan: how a recipe is executed (mesh, numerics, memory, data loading). Nothing in the plan
+changes what is learned."""
 
 from __future__ import annotations
 
@@ -62,44 +62,44 @@ PACED_BY: dict[Divided, str] = {
     " slowest",
     "layers": "each microbatch passes through all of its ranks, however fast they are",
 }
-"""Last thing that an axis divides -> the reason why its ranks cannot each compute at their own
-speed. For all other things, `TOGETHER` is the reason."""
+"""The reason why the ranks of an axis cannot each compute at a different speed, by the last thing
+that the axis divides. All things that are not in this dict have the reason `TOGETHER`."""
 NOT_IN_SLICES = {
     "context": "chunks of a sequence are computed in threads, and layers in slices are not",
     "expert": "layers are not computed in slices beside experts yet",
 }
-"""Name of an axis -> the reason why a plan with that axis refuses `slices` (layers computed in a
-fixed number of parts)."""
+"""The reason why a plan with an axis refuses `slices` (layers computed in a fixed number of parts),
+by axis."""
 FIXED_IN_BITWISE = ("slices",)
-"""Settings that a run in bitwise numerics must keep when it is resumed."""
+"""Settings that a resumed run in bitwise numerics cannot change."""
 MEASURED = ("threads", "workers", "prefetch")
 """Settings whose `auto` is measured at the start of a run."""
 MOST = 1024
-"""Maximum of `threads`, `workers` and `prefetch`. A larger value would exhaust memory, so it is
-taken for a typing error."""
+"""Maximum of `threads`, `workers` and `prefetch`. A larger value would exhaust memory, so it counts
+as a typing error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A mesh axis: what its ranks divide among them (such as parameters or microbatches), and when
-    they communicate. A field of `Plan` with an axis in its metadata adds the axis to the mesh."""
+    """A mesh axis: what its ranks divide (such as parameters or microbatches), and when they
+    communicate. A field of `Plan` with an axis in its metadata adds the axis to the mesh."""
 
     name: str
     divides: tuple[Divided, ...]
     same_state: bool
-    """True if all its ranks hold the same parameters, buffers and optimizer state. `Plan.larger`
-    gives False for all axes over which the plan shards parameters."""
+    """True if all ranks of the axis hold the same parameters, buffers and optimizer state.
+    `Plan.larger` gives False for all axes over which the plan shards parameters."""
     in_forward: bool
-    """True if the forward communicates over the axis, so that its ranks must compute at the same
+    """True if the forward communicates over the axis. Its ranks must then compute at the same
     time."""
     sums: Literal["all", "partial", "shared"]
     """Parameters whose gradients are summed over the axis after the backward. `all`: all
-    parameters, except experts that the axis divides; `partial`: parameters whose gradient a layer
-    leaves partial; `shared`: parameters that several stages share."""
+    parameters, except experts that the axis divides. `partial`: parameters whose gradient a layer
+    leaves partial. `shared`: parameters that several stages share."""
 
     @property
     def shards_parameters(self) -> bool:
-        """True if parameters that a plan shards are also sharded over this axis: its ranks compute
+        """True if sharded parameters are also sharded over this axis. The ranks of the axis compute
         together, and the gradient is summed over them. Experts are not sharded over the axis that
         divides them."""
         return self.in_forward and self.sums == "all"
@@ -116,27 +116,27 @@ class Plan:
     """The mesh axes, whose sizes multiply to the world size, and how each process computes. Raises
     `PlanError`.
 
-    `Plan()` is `replicate=auto`. If an axis is given, the others default to 1. At most one axis is
-    `auto`: it takes the remaining processes.
+    `Plan()` is `replicate=auto`. If an axis is given, the default of all axes is 1. At most one
+    axis is `auto`: it takes the remaining processes.
     """
 
     replicate: Size | None = field(
         default=None, metadata=axis("microbatches", same_state=True, in_forward=False, sums="all")
     )
-    """Number of replicas: each holds the whole model and computes some of the microbatches
+    """Number of replicas. Each replica holds the whole model and computes some of the microbatches
     (DDP)."""
     shard: Size | None = field(
         default=None,
         metadata=axis("microbatches", "parameters", same_state=False, in_forward=True, sums="all"),
     )
-    """Number of processes over which parameters are sharded; each computes some of the microbatches
-    (FSDP2)."""
+    """Number of processes over which parameters are sharded. Each process computes some of the
+    microbatches (FSDP2)."""
     expert: Size | None = field(
         default=None,
         metadata=axis("microbatches", "experts", same_state=False, in_forward=True, sums="all"),
     )
-    """Number of processes that each hold some of the experts of each mixture of experts; each
-    computes some of the microbatches (expert parallelism)."""
+    """Number of processes over which the experts of each mixture of experts are distributed. Each
+    process computes some of the microbatches (expert parallelism)."""
     context: Size | None = field(
         default=None, metadata=axis("tokens", same_state=True, in_forward=True, sums="all")
     )
@@ -145,7 +145,7 @@ class Plan:
     tensor: Size | None = field(
         default=None, metadata=axis("features", same_state=False, in_forward=True, sums="partial")
     )
-    """Number of processes that compute parts of each layer for the same microbatch (tensor
+    """Number of processes that each compute a part of each layer for the same microbatch (tensor
     parallelism)."""
     pipeline: Size | None = field(
         default=None, metadata=axis("layers", same_state=False, in_forward=True, sums="shared")
@@ -153,67 +153,67 @@ class Plan:
     """Number of processes that each hold some of the layers and take microbatches in turn (pipeline
     parallelism)."""
     numerics: Numerics = "fast"
-    """`bitwise`: gradients are summed in a canonical order; the final model has the same bits at
-    any world size."""
+    """`bitwise`: gradients are summed in a canonical order, and the final model has the same bits
+    at any world size."""
     sharding: Sharding = "full"
-    """Under `shard`: `full` frees a block's gathered parameters after its forward and gathers them
-    again for its backward (ZeRO-3); `gradients` keeps them until the backward: more memory, one
-    all-gather less (ZeRO-2)."""
+    """Under `shard`, `full` frees a block's gathered parameters after its forward and gathers them
+    again for its backward (ZeRO-3). `gradients` keeps them until the backward (ZeRO-2). It needs
+    more memory and one all-gather less."""
     offload: bool = False
     """CPU offload, under `shard` on GPUs: parameters, gradients and optimizer state stay in CPU
     memory, and the optimizer runs there. Each block's parameters are copied to the GPU when they
     are gathered."""
     checkpointing: Checkpointing = "none"
-    """Activation checkpointing: `full` keeps only the inputs of each block and recomputes the rest
-    in the backward; `selective` also keeps the results of matrix products, convolutions and
-    attention."""
+    """Activation checkpointing. `full` keeps only the inputs of each block and recomputes its
+    activations in the backward. `selective` also keeps the results of matrix products, convolutions
+    and attention."""
     microbatch_splits: int = 0
-    """Number of times that each microbatch is halved, to save memory; a part has at least one
-    sample. Each part has its own random stream; without random numbers in the forward, the result
-    is the same up to rounding. Refused with BatchNorm, whose statistics would cover one part
+    """Number of times that each microbatch is halved, to save memory. A part has at least one
+    sample. Each part has a separate random stream. Without random numbers in the forward, the
+    result is the same up to rounding. Refused with BatchNorm, whose statistics would cover one part
     only."""
     slices: int = 1
-    """Under `numerics=bitwise`: the number of slices in which layers of `Recipe.tensor` compute,
+    """Under `numerics=bitwise`, the number of slices in which layers of `Recipe.tensor` compute,
     even on one process. It is a multiple of `tensor`. Runs with the same `slices` give the model
     the same bits."""
     logits: Logits = "whole"
-    """`chunked`: the model's head (`Recipe.head`) computes no logits; `F.cross_entropy` of its
-    output computes them, their loss and their gradient for some tokens at a time. Saves the memory
-    of the whole logits. Only the loss can use them."""
+    """With `chunked`, the model's head (`Recipe.head`) computes no logits. `F.cross_entropy` of its
+    output computes the logits, their loss and their gradient for some tokens at a time. This saves
+    the memory of the whole logits. Only the loss can use the logits."""
     schedule: Schedule = "1f1b"
-    """Pipeline schedule. `gpipe`: all forwards, then all backwards; `1f1b`: each backward as early
-    as possible, which keeps fewer activations; `interleaved`: two stages per process: less waiting,
-    more communication; `zero-bubble`: gradients of weights are computed when a process would
-    otherwise wait."""
+    """Pipeline schedule. `gpipe`: all forwards, then all backwards. `1f1b`: each backward as early
+    as possible, which keeps fewer activations. `interleaved`: two stages per process, with less
+    waiting and more communication. `zero-bubble`: gradients of weights are computed when a process
+    would otherwise wait."""
     exchange: Exchange = "auto"
     """Attention's exchange under `context`. `keys`: each rank gathers all keys and values, for its
-    own tokens; `heads`: each rank gets all tokens of some of the heads; `auto`: the exchange that
-    sends fewer bytes."""
+    tokens. `heads`: each rank gets all tokens of some of the heads. `auto`: the exchange that sends
+    fewer bytes."""
     compile: bool = False
     """Compile each block's forward with torch.compile, once for each shape."""
     split: Split = 1
-    """Number of devices of one process over which the layers are distributed, balanced by bytes; on
+    """Number of devices of one process over which the layers are distributed, balanced by bytes. On
     a CPU all of these devices are the CPU. Or the number of layers on each device, in the model's
     order: `(3, 5)`, as text `3+5`."""
     data_parallel: int = 1
     """Number of GPUs over which one process splits each microbatch (`torch.nn.DataParallel`).
     `replicate` is faster."""
     transport: Transport = "auto"
-    """Backend of collectives between processes on CPUs. `auto`: shared memory if all are on one
-    host, else Gloo; `torch`: always Gloo."""
+    """Backend of collectives between processes on CPUs. `auto`: shared memory if all processes are
+    on one host, else Gloo. `torch`: always Gloo."""
     assignment: Assignment = "equal"
     """Number of microbatches of each replica. `equal`: equal numbers, or numbers that differ by
-    one; `measured`: in proportion to its measured speed, so that a slow machine does not hold up
-    the others."""
+    one. `measured`: in proportion to the replica's measured speed, so that a slow machine does not
+    hold up the run."""
     threads: Size | None = None
     """Intra-op threads per process. None: OMP_NUM_THREADS, else cores ÷ processes (`bitwise` on
     CPUs: 1)."""
     workers: Size = 0
-    """Number of data loader workers per rank. 0: the training process loads the data. `auto`:
-    measured."""
+    """Number of data loader workers per rank. With 0, the training process loads the data. `auto`
+    is measured."""
     prefetch: Size = 2
-    """Microbatches that each loader worker prefetches. `auto`: chosen from the spread of measured
-    loading times."""
+    """Number of microbatches that each loader worker prefetches. `auto` is chosen from the spread
+    of measured loading times."""
 
     def __post_init__(self) -> None:
         given = {name: size for name, size in self.axis_sizes.items() if size is not None}
@@ -392,8 +392,6 @@ class Plan:
             )
 
     def _refuse_with(self, axis: str, *refused: tuple[str, Any, Any, str]) -> None:
-        """`refused`: name, value and default of each setting that cannot be combined with `axis`,
-        and the reason."""
         for name, value, default, why in refused:
             if value != default:
                 said = f"{name}={_text_of(value)}"
@@ -474,7 +472,7 @@ class Plan:
     @property
     def larger(self) -> list[Axis]:
         """The axes that may have more than one rank, in the order of the mesh. Pipeline stages come
-        first: they communicate least."""
+        first, because they communicate least."""
         larger = [axis for axis in self.axes() if getattr(self, axis.name) != 1]
         if any("parameters" in axis.divides for axis in larger):
             larger = [
@@ -496,7 +494,7 @@ class Plan:
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks that compute different microbatches, in a resolved plan."""
+        """The number of ranks that compute different microbatches. The plan must be resolved."""
         return math.prod(self.size(axis) for axis in self.larger if "microbatches" in axis.divides)
 
     @property
@@ -534,8 +532,8 @@ class Plan:
         return cls(**values)
 
     def resolve(self, world_size: int) -> Plan:
-        """The plan with `auto` replaced for `world_size` processes. Raises `PlanError` if the
-        product differs."""
+        """Return the plan with `auto` replaced for `world_size` processes. Raises `PlanError` if
+        the product of the axes differs from `world_size`."""
         sizes: dict[str, Any] = self.axis_sizes
         fixed = self._fixed
         if "auto" in sizes.values() and world_size % fixed == 0:

@@ -1,4 +1,4 @@
-"""`rank`: the rank of this process, also before and after training; and `once`: calls a function,
+"""`rank` returns the rank of this process, also before and after training. `once` calls a function,
 such as a download, first on one process of each machine."""
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ def rank() -> int:
 
 
 def once(function: Callable[[], T]) -> T:
-    """Call `function` on one process of each machine first, then on the machine's other processes,
-    and return the result of this process's call. Use it for downloads: the other processes then
-    find the files. Every rank calls it, before training.
-
-    If the call raises on the first process of a machine, that process raises the error, and all
-    other ranks raise a `LaunchError`.
-    """
+    """Call `function` on one process of each machine first, and then on all processes of the
+    machine that have not called it. Returns the result of this process's call. Use it for
+    downloads, which only the first process then makes. Every rank calls it, before training. If the
+    call raises on the first process of a machine, this process raises the error, and all other
+    ranks raise a `LaunchError`."""
     from lockstep.comm.world import join  # imports torch
 
     environment = _environment()

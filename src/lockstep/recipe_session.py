@@ -39,11 +39,11 @@ class Result:
     """The training loss of the last step: Σ total / Σ weight over its global batch. NaN after
     `lockstep evaluate`."""
     metrics: dict[str, float]
-    """The metrics of the last evaluation: `loss` and the recipe's own. Empty without an evaluation.
-    """
+    """The metrics of the last evaluation: `loss` and the metrics of the recipe. Empty without an
+    evaluation."""
     best: Best | None
     """The best evaluation by `Saving.best`, and its checkpoint. None without `Saving.best`, or if
-    none was measured."""
+    the metric was not measured."""
     fingerprint: str
     """SHA-256 of the final parameters and buffers, see `lockstep.fingerprint`."""
     run_dir: str
@@ -51,7 +51,7 @@ class Result:
     plan: str
     """The plan, with every `auto` resolved."""
     rank: int
-    """The rank of this process; rank 0 writes files and prints."""
+    """The rank of this process. Rank 0 writes files and prints."""
     world_size: int
     """Number of processes."""
     seconds: float
@@ -59,12 +59,10 @@ class Result:
     samples_per_second: float
     """Training samples divided by `seconds`."""
     events: list[Event]
-    """All events of the run, as in `events.jsonl`, that this rank has seen."""
+    """All events of the run that this rank has seen, as in `events.jsonl`."""
 
 
 def _check_shorthand(plan: Plan, recipe: Recipe) -> None:
-    """Some plans require that lockstep itself calls the model, with inputs that a recipe without
-    `inputs` does not name."""
     for applies, what, why in (
         (
             plan.pipeline != 1,
@@ -147,7 +145,8 @@ class RecipeSession(Session):
         return context
 
     def build(self) -> None:
-        """Also registers the state that is saved with the run."""
+        """Build the model and its optimizer. Also registers the state that is saved with the
+        run."""
         recipe = with_loss_in_model(self.recipe)
         if recipe is not self.recipe and self.plan.pipeline != 1:
             raise RecipeError(
@@ -190,7 +189,8 @@ class RecipeSession(Session):
             save_configuration(run.model, run.dir / CONFIGURATION)
 
     def result(self, seconds: float, *, is_trained: bool) -> Result:
-        """Write the result and, unless the run was only evaluated, the final weights."""
+        """Write the result and the final weights. A run that was only evaluated has no final
+        weights."""
         run, recorder = self.run, self.context.recorder
         state = run.training.modules[0].model_state()
         if is_trained:

@@ -1,4 +1,4 @@
-"""Detects ranks that compute wrong results: chooses microbatches whose gradients several ranks
+"""Detects ranks that compute wrong results. Chooses microbatches whose gradients several ranks
 compute, and finds the ranks whose results differ. Pure arithmetic."""
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 Position = list[float]
-"""A position in the order in which the ranks of a replica exchange tensors, which is the same for
-all these ranks. Positions compare as sequences."""
+"""A position in the order in which the ranks of a replica exchange tensors. All these ranks have
+the same order. Positions compare as sequences."""
 RECEIVED, WITHIN, SENT = range(3)
-"""The second number of a position (the first counts the parts into which a microbatch's computation
-is divided): a rank receives tensors before it computes the part, exchanges tensors while it
-computes it, or sends tensors afterwards."""
+"""The second number of a position. The first number counts the parts of a microbatch's computation. A
+rank receives tensors before it computes the part, exchanges tensors while it computes the part, or
+sends tensors afterwards."""
 GRADIENT: Position = [math.inf]
-"""The position that stands for the parameters' gradients, after all exchanges of tensors."""
+"""The position of the parameters' gradients, after all exchanges of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """A microbatch whose gradient several ranks compute, so that their results can be compared."""
+    """A microbatch whose gradient several ranks compute, to compare their results."""
 
     microbatch: int
     ranks: tuple[int, ...]
-    """The rank to which the microbatch is assigned; the rank that recomputes it; and, if there are
-    at least three ranks, a third rank that decides between these two."""
+    """The rank to which the microbatch is assigned, and the rank that recomputes it. With at least
+    three ranks, also a third rank, which decides between these two."""
 
 
 def recomputed(
     shares: Sequence[Sequence[int]], choose: Callable[[int], int]
 ) -> tuple[Recomputed, ...]:
-    """Choose, for each rank that has microbatches, one of its microbatches and the other ranks that
-    recompute it. Each rank recomputes at most one microbatch as the second rank, and at most one as
-    the third. `shares`: the microbatches of each of at least two ranks. `choose`: (number of the
-    choice) -> random integer."""
+    """Choose one microbatch of each rank, and the ranks that recompute it. Each rank recomputes at
+    most one microbatch as the second rank, and at most one as the third rank. `shares` has the
+    microbatches of each of at least two ranks. `choose` maps the number of the choice to a random
+    integer."""
     ranks = len(shares)
     first = 1 + choose(0) % (ranks - 1)
     distances = [0, first, first % (ranks - 1) + 1][: min(ranks, 3)]
@@ -54,8 +54,8 @@ def ranks_at_fault(
     votes: Sequence[tuple[Recomputed, Sequence[object]]],
 ) -> tuple[list[int], list[int]]:
     """Return the ranks that computed a wrong gradient, and ranks among which at least one did.
-    `votes`: each microbatch, with the gradient that each of its `ranks` computed, in any form that
-    can be compared. Two ranks that agree are right."""
+    `votes` has each microbatch, with the gradient that each of its `ranks` computed, in any form
+    that can be compared. Two ranks that agree are right."""
     wrong, unclear = set[int](), list[tuple[int, ...]]()
     for each, gradients in votes:
         agreed = [one for one in gradients if gradients.count(one) > 1]
@@ -72,7 +72,7 @@ class Computed(NamedTuple):
     """Checksums of a rank's results for one microbatch."""
 
     exchanged: Sequence[tuple[Position, int]]
-    """(position, checksum) for each tensor that is exchanged with other ranks of the replica."""
+    """(position, checksum) for each tensor that the rank exchanges with ranks of its replica."""
     gradient: Sequence[int]
     """The checksum of each parameter's gradient."""
 
@@ -84,13 +84,13 @@ class Computed(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """The results of one rank in a step in which ranks recompute each other's microbatches; or of
-    several ranks, if these exchange tensors inside of layers."""
+    """The results of one rank in a step in which ranks recompute microbatches. If several ranks
+    exchange tensors in a layer, the results of all these ranks."""
 
     ranks: Sequence[int]
     computed: Sequence[Computed]
-    """Results by role, an index into `Recomputed.ranks`: 0 computed its own microbatch, 1
-    recomputed another rank's, 2 decides."""
+    """Results by role, an index into `Recomputed.ranks`. Role 0 computed the microbatch that is
+    assigned to it, role 1 recomputed it, and role 2 decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +98,21 @@ class WrongRanks:
     """The ranks that computed wrong results, and the microbatch in which this was detected."""
 
     ranks: Sequence[int]
-    """If not `is_certain`, at least one of these ranks is wrong."""
+    """The wrong ranks. Unless `is_certain`, at least one of these ranks is wrong."""
     is_certain: bool
     microbatch: Recomputed
     role: int
-    """Index in `microbatch.ranks` of one of the wrong `ranks`."""
     other: int
-    """Index in `microbatch.ranks` of a rank with a different result."""
     position: Position
     """The first position at which the results of `role` and `other` differ."""
     has_third: bool
-    """True if two data ranks agree on the microbatch, so that another one is wrong."""
+    """True if two data ranks agree on the microbatch. The third rank is then wrong."""
 
 
 def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]) -> WrongRanks:
-    """Return the ranks that computed wrong results. A wrong result spreads to the other ranks of a
-    replica when they exchange tensors, so the ranks whose results differ first are the wrong ones.
-    `replicas`: for each replica of the model, the reports of its ranks, in the same order in every
-    replica."""
+    """Return the ranks that computed wrong results. A wrong result spreads in a replica when its
+    ranks exchange tensors, so the ranks whose results differ first are wrong. `replicas` has the
+    reports of each replica's ranks, in the same order in every replica."""
     votes = [
         (
             each,
@@ -145,8 +142,6 @@ def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]
 
 
 def _pairs(values: Sequence[object], right: object | None) -> list[tuple[int, int]]:
-    """Return the pairs of indices at which the values differ. `right`: the value that the second
-    index of a pair must have; None: any."""
     roles = range(len(values))
     return [
         (one, other)
@@ -159,8 +154,6 @@ def _pairs(values: Sequence[object], right: object | None) -> list[tuple[int, in
 def _first_differences(
     one: Sequence[Computed], other: Sequence[Computed]
 ) -> tuple[Position, list[int]]:
-    """Return the first position at which the results of two replicas differ, and the indices,
-    within the replica, of the ranks whose results differ there."""
     positions = [mine.first_difference(theirs) for mine, theirs in zip(one, other, strict=True)]
     position = min(each for each in positions if each is not None)
     return position, [place for place, each in enumerate(positions) if each == position]

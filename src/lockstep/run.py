@@ -36,20 +36,20 @@ def train(
 ) -> Result:
     """Train on the processes that were started. Every rank calls it, with the same recipe.
 
-    - `plan`, `run_dir`: used unless the launcher gives them. None: `replicate=auto`, and a new
-      directory below `runs`.
-    - `hooks`: called in this order; one with `state_dict` and `load_state_dict` is saved with the
-      run.
+    - `plan`, `run_dir`: used unless the launcher gives them. The defaults are `replicate=auto` and
+      a new directory below `runs`.
+    - `hooks`: called in this order. A hook with `state_dict` and `load_state_dict` is saved with
+      the run.
     - `log_every`: steps between two lines of `metrics.jsonl`.
-    - `saving`: when the run is saved, and what it keeps; None: `Saving()`.
-    - `resume`: "auto" continues an unfinished run in `run_dir`; "never" refuses to; "must" refuses
-      to start a new run. The launcher's value replaces it.
-    - `allow_change`: fields of the recipe that may differ from the saved ones at a resume.
-    - `loggers`: further receivers of the run's numbers, such as `ls.WandB(project=...)`; see
+    - `saving`: when the run is saved, and which checkpoints it keeps. The default is `Saving()`.
+    - `resume`: "auto" continues an unfinished run in `run_dir`. "never" refuses to continue it.
+      "must" refuses to start a new run. The launcher's value replaces it.
+    - `allow_change`: fields of the recipe that may differ from the saved recipe at a resume.
+    - `loggers`: services that receive the run's metrics, such as `ls.WandB(project=...)`. See
       `logging.loggers.Logger`.
 
     Raises the children of `ls.errors.UserError`. Raises `Preempted` if the run was asked to save
-    and end; the process then ends with status 75.
+    and end. The process then ends with status 75.
     """
     if not isinstance(recipe, Recipe):
         raise RecipeError(
@@ -80,7 +80,7 @@ def train(
 
 
 def train_in(session: RecipeSession) -> Result:
-    """Train in a session that is entered already."""
+    """Train in a session that is already entered."""
     session.build()
     run, recipe, house = session.run, session.recipe, session.house
     assert recipe.microbatch != "auto", "_resolve has chosen one"

@@ -1,4 +1,5 @@
-"""Checkpoint settings: when a run saves, which checkpoints it keeps, where, and how it resumes."""
+"""Settings of checkpoints: when a run saves, which checkpoints it keeps, where it keeps them, and
+how it resumes."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ from lockstep.base.units import parse_duration
 
 T = TypeVar("T")
 Resume = Literal["auto", "never", "must"]
-"""`auto`: resume an unfinished run in the run directory, or start one. `never`: refuse if there is
-one. `must`: refuse if there is none."""
+"""`auto` resumes an unfinished run in the run directory, or starts a new run. `never` refuses to
+resume an unfinished run. `must` refuses to start a new run."""
 
 OutOfMemory = Literal["retry", "halve", "same-bits", "stop"]
-"""The changes of the plan after running out of memory. `halve`: the next fallback among
-checkpointing, offload and microbatch_splits. `same-bits`: the next one that does not change bits.
-`retry`: `same-bits` under bitwise numerics, else `halve`. `stop`: no change."""
+"""The change of the plan after an out-of-memory error. `halve` takes the next fallback among
+checkpointing, offload and microbatch_splits. `same-bits` takes the next fallback that does not
+change bits. `retry` is `same-bits` under bitwise numerics, else `halve`. `stop` changes nothing,
+and the run ends."""
 
 
 @with_field_docs
@@ -29,22 +31,25 @@ class Saving:
     value."""
 
     every: int | str = "10m"
-    """Steps between checkpoints, a time between them ("90s", "10m", "1h30m"), or "epoch": after
-    each epoch."""
+    """Steps between checkpoints, a time between them ("90s", "10m", "1h30m"), or "epoch" (after
+    each epoch)."""
     last: int = 2
     """Number of newest checkpoints to keep, at least 1."""
     keep_every: int | None = None
-    """Checkpoints at multiples of this many steps are never deleted. None: no such checkpoints."""
+    """Checkpoints at multiples of this number of steps are never deleted. With None, there are no
+    such checkpoints."""
     keep: Literal["log"] | None = None
-    """`log`: keep older checkpoints at distances that double with their age, about 2 log2(n) of n,
-    so that `lockstep replay` can begin near any old step. None: no such checkpoints."""
+    """`log` keeps older checkpoints at distances that double with their age, about 2 log2(n) of n,
+    so that `lockstep replay` can begin near any old step. With None, there are no such
+    checkpoints."""
     best: str | None = None
     """Name of an evaluation metric. The run is saved at each new best value, independently of
-    `every`, and that checkpoint is kept until a better one. None: no such checkpoint."""
+    `every`. The checkpoint is kept until a better value. With None, no checkpoint is kept for a
+    metric."""
     mode: Literal["min", "max"] = "min"
-    """`min` if a smaller value of the metric is better, `max` if a larger one is."""
+    """`min` if a smaller value of the metric is better, `max` if a larger value is better."""
     folder: str | None = None
-    """Folder of the checkpoints, or the URL of an fsspec file system (s3://bucket/run). None: in
+    """Folder of the checkpoints, or the URL of an fsspec file system (s3://bucket/run). None for
     the run directory."""
     failures: int = 3
     """Number of consecutive failed saves after which the run ends with an error."""
@@ -87,13 +92,13 @@ class Saving:
 
     def improves(self, value: float, before: float | None) -> bool:
         """True if `value` of the metric is better than the best previous value, `before`. NaN is
-        never better. `before=None`: there is no previous value."""
+        never better. `before` is None if there is no previous value."""
         if math.isnan(value):
             return False
         return before is None or (value < before if self.mode == "min" else value > before)
 
     def best_of(self, values: Mapping[T, float]) -> T | None:
-        """Return the first key with the best value; None if all are NaN."""
+        """Return the first key with the best value. None if all values are NaN."""
         best: T | None = None
         for key, value in values.items():
             if self.improves(value, None if best is None else values[best]):
@@ -107,12 +112,12 @@ class Saving:
 
     @property
     def steps(self) -> int | None:
-        """Steps from one save to the next; None if seconds or epochs are counted."""
+        """Steps from one save to the next. None if the interval is in seconds or epochs."""
         return None if isinstance(self.every, str) else self.every
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from one save to the next; None if steps or epochs are counted."""
+        """Seconds from one save to the next. None if the interval is in steps or epochs."""
         return (
             parse_duration(self.every)
             if isinstance(self.every, str) and not self.each_epoch
@@ -123,23 +128,25 @@ class Saving:
 @with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
-    """The best evaluation of a run by `Saving.best`; the earliest of equally good ones."""
+    """The best evaluation of a run by `Saving.best`. Of equally good evaluations it is the
+    earliest."""
 
     metric: str
-    """Name of the metric: `Saving.best`."""
+    """Name of the metric, as in `Saving.best`."""
     value: float
     """Value of the metric."""
     step: int
     """Optimizer steps done."""
     checkpoint: str | None
-    """Name of its checkpoint. None: the best model is the final one, `model.safetensors` in the run
-    directory."""
+    """Name of the checkpoint of this evaluation. None if the best model is the final model,
+    `model.safetensors` in the run directory."""
     weights: str
-    """Path or URL of its weights, for `ls.evaluate`, `Recipe.weights` and `ls.load`."""
+    """Path or URL of the weights of this evaluation, for `ls.evaluate`, `Recipe.weights` and
+    `ls.load`."""
 
 
 def interval(text: str, name: str) -> int | str:
-    """Parse a number of steps ("500"), a time ("10m") or "epoch". `name`: the setting's name, for
+    """Parse a number of steps ("500"), a time ("10m") or "epoch". `name` is the setting's name, for
     the error."""
     if text.isdecimal() and int(text) >= 1:
         return int(text)
@@ -159,7 +166,7 @@ def check_resume(value: Any, name: str) -> Resume:
 
 
 def check_allow_change(value: Collection[str]) -> frozenset[str]:
-    """Each letter of a single str would be taken for a field."""
+    """Refuse a single str, whose letters would be taken for names of fields."""
     if isinstance(value, str):
         raise CheckpointError(
             f"allow_change={value!r}; it must be a list of fields of the recipe:"
@@ -177,8 +184,8 @@ def check_out_of_memory(value: str, name: str) -> OutOfMemory:
 def differences(
     saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: frozenset[str] = frozenset()
 ) -> list[str]:
-    """Return how two recipes differ, as texts such as `steps: 100, now 200`. Nested fields have
-    paths: evaluation.every."""
+    """Return the differences between two recipes, as texts such as `steps: 100, now 200`. Nested
+    fields have paths such as evaluation.every."""
     lines = []
     for name in sorted(saved.keys() | now.keys()):
         if name in allow_change:

@@ -1,7 +1,10 @@
-"""The tokens of a sequence that each rank of the axis `context` computes. A sequence is cut into
-chunks whose widths differ by at most one token. Ranks take contiguous shares of the chunks in
-*paired order*: 0, last, 1, last but one, … Causal attention costs more for later tokens, and every
-pair of chunks costs the same, so the ranks' work is equal if their shares are whole pairs."""
+"""Assigns the tokens of a sequence to the ranks of the axis `context`.
+
+A sequence is cut into chunks whose widths differ by at most one token. Ranks take contiguous shares
+of the chunks in *paired order*: 0, last, 1, last but one, … Causal attention costs more for later
+tokens, and every pair of chunks costs the same. The ranks' work is equal if their shares are whole
+pairs.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ def paired_order(chunks: int) -> list[int]:
 
 
 def chunks_of(chunks: int, ranks: int, rank: int) -> list[int]:
-    """If the numbers of chunks and of ranks are powers of two, each rank gets a subtree of the tree
-    over the paired order."""
+    """Return the indices of a rank's chunks. If the numbers of chunks and of ranks are powers of
+    two, each rank gets a subtree of the tree over the paired order."""
     share = contiguous_range(chunks, rank, ranks)
     return paired_order(chunks)[share.start : share.stop]
 
@@ -34,8 +37,8 @@ def spans(tokens: int, chunks: int, ranks: int, rank: int) -> tuple[range, ...]:
 
 @lru_cache(maxsize=64)
 def places(tokens: int, chunks: int, ranks: int, rank: int) -> NDArray[np.int64]:
-    """Return the indices in the sequence of the tokens that a rank computes, in the order in which
-    the rank holds them. The array is read-only."""
+    """Return the indices of a rank's tokens in the sequence, in the order in which the rank holds
+    them. The array is read-only."""
     found = np.concatenate(
         [np.arange(each.start, each.stop) for each in spans(tokens, chunks, ranks, rank)]
     )

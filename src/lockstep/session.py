@@ -1,5 +1,5 @@
-"""The lower level on which `train` is written, for loops that a recipe cannot express: GANs,
-reinforcement learning."""
+"""The lower level on which `train` is written, for training loops that a recipe cannot express:
+GANs, reinforcement learning."""
 
 from __future__ import annotations
 
@@ -45,17 +45,14 @@ from lockstep.training.step import Step
 from lockstep.training.training import Training
 
 TELLING_SECONDS = 1.0
-"""Time that this rank waits, after another rank has ended, for the report of the error that ended
-it."""
+"""Time that this rank waits for the error of another rank that has ended."""
 
 
 class Session:
     """The processes, the run directory and the models of one run. Every rank makes one, and calls
-    its methods in the same order.
-
-    Use it in a `with`. A plan or run directory from the launcher replaces the one given here.
-    Raises `PlanError`, `LaunchError` and `RunDirectoryError` on entering.
-    """
+    its methods in the same order. Use it in a `with`. A plan or run directory of the launcher
+    replaces the arguments. Raises `PlanError`, `LaunchError` and `RunDirectoryError` on
+    entering."""
 
     # the evaluations of `train`; None in a session that a script makes
     _evaluations: Mapping[str, Evaluation] | None = None
@@ -85,10 +82,10 @@ class Session:
     ) -> None:
         """- `run_dir`, `plan`, `hooks`, `log_every`, `saving`, `resume`, `loggers`: as for `train`.
         - `seed`, `precision`, `gradient_compression`: as in `Recipe`.
-        - `recipe`: further values that decide what is learned; run.json records them, and a resumed
-          run is compared with them.
+        - `recipe`: values of the script that decide what is learned. They are recorded in run.json,
+          and compared when the run is resumed.
         - `allow_change`: fields of `recipe`, and arguments of `Session` and `steps`, that may
-          differ from the saved ones.
+          differ from their saved values at a resume.
         """
         check_hooks(hooks)
         self.hooks = hooks
@@ -115,7 +112,7 @@ class Session:
         self._failure: FirstFailure | None = None
 
     def _resolve(self, opened: Opened) -> Context:
-        """The session of `train` overrides this to measure the settings that are `auto`."""
+        """`RecipeSession` overrides this method to measure `auto` settings."""
         return opened.context
 
     def __enter__(self) -> Self:
@@ -194,7 +191,7 @@ class Session:
 
     def finish(self) -> None:
         """Put optimizers that have modes into evaluation mode, and call the hooks' `on_finish`.
-        Every rank calls it. If a script does not call it, leaving the `with` does the same."""
+        Every rank calls it. Leaving the `with` calls it if the script does not."""
         if not self._finished:
             self._finished = True
             for module in self.training.modules:
@@ -234,18 +231,18 @@ class Session:
     @property
     def steps_done(self) -> int:
         """Number of optimizer steps that all models have committed, in all loops, including steps
-        before the run was resumed."""
+        before a resume."""
         return self.run.step
 
     @property
     def epoch(self) -> int | None:
-        """Number of epochs that this loop has completed; within a step, the epoch (from 0) of its
-        first sample. None before the first step, and for data without a length."""
+        """Number of epochs that this loop has completed. Within a step, it is the epoch (from 0) of
+        the step's first sample. None before the first step, and for data without a length."""
         return self.run.epoch
 
     @property
     def stopping(self) -> str | None:
-        """The reason why training stops, once `stop` has taken effect; else None."""
+        """The reason why training stops, after `stop` has taken effect. Otherwise None."""
         return self.training.stopping
 
     def prepare(
@@ -264,10 +261,11 @@ class Session:
         balance: Balance | None = None,
     ) -> tuple[Any, Any]:
         """Build a model and its optimizer (or list of optimizers). Every rank calls it. Returns the
-        results of the two functions; the model is on this rank's device. Its initial values depend
-        on the session's seed only, not on the plan; `weights` replaces them. `blocks`, `tensor`,
-        `stages`, `sequence`, `head`, `experts`, `weights` and `balance`: as in `Recipe`. May be
-        called again, for another model, unless the plan has a pipeline. Raises `RecipeError`."""
+        results of the two functions. The model is on this rank's device. Its initial values depend
+        on the session's seed only, not on the plan. `weights` replaces them. `blocks`, `tensor`,
+        `stages`, `sequence`, `head`, `experts`, `weights` and `balance` are as in `Recipe`. May be
+        called several times, for several models, unless the plan has a pipeline. Raises
+        `RecipeError`."""
         how = ModelOptions(
             blocks=blocks,
             tensor=tensor,
@@ -303,8 +301,8 @@ class Session:
         sampler: Callable[[int, int], Any] | None = None,
         batch_sampler: Callable[[int, int], Any] | None = None,
     ) -> Iterator[Step]:
-        """Yields the training steps, which are the same on every rank. Arguments: see `Recipe`.
-        Every rank calls it. `data=None`: no dataset; a microbatch is a `range` of indices in the
+        """Yields the training steps, which are the same on every rank. The arguments are as in
+        `Recipe`. Every rank calls it. With `data=None`, a microbatch is a `range` of indices in the
         global batch, the same in every step (the environments of reinforcement learning). If `data`
         is a DataLoader and `sampler` or `batch_sampler` is given, only its dataset and collate_fn
         are used. Each step must commit all models. Raises `DataError`, `RecipeError`,
@@ -337,8 +335,8 @@ class Session:
 
     def include(self, name: str, state: Stateful) -> None:
         """Save `state` with the run, and load it when the run is resumed. Every rank calls it,
-        before `steps`. `state`: an object with `state_dict` and `load_state_dict`, which is the
-        same on every rank. Raises `CheckpointError`."""
+        before `steps`. `state` has `state_dict` and `load_state_dict`, and is the same on every
+        rank. Raises `CheckpointError`."""
         if self.training.loop.loops:
             raise CheckpointError(
                 f"include({name!r}) after steps have begun; a checkpoint is loaded then; include it"
@@ -355,14 +353,13 @@ class Session:
         )
 
     def mean(self, values: Tensor) -> float:
-        """The mean of the values (of any shape) of all ranks together; NaN if there are none. Every
+        """The mean of the values (of any shape) of all ranks. NaN if there are no values. Every
         rank calls it."""
         return self._seen("session.mean", mean(values, self.world))
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows (dim 0) of all data ranks, concatenated in rank order, on each of these ranks.
-        Ranks may have different numbers of rows. The gradient of `rows` is summed over the ranks.
-        Every rank calls it."""
+        """The rows (dim 0) of all data ranks, concatenated in rank order. Ranks may have different
+        numbers of rows. The gradient of `rows` is summed over the ranks. Every rank calls it."""
         gathered = gather(rows, self.context.mesh.data)
         if self.context.overrides.probe is not None:
             self._seen("rows of session.gather", len(gathered))
@@ -379,18 +376,18 @@ class Session:
 
     def full_state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """A copy of a prepared model's state dict, with full tensors on the CPU, on every rank and
-        under every plan; `torch.save` it on one rank. Every rank calls it. `model`: None: the first
-        one."""
+        under every plan. Use `torch.save` on one rank to save it. Every rank calls it. With
+        `model=None`, it is the first model."""
         return self.run.full_state_dict(model)
 
     def stop(self, reason: str) -> None:
-        """Ask all ranks to stop training for `reason`. Any rank may call it; all ranks stop at the
+        """Ask all ranks to stop training for `reason`. Any rank may call it. All ranks stop at the
         next logging step or evaluation."""
         self.run.stop(reason)
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
-        """Record an event; rank 0's are in events.jsonl. `step`: number of optimizer steps done at
-        the event; None: the number done now."""
+        """Record an event. Events of rank 0 are in events.jsonl. `step` is the number of optimizer
+        steps done at the event. With None, it is the number of steps done now."""
         self.run.event(name, step, **details)
 
 
@@ -400,10 +397,9 @@ def _shared(
     error: BaseException,
     found: UserError | None,
 ) -> UserError | None:
-    """Return the error to raise instead of `error`: another rank's mistake, if that is its cause. A
-    cause that is not a mistake is added to `error` as a note. If the error is this rank's own,
-    reports it to the other ranks. `found`: the mistake for which the watchdog has ended the
-    exchanges."""
+    """Return the error to raise instead of `error`: the mistake of another rank that caused it. A
+    cause that is not a mistake is added to `error` as a note. An error of this rank is reported to
+    all ranks. `found` is the mistake for which the watchdog has ended the exchanges."""
     # a rank that has failed in a forward makes a different call than the other ranks
     differ = isinstance(error, CallsDiffer)
     if differ or (explained is None and lost_a_peer(error)):

@@ -1,11 +1,11 @@
-"""The binary tree in which values are added, the same for any number of processes: floating-point
-addition is not associative, so a sum has the same bits at any world size only if it is always
-computed by one tree. The node [a, b) splits at a plus the largest power of two below b - a.
+"""The binary tree in which values are added, for any number of processes. Floating-point addition
+is not associative, so a sum has the same bits at any world size only if it is always computed by
+one tree.
 
-A rank with a contiguous run of leaves adds all nodes that are completely inside its run
-(`Counter`); the remaining nodes (`cover`) are added after the exchange (`fold`). `combine(left,
-right)` returns their sum and may write into `left` and return it, because no value is combined
-twice.
+The node [a, b) splits at a plus the largest power of two below b - a. A rank has a contiguous range
+of leaves, and adds all nodes in its range (`Counter`). The remaining nodes (`cover`) are added
+after the exchange (`fold`). `combine(left, right)` returns their sum. It may write into `left` and
+return it, because no value is combined twice.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def cover(start: int, stop: int, count: int) -> list[Node]:
 
 
 class Counter(Generic[T]):
-    """A binary counter: adds leaves start, start + 1, … as they arrive. It holds at most about 2
-    log2(count) values; after leaf stop - 1, these are the values of `cover(start, stop, count)`. A
-    pushed value belongs to the counter, and `combine` may write into it."""
+    """A binary counter that adds leaves start, start + 1, … as they arrive. It holds at most about
+    2 log2(count) values. After leaf stop - 1, it has the values of `cover(start, stop, count)`.
+    `combine` may write into a pushed value."""
 
     def __init__(self, combine: Callable[[T, T], T], *, start: int, count: int) -> None:
         self.nodes: list[Node] = []
@@ -49,7 +49,7 @@ class Counter(Generic[T]):
         self.push_node((self._next, self._next + 1), value)
 
     def push_node(self, node: Node, value: T) -> None:
-        """Add several leaves at once: `node` covers the next leaves, and `value` is their sum by
+        """Add several leaves at once. `node` covers the next leaves, and `value` is their sum by
         the tree."""
         if node[0] != self._next or not node[0] < node[1] <= self._count:
             raise ValueError(
@@ -64,7 +64,7 @@ class Counter(Generic[T]):
         self.values.append(value)
 
     def _siblings(self, left: Node, right: Node) -> bool:
-        """The parent of two nodes must start at a multiple of its width."""
+        """True if two nodes are siblings. Their parent must start at a multiple of its width."""
         start, stop = left[0], right[1]
         width = 1 << (stop - start - 1).bit_length()
         return (
@@ -80,7 +80,7 @@ class LeavesInAnyOrder(Generic[T]):
 
     def __init__(self, combine: Callable[[T, T], T], *, count: int) -> None:
         self.values: dict[Node, T] = {}
-        """The sums of nodes whose leaves have all arrived, but whose sibling's leaves have not."""
+        """The sums of nodes whose leaves have all arrived, and whose sibling is incomplete."""
         self._combine = combine
         self._count = count
         self._arrived: set[int] = set()
@@ -103,8 +103,8 @@ class LeavesInAnyOrder(Generic[T]):
 
 
 def fold(nodes: Sequence[Node], values: Sequence[T], count: int, combine: Callable[[T, T], T]) -> T:
-    """Return the sum of all leaves [0, count). `nodes`: nodes that together cover [0, count), in
-    order; `values`: the sum of each node."""
+    """Return the sum of all leaves [0, count). `nodes` together cover [0, count), in order, and
+    `values` has the sum of each node."""
     counter = Counter(combine, start=0, count=count)
     for node, value in zip(nodes, values, strict=True):
         counter.push_node(node, value)

@@ -76,8 +76,6 @@ def _counted_by_fork(name: str) -> int:
 
 
 def _asked_of_fork(question: Callable[[], object]) -> str:
-    """Call `question` in a forked process, because a process that has initialized CUDA cannot fork
-    child processes that use it."""
     read, write = os.pipe()
     process = os.fork()
     if process == 0:
@@ -99,7 +97,6 @@ def product_name() -> str:
 
 
 def device(index: int) -> torch.device:
-    """Return the accelerator, and make it the current one."""
     name = kind()
     assert name is not None, "only where there is one"
     if name != "mps":
@@ -146,7 +143,6 @@ def unseen(environ: Mapping[str, str], folder: Path = Path("/dev")) -> str:
 
 
 def identity(device: torch.device, environ: Mapping[str, str]) -> str:
-    """Return a text that identifies the accelerator on this machine."""
     if environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         return MIG
     properties = getattr(_module(device.type), "get_device_properties", None)
@@ -161,8 +157,6 @@ def identity(device: torch.device, environ: Mapping[str, str]) -> str:
 
 
 def is_initialized() -> bool:
-    """True if this process has initialized its accelerator. Its forked child processes cannot use
-    the accelerator."""
     name = kind()
     return name is not None and bool(getattr(_module(name), "is_initialized", lambda: False)())
 
@@ -187,7 +181,7 @@ def process_group_backend(device: torch.device) -> str:
 
 def process_group_device(device: torch.device, backend: str) -> torch.device | None:
     """Return the `device_id` for `init_process_group`. With a `device_id`, NCCL connects at once
-    and can split groups. None for backends that cannot split groups."""
+    and can split groups."""
     return device if backend == "nccl" else None
 
 
@@ -381,7 +375,7 @@ def total_bytes(device: torch.device) -> int | None:
 
 
 _PORTABLE = 1
-"""The flag cudaHostRegisterPortable: the memory then counts as pinned for all devices."""
+"""The flag cudaHostRegisterPortable, which pins memory for all devices."""
 
 
 def can_register_memory(device: torch.device) -> bool:

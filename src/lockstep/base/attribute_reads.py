@@ -38,8 +38,6 @@ def names_read_by(function: FunctionType) -> set[str]:
 
 
 def functions_of(model: Any) -> Iterator[FunctionType | None]:
-    """Yield the forwards of the model's modules, and the functions that they call. Yields None for
-    a forward that is not a Python function."""
     seen: set[tuple[type, Any]] = set()
     for module in model.modules():
         forward = getattr(module.forward, "__func__", module.forward)
@@ -49,8 +47,6 @@ def functions_of(model: Any) -> Iterator[FunctionType | None]:
 
 
 def functions_called(kind: type, first: Any) -> Iterator[FunctionType | None]:
-    """Yield the method `first`, and every method and user function that it calls. Yields None for a
-    function whose code is unknown."""
     left, seen = [first], set[FunctionType]()
     while left:
         function = inspect.unwrap(left.pop())
@@ -88,7 +84,6 @@ def _methods(kind: type, names: set[str]) -> Iterator[FunctionType]:
 
 @lru_cache(maxsize=1024)  # the loss check asks several times about the same code
 def _read_by(code: CodeType) -> frozenset[str]:
-    """Return the names of attributes and variables that a code object reads before it sets them."""
     read: set[str] = set()
     if "getattr" in code.co_names:
         read |= {each for each in code.co_consts if isinstance(each, str)}

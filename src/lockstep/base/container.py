@@ -38,7 +38,6 @@ def scheduled_cpus() -> int:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the CPU quota of this process's cgroups, which may be a fraction."""
     quotas = []
     for file in _files(root, "", "cpu.max"):
         with suppress(OSError, ValueError):
@@ -96,8 +95,6 @@ def number_in(path: Path) -> float | None:
 
 
 def _files(root: Path, controller: str, name: str) -> list[Path]:
-    """Return the paths of a file in each cgroup of this process, innermost first. Some paths may
-    not exist in the container."""
     mounted = root / "sys/fs/cgroup" / controller
     if not controller and not (mounted / "cgroup.controllers").exists():
         mounted /= "unified"  # both versions are mounted
@@ -147,7 +144,6 @@ _FIRST_NAMESPACES = {"pid": 4026531836, "ipc": 4026531839, "uts": 4026531838, "c
 _LAYERS = ("overlay", "fuse-overlayfs", "fuse.fuse-overlayfs", "aufs")
 _TEMPORARY = (*_LAYERS, "tmpfs", "ramfs")
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
-"""An escaped byte in a field of /proc/mounts."""
 
 
 def container_engine(environ: Mapping[str, str], root: Path = ROOT) -> str | None:

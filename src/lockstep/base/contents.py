@@ -249,7 +249,6 @@ class Reader:
         yield path, [name_of(value)]
 
     def _function(self, function: FunctionType, path: str) -> Iterator[Part]:
-        """Omits line numbers, docstrings, and the globals of a library's functions."""
         if id(function) in self._seen:
             yield path, [b"again"]
             return
@@ -286,8 +285,6 @@ class Reader:
 
 
 class CodeReader(Reader):
-    """Reads the methods of the user's classes, too."""
-
     def _object(self, value: Any, path: str) -> Iterator[Part]:
         yield from self.read(type(value), path)
         yield from super()._object(value, path)
@@ -430,8 +427,6 @@ def inner_code(code: CodeType) -> Iterator[CodeType]:
 
 
 def _attributes_used(code: CodeType, variable: str) -> Set[str] | None:
-    """Return the attributes of a variable that the code reads. None if the code uses the variable
-    itself."""
     return _attributes_by_variable(code).get(variable)
 
 

@@ -44,14 +44,11 @@ def numbers_of_model(model: Any) -> Numbers:
 
 
 def carried(model: Any, names: Iterable[str]) -> list[str]:
-    """Return the names of numbers that a forward may read before it sets them."""
     read = names_read(model)
     return sorted(name for name in names if _is_read(name, read))
 
 
 def numbers_of_functions(functions: Iterable[Callable[..., Any]]) -> Numbers:
-    """Return the Python numbers, by name, in variables of the functions. Omits numbers that the
-    functions only add to."""
     found: dict[str, float] = {}
     for function in functions:
         while isinstance(function, functools.partial):

@@ -10,8 +10,6 @@ VARIABLE, WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def set_workspace(environ: MutableMapping[str, str]) -> None:
-    """Make cuBLAS deterministic. Does nothing if CUBLAS_WORKSPACE_CONFIG is set, or if torch may
-    have read it already."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_initialized():

@@ -94,7 +94,6 @@ EVENTS: Mapping[Severity, Mapping[str, str]] = {
 
 
 def severity(name: str) -> Severity:
-    """Return an event's severity: `info` for an event that the user's script has recorded."""
     return next((each for each, events in EVENTS.items() if name in events), "info")
 
 

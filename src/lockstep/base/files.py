@@ -161,8 +161,6 @@ def finite(value: Any, not_finite: dict[str, str] | None = None, path: str = "")
 
 
 def check_kinds(found: Mapping[str, Any], kinds: Mapping[str, Any], path: str = "") -> None:
-    """Raise an error unless the values have the given types. None and missing values are
-    accepted."""
     for name, kind in kinds.items():
         value, inside = found.get(name), isinstance(kind, Mapping)
         if value is None:

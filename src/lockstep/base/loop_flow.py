@@ -8,11 +8,8 @@ import textwrap
 from collections.abc import Iterable, Iterator, Set
 
 _SINKS = ("backward", "compute")
-"""Methods of a step object that take the loss or a function that computes it."""
 _FILLS = ("zero_", "fill_", "copy_")
-"""Methods of a tensor that replace all its values."""
 _EMPTIES = ("clear", "reset")
-"""Methods that remove all items of a container or of a replay buffer."""
 _TEXTS = ("__init__", "__repr__", "__str__")
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
@@ -53,7 +50,6 @@ def carried_into_loss(loop: ast.For) -> list[str]:
 
 
 def used_by_loss(loop: ast.For) -> list[str]:
-    """Return the variables whose value at the beginning of a step affects the loss."""
     return sorted(_flow_of(loop).used)
 
 
@@ -274,7 +270,6 @@ def _path(node: ast.AST) -> str | None:
 
 
 def _paths(node: ast.AST) -> Iterator[str]:
-    """Yield the variables and attributes that the code reads."""
     if (path := _path(node)) is not None:
         yield path
         return
@@ -284,7 +279,6 @@ def _paths(node: ast.AST) -> Iterator[str]:
 
 
 def _bound_by(node: ast.AST) -> set[str]:
-    """Return the names that a nested function or comprehension binds."""
     if isinstance(node, _FUNCTION):
         return {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
     targets = (each.target for each in getattr(node, "generators", ()))

@@ -29,8 +29,6 @@ def tensors_in(value: Any) -> list[Tensor]:
 def map_parts(
     value: Any, of_tensor: Callable[[Tensor], Tensor], of_thing: Callable[[Any], Any]
 ) -> Any:
-    """Apply `of_tensor` to every tensor, and `of_thing` to every object that has a method `to` and
-    is not a tensor."""
     if isinstance(value, Tensor):
         return of_tensor(value)
     if isinstance(value, type):

@@ -39,7 +39,6 @@ class WholeLines(io.TextIOBase):
 
 
 def is_notebook(stream: object) -> bool:
-    """True if the stream belongs to a notebook cell."""
     if isinstance(stream, WholeLines):
         stream = stream.stream
     return type(stream).__module__.partition(".")[0] == "ipykernel"

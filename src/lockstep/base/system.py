@@ -47,7 +47,6 @@ def require_linux(what: str) -> None:
 
 
 def check_surroundings() -> None:
-    """Check the working directory and the limit of open files, because torch would abort."""
     try:
         os.getcwd()
     except OSError as error:

@@ -156,12 +156,10 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """Return the address of the storage's C++ object."""
     return int(storage._cdata)
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Callable[[Tensor], Any]]:
-    """Return torch's dict of the hooks of `Tensor.register_hook`."""
     return getattr(tensor, "_backward_hooks", None) or {}
 
 
@@ -482,7 +480,6 @@ def clone_store(store: Store) -> Store:
 
 
 def process_group_count() -> int:
-    """Return the number that the next process group has in its name."""
     import torch.distributed as dist
 
     return int(dist.distributed_c10d._world.group_count)
@@ -524,7 +521,6 @@ def abort_accelerator_groups() -> bool:
 
 
 def _accelerator_groups() -> list[tuple[Any, Any]]:
-    """Return the process groups of accelerators, newest first."""
     import torch.distributed as dist
 
     names = dict(dist.distributed_c10d._world.pg_names)
@@ -640,7 +636,6 @@ def gathered(parameter: Any) -> Tensor | None:
 
 
 def parameter_name(parameter: Any) -> str:
-    """Return the name of an `FSDPParam`, which the first forward sets."""
     return str(parameter._param_fqn)
 
 
@@ -656,8 +651,6 @@ def gather_in(parameter: Any, dtype: torch.dtype) -> None:
 
 
 def gathered_short(parameter: Any) -> tuple[str, Tensor] | None:
-    """Return the name and the unsharded tensor of an `FSDPParam` after `gather_in`. None before the
-    first forward."""
     gathered = getattr(parameter, "_unsharded_param", None)
     return (
         (parameter._param_fqn, gathered)
@@ -730,7 +723,6 @@ def schedule_losses(schedule: Any) -> list[Tensor]:
 
 
 def loader_classes() -> tuple[type[Any], tuple[type[Any], ...]]:
-    """Return the base class of a `DataLoader`'s iterators, and its fetcher classes."""
     from torch.utils.data import _utils, dataloader
 
     return dataloader._BaseDataLoaderIter, (

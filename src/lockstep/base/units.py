@@ -10,7 +10,6 @@ from lockstep.base.errors import UserError
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 _SIZES = ("B", "kB", "MB", "GB", "TB", "PB")
 ROUNDS = 0.9995
-"""Three digits round a number of at least this value to 1,000, which is shown in the next unit."""
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 
 

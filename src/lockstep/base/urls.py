@@ -39,8 +39,6 @@ def without_password(url: str) -> str:
 
 
 def _split(url: str) -> tuple[str, list[tuple[str, str]]]:
-    """Split a URL into its base and its query arguments. A question mark before an @ belongs to a
-    password."""
     login, at, rest = url.rpartition("@")
     before, question, query = rest.partition("?")
     pairs = [pair.partition("=") for pair in query.split("&")] if question else []

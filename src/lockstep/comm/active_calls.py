@@ -23,7 +23,6 @@ class CollectiveCall:
     sequence: int
     tensors: str
     on_device: bool = False
-    """True if the call is queued on the device, and the process does not wait for it."""
     label: str = ""
     """The purpose of the call, such as "gathers block 'a'"."""
 

@@ -20,7 +20,8 @@ _LARGEST = {"fp16": 32752.0, "int8": 127.0}
 """The number to which the largest number of a block is scaled. For fp16 it is half of the dtype's
 maximum, because rounding may increase it."""
 _INT8_DIVISOR = 127.0001
-"""Slightly more than 127, because 127 times the scale of the largest float32 would be infinite."""
+"""Slightly more than 127. Otherwise 127 times the scale of the largest float32 would be
+infinite."""
 _LEAST_SCALE = 2.0**-126
 _EXPONENT = 0x7F800000
 _SCALE_BYTES = 4
@@ -41,7 +42,6 @@ class Rounding:
         self._dtype = _DTYPES[name]
 
     def bytes(self, numbers: int) -> int:
-        """Number of bytes of an encoded row."""
         scales = 0 if self.name == "bf16" else numbers // BLOCK * _SCALE_BYTES
         return numbers * self._dtype.itemsize + scales
 
@@ -88,7 +88,6 @@ class Senders:
     group: Any
     """None for all processes."""
     rank: int
-    """This rank's index among the senders. 0 if it is not a sender."""
     size: int
     shared_memory: SharedMemoryGroup | None
     hierarchy: HierarchicalAllReduce | None

@@ -42,7 +42,7 @@ _NOT_FOR_TRAINING = ("undefined", "fake")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDevice:
-    """The device of one rank. The rank sends this description to all ranks."""
+    """The device of one rank."""
 
     host: str
     type: str
@@ -54,7 +54,6 @@ class RankDevice:
     """The environment variable that hides devices from the process, or an error."""
     shares: bool = False
     refusal: str = ""
-    """The reason why the rank's backend cannot be used."""
 
 
 def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDevice]:
@@ -84,7 +83,6 @@ def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDev
 
 
 def _boot_id() -> str:
-    """Return the boot id of the machine. Two machines may have the same host name."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""

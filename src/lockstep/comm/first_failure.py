@@ -77,9 +77,6 @@ class FirstFailure:
 
 
 def _bounded(request: Callable[[], None]) -> None:
-    """Run a request to the store with a time limit, because the process of the store may be
-    lost."""
-
     def call() -> None:
         with suppress(Exception):
             request()

@@ -23,8 +23,6 @@ from lockstep.base.torch_private import PrefixStore, Store, TCPStore, clone_stor
 T = TypeVar("T")
 GLOO_THREAD = "gloo_tcp_loop"
 _EPOLL_CALLS = frozenset({22, 232, 281, 441})
-"""System call numbers of epoll_wait, epoll_pwait and epoll_pwait2, on x86-64 and other
-processors."""
 _FILE_IN_EPOLL = re.compile(r"^tfd:\s*(\d+).*\bino:([0-9a-f]+)", re.MULTILINE)
 _PROCESS = Path("/proc/self")
 # A running thread shows no system call, so it is read several times.
@@ -120,7 +118,6 @@ def _leads_to(number: int, inode: int, port: int) -> bool:
 
 
 def _sockets() -> dict[int, int]:
-    """Return the file descriptor of each socket of this process, by inode."""
     return {inode: number for inode, number in _descriptors() if inode}
 
 

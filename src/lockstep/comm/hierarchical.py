@@ -26,7 +26,6 @@ class HierarchicalAllReduce:
     every rank."""
 
     def __init__(self, shared_memory: SharedMemoryGroup | None, leaders: Sequence[int]) -> None:
-        """`leaders` has the first rank of each host."""
         self.shared_memory = shared_memory
         """None if this host has one rank."""
         self.leader_group: Any = None
@@ -112,7 +111,6 @@ class HierarchicalAllReduce:
 
 @functools.cache
 def _new_group(ranks: tuple[int, ...]) -> Any:
-    """Make a process group. Every process calls it."""
     return dist.new_group(ranks, timeout=TIMEOUT, group_desc="hosts")
 
 

@@ -35,7 +35,6 @@ class Mesh:
 
     world: World
     larger: Sequence[Axis]
-    """The axes with more than one rank, outermost first."""
     torch_mesh: DeviceMesh | None
     """Torch's `DeviceMesh` of the run. Axes over which FSDP2 shards parameters together are one
     dim, such as `shard_context`. None if there is at most one axis and no parameter is sharded."""
@@ -198,8 +197,6 @@ def _sharded_experts(axes: Sequence[Axis]) -> tuple[str, ...]:
 
 
 def _copies_of_dense(axes: Sequence[Axis]) -> tuple[str, ...]:
-    """Return the names of the axes whose ranks hold the same part of a tensor. The tensor belongs
-    to no expert."""
     copied = {*_with_same_state(axes), *(() if _sharded(axes) else _dividing("experts", axes))}
     return tuple(axis.name for axis in axes if axis.name in copied)
 

@@ -29,7 +29,6 @@ class TreeNodes:
 
     @classmethod
     def of(cls, shares: Sequence[range]) -> TreeNodes:
-        """`shares` has each rank's microbatches, as consecutive ranges."""
         count = sum(map(len, shares))
         return cls(
             count, tuple(tuple(tree.cover(share.start, share.stop, count)) for share in shares)
@@ -46,7 +45,6 @@ class OrderedSum:
         tree_nodes: TreeNodes,
         world: World,
     ) -> None:
-        """`nodes` has the vectors of this rank's nodes of the summation tree."""
         self._shared_memory = world.shared_memory
         self._group = world.group
         self._rank = world.rank

@@ -61,8 +61,6 @@ class CollectivesAborted(LockstepError): ...
 
 
 class _Abort:
-    """Aborts this process's collectives repeatedly, until the process leaves its groups."""
-
     def __init__(self) -> None:
         self.is_set = threading.Event()
         self._left = threading.Event()
@@ -90,10 +88,7 @@ class _Abort:
 _abort = _Abort()
 _lock = threading.Lock()
 _store_connection: int | None = None
-"""The inode of the socket between the current process group and its store."""
 _names_used = 0
-"""Number of process group names that this process has used. Torch's group names contain this
-number."""
 
 
 def abort_collectives() -> None:

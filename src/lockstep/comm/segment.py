@@ -133,7 +133,6 @@ class Segment:
         self.memory = memory
         self.words = memoryview(memory)[: _words_bytes(self.size)].cast("q")
         self.data_bytes = _words_bytes(self.size)
-        """Offset in bytes of the data buffers."""
         self.peers = [peer for peer in range(self.size) if peer != rank]
         self.counters = [_line(peer) + _COUNTER for peer in range(self.size)]
         # nobody may call `close` before the segment is freed
@@ -161,8 +160,6 @@ class Segment:
         self._futex(_FUTEX, self._address + 8 * place, _FUTEX_WAKE, _ALL, None)
 
     def calls(self, buffer: int, rank: int) -> int:
-        """Return the index, in `words`, of the `size` + 1 words that describe a rank's call.
-        `buffer` is the index (0 or 1) of the data buffer that the call uses first."""
         return _line(self.size) + (buffer * self.size + rank) * _call_words(self.size)
 
     def wait(self, target: int) -> None:
@@ -309,8 +306,6 @@ def _why_not_shared(rank: int, hosts: Sequence[Sequence[str | int]]) -> str:
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
-    """Return the result of `call`, or its error as text. A failed rank must still call the next
-    collective."""
     try:
         return call(), ""
     # AttributeError if this is not Linux, or an old version
@@ -363,8 +358,6 @@ def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str
 
 
 def _open(everyone: Sequence[dict[str, Any]], rank: int) -> tuple[mmap.mmap, list[int]]:
-    """Map rank 0's memory. Also returns a descriptor for each rank, which becomes readable when the
-    rank's process ends."""
     first = everyone[0]
     descriptor = os.open(
         f"/proc/{first['process']}/fd/{first['descriptor']}", os.O_RDWR | os.O_CLOEXEC

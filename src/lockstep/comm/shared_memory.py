@@ -216,8 +216,6 @@ class SharedMemoryGroup(Closing):
             self._is_called = False
 
     def _gathering(self, output: Tensor, tensor: Tensor, label: int) -> Iterator[None]:
-        """Run an all-gather as a generator that yields before its first wait for the other
-        ranks."""
         into, mine = flat(output), flat(tensor)
         if len(into) != len(mine) * self.size or tensor.dtype is not output.dtype:
             raise ValueError(
@@ -349,8 +347,6 @@ class SharedMemoryGroup(Closing):
             add(parts, piece)
 
     def _reduce_by_slices(self, numbers: Tensor, views: BufferViews) -> None:
-        """All-reduce a tensor in pieces. Every rank adds one slice of a piece, and shares the sum
-        in the round of the next piece."""
         room = views.results[0][0].numel()
         pieces = split(numbers, room * self.size)
         earlier: tuple[Tensor, ...] = ()

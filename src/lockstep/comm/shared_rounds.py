@@ -37,11 +37,8 @@ class BufferViews:
     """Number of elements in a cache line. The slices of two ranks are in different cache lines."""
     whole: list[list[Tensor]]
     results: list[list[Tensor]]
-    """The end of each buffer, for the sum of one slice."""
     sent: list[list[Tensor]]
-    """The cells of this rank's buffer, one for each receiving rank."""
     received: list[list[Tensor]]
-    """The cell of each rank's buffer that this rank reads."""
 
 
 class Rounds:
@@ -52,7 +49,6 @@ class Rounds:
         self.number = 0
         """The number of the last round whose data this rank has written."""
         self.signature = 0
-        """This rank's latest collective, as one number."""
         self._rank = segment.rank
         self._size = segment.size
         self._segment = segment
@@ -88,8 +84,6 @@ class Rounds:
         return views
 
     def meet(self, *, first: bool = False) -> None:
-        """Wait for all ranks. With `first`, in the first round of a collective, also compare the
-        calls."""
         self.announce()
         self.wait(first=first)
 
@@ -129,11 +123,9 @@ class Rounds:
         return most
 
     def forget_views(self) -> None:
-        """Drop the views of the shared memory, which is unmapped with its last view."""
         self._views.clear()
 
     def _difference(self, peer: int, signatures: Sequence[int]) -> CallsDiffer:
-        """Return an error with the same text on all ranks."""
         other = next(rank for rank, each in enumerate(signatures) if each != signatures[0])
         pair = [(self._segment.names[rank], signatures[rank]) for rank in (0, other)]
         texts = [f"rank {name} called {{}} of {{}}".format(*called(each)) for name, each in pair]
@@ -190,7 +182,6 @@ def add(parts: Sequence[Tensor], out: Tensor) -> None:
 
 
 def split(tensor: Tensor, length: int) -> tuple[Tensor, ...]:
-    """Split a tensor into pieces of `length` elements. An empty tensor has one empty piece."""
     pieces: tuple[Tensor, ...] = tensor.split(length)  # type: ignore[no-untyped-call]
     return pieces
 
@@ -233,7 +224,6 @@ def signature_of(collective: str, dtype_code: int, length: int, detail: int) -> 
 
 
 def label_of(signature: int) -> int:
-    """Return the number of a call's label. 0 if it has no label."""
     return 0 if NAMES[signature & 15] == "broadcast" else signature >> 8 & 65535
 
 

@@ -44,8 +44,6 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 BUCKET_NUMBERS = 2**22
 """Number of elements at which `World.sum_each` starts a new bucket."""
 _HEAD_BYTES = 64
-"""Size of the message before a JSON text. The message has the length of the text. It also has the
-text if it fits, or else the digest."""
 _IN_HEAD_BYTES = _HEAD_BYTES - 8
 IN_PLACE_BYTES = 2**17
 """A tensor of at least this size is summed in place instead of in a bucket, in shared memory and on
@@ -247,10 +245,7 @@ class World:
 
 _made: weakref.ref[Any] | None = None
 _compared: tuple[weakref.ref[Any], int] | None = None
-"""The process group whose ranks have compared their devices, and the number of ranks on the busiest
-device."""
 _excepthooks: tuple[Any, Any] = (None, None)
-"""`sys.excepthook` before and after `join` made the process group."""
 
 
 def join(

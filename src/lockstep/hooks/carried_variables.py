@@ -54,9 +54,7 @@ class _Seen(NamedTuple):
     """The value that the next step compares: a number, a digest of a container, or a weak reference
     to a tensor. A strong reference would keep the autograd graph alive."""
     writes: Sequence[int] = ()
-    """The version counters of the value's tensors."""
     is_compared: bool = True
-    """False if the value may differ between ranks, such as the state of an environment."""
 
 
 class CarriedVariables(ControlHook):
@@ -116,8 +114,6 @@ class CarriedVariables(ControlHook):
                         yield f"{name}.{each}", seen
 
     def _kept_by(self, name: str, kind: type) -> dict[str, bool]:
-        """Return the attributes that methods compute from earlier values and that affect a result.
-        Maps an attribute to True if the methods only set its items."""
         if name not in self._kept:
             paths = [each.removeprefix(f"{name}.") for each in self._used if each != name]
             self._kept[name] = kept_by_methods(
@@ -126,7 +122,6 @@ class CarriedVariables(ControlHook):
         return self._kept[name]
 
     def _tell(self, run: Run) -> None:
-        """Every rank calls it."""
         mine = {
             name: _for_all(seen)
             for name, seen in self._seen.items()
@@ -163,8 +158,6 @@ class CarriedVariables(ControlHook):
 
 
 def _value_of(variables: Mapping[str, Any], path: str, saved: Set[int]) -> Any:
-    """Return the value at `path`, such as "agent.memory". Return None for optimizers and for
-    objects that checkpoints save."""
     name, *names = path.split(".")
     value = variables.get(name)
     for each in names:
@@ -175,7 +168,6 @@ def _value_of(variables: Mapping[str, Any], path: str, saved: Set[int]) -> Any:
 
 
 def _trained(value: Any) -> list[Tensor]:
-    """Return leaf tensors that require gradients."""
     tensors = value.parameters() if isinstance(value, nn.Module) else [value]
     return [
         each
@@ -185,8 +177,6 @@ def _trained(value: Any) -> list[Tensor]:
 
 
 def _seen_in(value: Any, remedy: str) -> _Seen | None:
-    """Return None for a container with a model, an optimizer, or a tensor that cannot be read on
-    this rank."""
     if isinstance(value, _NUMBERS):
         return _Seen(remedy, float(value))
     if not isinstance(value, (Tensor, *_CONTAINERS)) or not all(
@@ -201,8 +191,6 @@ def _seen_in(value: Any, remedy: str) -> _Seen | None:
 
 
 def _can_be_read(value: Any) -> bool:
-    """False for a model, an optimizer, and a tensor that is sharded, sparse, or on the meta
-    device."""
     if not isinstance(value, Tensor):
         return not isinstance(value, nn.Module | Optimizer)
     return to_local(value) is value and value.layout is torch.strided and not value.is_meta
@@ -225,7 +213,6 @@ def _is_same(before: Any, now: Any) -> bool:
 
 
 def _for_all(seen: _Seen) -> float | str | None:
-    """Return a number or checksum that is compared between ranks."""
     if not seen.is_compared:
         return None
     value = seen.mark() if isinstance(seen.mark, weakref.ref) else seen.mark

@@ -49,8 +49,6 @@ class Scores:
     by_name: dict[CheckpointName, float] = field(default_factory=dict)
 
     def now(self, run: Run) -> float | None:
-        """Return the latest value of the metric. Raises `RecipeError` if no evaluation has the
-        metric."""
         metric = self.saving.best
         if metric is None or not run.metrics:
             return None
@@ -82,8 +80,6 @@ class Scores:
         )
 
     def note(self, name: CheckpointName, run: Run) -> dict[str, Any] | None:
-        """Record the metric's value for a checkpoint, and return the value for the checkpoint's
-        metadata."""
         value = self.now(run)
         if value is None:
             return None
@@ -353,8 +349,6 @@ class Checkpointer:
         return None
 
     def _record_rescue(self, name: CheckpointName) -> None:
-        """Record the event of a checkpoint that a failed run has saved. The failed run has recorded
-        it if its rank 0 saved the checkpoint."""
         with suppress(RunDirectoryError):
             rows = read_rows(
                 self.run.context.run_dir, EVENTS, lambda row: row.get("event") == "rescued", {}
@@ -404,7 +398,6 @@ class Checkpointer:
         ]
 
     def _edited(self, saved: Mapping[str, Any]) -> list[str]:
-        """Every rank calls it."""
         pairs = zip(saved["optimizers"], self.training.modules, strict=False)
         edited = [
             line
@@ -424,7 +417,6 @@ class Checkpointer:
         return [f"{name}: its code has changed, or a value that it uses" for name in edited]
 
     def _total_bytes(self, tensors: Mapping[str, Tensor]) -> int:
-        """Every rank calls it."""
         mine = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
         sizes: dict[str, int] = {}
         for theirs in self.run.context.mesh.stages.gather_values(mine):
@@ -432,9 +424,6 @@ class Checkpointer:
         return sum(sizes.values())
 
     def _on_rank_0(self, call: Callable[[], Any], what: str) -> Any:
-        """Call a function on rank 0. If it fails, every rank raises an error. Every rank calls
-        it."""
-
         def compute() -> Any:
             try:
                 return call()

@@ -38,8 +38,6 @@ from lockstep.training.run import Run
 DEVICE_SECONDS = (5.0, 60.0)
 """Bounds of the time that the host waits for the device after an error."""
 _TRIES = 3
-"""Number of attempts to copy the state from the device. The device may run queued steps during an
-attempt."""
 
 
 def device_seconds(phases: Phases) -> float:

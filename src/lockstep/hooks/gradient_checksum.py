@@ -15,7 +15,6 @@ from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""The dtype as which the bits of an element are summed, by the element's number of bytes."""
 PIECE_ELEMENTS = 2**16
 """Number of elements that are summed at once on a CPU. Torch first copies them as 64-bit numbers,
 and the copy fits the cache."""

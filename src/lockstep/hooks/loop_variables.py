@@ -20,8 +20,6 @@ from lockstep.base.loop_flow import loop_at, set_anew
 from lockstep.base.torch_private import version
 
 _OWN_REFERENCES = 3
-"""Number of references of lockstep to a frame's dict of variables: the frame, a local variable, and
-the call's argument."""
 
 
 class LoopVariables:
@@ -29,7 +27,6 @@ class LoopVariables:
     the start of its training loop."""
 
     def __init__(self, saved: Collection[int]) -> None:
-        """`saved` has the ids of the tensors that checkpoints save."""
         frame = frame_of_script()
         loop = loop_of(frame)
         anew = set() if loop is None else set_anew(loop)

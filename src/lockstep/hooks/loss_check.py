@@ -185,8 +185,6 @@ class LossCheck(ControlHook):
 
 
 def _kept_by(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """Yield the attributes of a recipe's functions, which may be objects that keep values between
-    calls."""
     for function in (recipe.loss, recipe.inputs, recipe.weight):
         yield from attributes_of(getattr(function, "__self__", function))
 
@@ -198,7 +196,6 @@ def _takes_outputs(run: Run) -> bool:
 
 
 def _may_fail(run: Run) -> bool:
-    """True if training can continue after a forward that failed on all ranks."""
     plan = run.context.plan
     communicate = sum(axis.in_forward for axis in plan.larger)
     stage_has_collectives = plan.divides("layers") and communicate > 1
@@ -246,7 +243,6 @@ def _report(run: Run, found: Findings) -> bool:
 
 
 def report_kept_value(run: Run, kept: str) -> None:
-    """Every rank calls it."""
     report_state(
         run,
         f"{kept}; the loss or the model keeps a value that it changes (a hidden state, a running"
@@ -335,7 +331,6 @@ def _numbers(run: Run, recipe: Recipe) -> Numbers:
 
 
 def _changed_counters(run: Run, before: Numbers, between: Numbers, after: Numbers) -> str | None:
-    """Return the names of Python numbers that two trials both changed and that the loss may use."""
     changed = set(changed_each_time(before, between, after))
     of_model = numbers_of_model(run.model).keys() & changed
     return counters_text(sorted((changed - of_model) | {*carried(run.model, of_model)}))
@@ -405,7 +400,6 @@ def _unseen_mean(
 
 
 def _common_rows(batch: Any) -> int:
-    """Return the size of the first dim of the batch's tensors. 0 if the sizes differ."""
     rows = {len(tensor) if tensor.dim() else 0 for tensor in tensors_in(batch)}
     return rows.pop() if len(rows) == 1 else 0
 
@@ -413,8 +407,6 @@ def _common_rows(batch: Any) -> int:
 def _piece(
     item: Microbatch, rows: tuple[int, int | None] = (0, None), index: int = 0
 ) -> Microbatch:
-    """Copy some samples of a microbatch, because the loss may change its batch. Random numbers are
-    derived from the microbatch index `index`."""
     start, stop = rows
     is_whole = rows == (0, None)
     batch = map_tensors(
@@ -424,7 +416,6 @@ def _piece(
 
 
 def _try_loss(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> Outcome:
-    """Compute the loss of `piece`, whose batch is [output, batch]."""
     weight = None if run.recipe is None else run.recipe.weight
     output, batch = piece.batch
     stream = key(run.context.seed, RandomStream.EVALUATION, run.step, piece.index)
@@ -511,7 +502,6 @@ def _watching(run: Run, samples: int) -> AbstractContextManager[LabelMeans | Non
 
 
 def _of_samples(loss: Any, watched: LabelMeans | None) -> Sequence[LabelMean]:
-    """Return the means over labels if a term of the loss is weighted by its number of samples."""
     terms = loss.values() if isinstance(loss, Mapping) else [loss]
     by_samples = any(isinstance(term, Tensor) for term in terms)
     return watched.found if watched is not None and by_samples else ()
@@ -522,7 +512,6 @@ def _called_collective(tried: Sequence[Outcome]) -> str | None:
 
 
 def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
-    """Compare the first and the last trial of the same microbatch."""
     whole, again = tried[0], tried[-1]
     if isinstance(whole, str):
         return None
@@ -551,8 +540,6 @@ def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
 def _cut_differs(
     whole: Sums, otherwise: Sums, first: Sums, second: Sums, *, tolerance: float
 ) -> Findings:
-    """Compare the loss of a microbatch with the mean loss of its halves. `otherwise` is the loss
-    with different random numbers."""
     for name, (total, weight) in whole.items():
         if otherwise[name] != (total, weight):
             return IS_RANDOM
@@ -625,7 +612,7 @@ def _put_back(value: Any, content: Any) -> None:
 
 
 STEPS, MICROBATCHES = 2, 4
-"""Number of steps, and of microbatches of each rank, in which `CarriedState` watches the models."""
+"""`CarriedState` watches the models during this number of steps and microbatches of each rank."""
 
 _ABOUT = frozenset(
     {
@@ -709,15 +696,11 @@ class CarriedState(ControlHook):
 
 
 class _Watch:
-    """Watches the attributes of one model during its forwards, except its parameters and
-    buffers."""
-
     def __init__(
         self, model: nn.Module, held: Iterable[int], microbatches: Callable[[], int]
     ) -> None:
         self.found: set[str] = set()
         self._changed_twice: set[str] = set()
-        """Names of the Python numbers that the forwards of two microbatches have changed."""
         self._changed: set[str] = set()  # names of the numbers changed in this microbatch
         self._changed_before: set[str] = set()
         self._numbers = numbers_of_model(model)
@@ -804,8 +787,6 @@ def _are_same(before: list[tuple[Tensor, int]], now: list[tuple[Tensor, int]]) -
 
 
 class _Uses(TorchFunctionMode):
-    """Collects the names of tensors whose values torch functions read."""
-
     def __init__(self, left: Mapping[int, str]) -> None:
         super().__init__()
         self.names: set[str] = set()

@@ -110,8 +110,6 @@ class Metrics(ControlHook):
 
 
 def check_metric(run: Run, name: str, of: str) -> None:
-    """Raise an error unless an evaluation measures the metric `name`. `of` is the setting that
-    names the metric."""
     evaluations = {} if run.recipe is None else run.recipe.evaluations
     measured = [
         f"{prefix}{metric}"

@@ -137,7 +137,6 @@ def changes(before: Plan, after: Plan) -> str:
 
 
 def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> str:
-    """`step` is the number of steps done and saved. None if not saved."""
     if isinstance(found, str):
         tried = changes(Plan(), plan)
         return f"lockstep: memory ran out{f' with {tried}' if tried else ''}; {found}"
@@ -151,8 +150,6 @@ def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> 
 
 
 def failure_since(known: TakenFallbacks, folder: Path) -> dict[str, Any] | None:
-    """Return the last failure that a rank has written to the run directory after `known` was
-    read."""
     try:
         found = TakenFallbacks.parse((folder / FILE).read_text(encoding="utf-8"), folder / FILE)
     except (OSError, UnicodeDecodeError, RunDirectoryError):
@@ -303,8 +300,6 @@ class OutOfMemory(ControlHook):
         return plan
 
     def advise(self, run: Run, error: BaseException, *, saved: bool) -> None:
-        """Add advice to an out-of-memory error. `saved` is True if the last step was saved after
-        the error."""
         if self._next is not None:
             plan, folder = run.context.plan, run.context.run_dir
             step = run.step if saved else None

@@ -77,8 +77,6 @@ class RecomputationAudit(ControlHook):
         self._end(run, disagreement, hosts, places)
 
     def _replicas_in(self, run: Run) -> Sequence[Sequence[Sequence[int]]]:
-        """Return, for each replica and pipeline stage, the ranks that compute the stage's part of a
-        microbatch together. Every rank calls it."""
         if self._replicas is None:
             data, stages = run.context.mesh.data, run.context.mesh.stages
             everyone = run.context.world.gather_values([data.rank, stages.rank])
@@ -122,8 +120,6 @@ class RecomputationAudit(ControlHook):
 
 
 def _join_results(reported: Sequence[Sequence[Sequence[Any]]]) -> list[Computed]:
-    """Join the results of the ranks that compute a microbatch together, in the order of the
-    replicas."""
     return [
         Computed(
             sorted(chain(*(exchanged for exchanged, _ in several))),
@@ -150,8 +146,6 @@ def _digest(computed: Computed) -> Tensor:
 
 
 def _axes(run: Run) -> list[str]:
-    """Return this rank's coordinates in the mesh, such as "data rank 1". Empty if only one axis is
-    larger than 1."""
     mesh = run.context.mesh
     found = [f"{each.name} rank {mesh.axis(each.name).rank}" for each in mesh.larger]
     return found if len(found) > 1 else []
@@ -183,8 +177,6 @@ class Disagreement:
         replicas: Sequence[Sequence[Reported]],
         names: Sequence[Sequence[str]],
     ) -> Disagreement:
-        """`replicas` has the results of each replica. `names` has the parameter names of each
-        rank."""
         found = verdict(chosen, replicas)
         data = found.microbatch.ranks
         place, reported = next(
@@ -221,8 +213,6 @@ class Disagreement:
         places: Sequence[str],
         not_deleted: str | None,
     ) -> str:
-        """`agreed` is the number of steps done at the last comparison in which all gradients
-        agreed."""
         kept = (
             f"checkpoints after step {agreed}, where all agreed, are deleted: the same command"
             " resumes from the newest one that is left, or starts again"
@@ -239,7 +229,6 @@ class Disagreement:
         )
 
     def _finding(self, places: Sequence[str]) -> tuple[str, str]:
-        """Describe the ranks that computed wrong gradients, and the remedy."""
         what = f"gradient of {self.first}" if self.first else "output of its part of the model"
         if self.tensors > 1:
             what += f" and {self.tensors - 1} more tensor{'s' * (self.tensors > 2)}"

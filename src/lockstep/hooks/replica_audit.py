@@ -87,8 +87,6 @@ class ReplicaAudit(ControlHook):
         sums: Tensor,
         differs: bool,
     ) -> str:
-        """Return the same text on every rank. `differs` is True if checksums differ between
-        `replicas`."""
         everyone = replicas.gather_rows(sums.reshape(1, -1), [1] * replicas.size)
         ranks = replicas.gather_values(world.rank)
         by_rank = dict(zip(ranks, everyone.tolist(), strict=True))
@@ -171,7 +169,6 @@ def replica_difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) 
 Versions = dict[str, list[Any]]
 
 _SAVED = MODULE_ATTRIBUTES | RECURRENT_CACHES | {"state", "param_groups"}
-"""Attributes that checkpoints save, or that another check watches."""
 
 
 class UnsavedState:
@@ -251,7 +248,6 @@ class UnsavedState:
 
 
 def _owners(run: Run) -> Iterator[tuple[str, nn.Module | Optimizer]]:
-    """Yield modules without `get_extra_state`, and the user's optimizers without `state_dict`."""
     for module in run.training.modules:
         for name, part in module.model.named_modules():
             if type(part).get_extra_state is nn.Module.get_extra_state:
@@ -282,8 +278,6 @@ def _marks(value: Any, models: set[int]) -> list[Any]:
 
 
 def _tensor_versions(hook: Hook, models: set[int]) -> Versions:
-    """Return the version counters of a hook's tensors. Omits the tensors whose ids are in
-    `models`."""
     versions: Versions = {}
     for name, tensors in _tensors_by_name(hook).items():
         if own := [tensor for tensor in tensors if id(tensor) not in models]:
@@ -292,8 +286,6 @@ def _tensor_versions(hook: Hook, models: set[int]) -> Versions:
 
 
 def _tensors_by_name(hook: Hook) -> dict[str, list[Tensor]]:
-    """Return the tensors in the hook's attributes, and in the global and enclosing variables that
-    its methods use."""
     methods = [
         inspect.unwrap(method)  # without decorators such as `torch.no_grad()`
         for kind in type(hook).__mro__

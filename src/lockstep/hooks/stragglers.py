@@ -110,7 +110,6 @@ class Stragglers(ControlHook):
         self._pace.restart()
 
     def _exchange(self, run: Run) -> None:
-        """Exchange times with all ranks. Every rank calls it."""
         world, source = run.context.world, run.training.current
         if self._phases.stream is not None:
             self._pace.add(self._own_seconds(*_OF_MICROBATCHES), self._microbatches)
@@ -142,7 +141,6 @@ class Stragglers(ControlHook):
         return [*(self._own_seconds(*names) for names in phases), exchange + waited]
 
     def _own_seconds(self, *names: str) -> float:
-        """Seconds without waits for other ranks."""
         totals, waits = self._times()
         return sum(
             totals[name] - self._spent.get(name, 0.0) - waits[name] + self._waited.get(name, 0.0)
@@ -192,7 +190,6 @@ class MicrobatchPace:
         self._before = 0.0
 
     def add(self, seconds: float, microbatches: int) -> None:
-        """`seconds` is the total since `restart`."""
         if microbatches:
             self._latest.append((seconds - self._before) / microbatches)
         self._before = seconds

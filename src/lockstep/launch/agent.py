@@ -92,7 +92,7 @@ class StartStore:
 
 
 FAILED, LOST_A_PEER, JOINED = range(3)
-"""If machines restart for different reasons, the first one in this order counts."""
+"""Kinds of reasons for a restart, most important first. Machines may have different reasons."""
 
 
 def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | None:
@@ -113,8 +113,6 @@ def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | No
 def restart_variables(
     everyone: Sequence[Any], machines: Sequence[str], *, in_place: bool
 ) -> dict[str, str]:
-    """The first three values of each machine in `everyone` are for `restart_reason`. The fifth
-    value is the reason why its workers cannot continue in their processes."""
     why = restart_reason([each[:3] for each in everyone], machines)
     if why is None:
         return {}
@@ -125,8 +123,6 @@ def restart_variables(
 
 
 def failure_reason(first: WorkerFailure | None, lost: Sequence[str]) -> tuple[int, str]:
-    """`first` is the failure that caused the other failures. None if no worker of this machine
-    failed. `lost` has the addresses of lost machines."""
     if first is not None:
         return (LOST_A_PEER if first.lost_a_peer else FAILED), first.line
     silent = (
@@ -155,12 +151,10 @@ def rendezvous_error(error: Exception, machines: Machines) -> str:
 
 
 LOST, JOINS = "lost", "joins"
-"""Reasons for which workers leave their collectives: one is lost, or a machine joins."""
+"""Reasons for a recovery in place: a worker is lost, or a machine joins."""
 
 
 class Agent(SimpleElasticAgent):
-    """Torch's elastic agent for lockstep's worker processes."""
-
     def __init__(
         self,
         spec: WorkerSpec,
@@ -502,8 +496,6 @@ class Agent(SimpleElasticAgent):
 
 
 def _new_run_dir(given: Mapping[str, str]) -> str:
-    """Return the run directory if the launcher chose its name and the run has written to it.
-    Otherwise return ""."""
     path = given.get(variable("default_run_dir"), "")
     return path if path and variable("run_dir") not in given and os.path.isdir(path) else ""
 

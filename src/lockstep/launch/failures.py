@@ -159,7 +159,6 @@ class Ending:
     """Ranks that are blocked in the kernel, and did not end in time after SIGKILL."""
     signal: int | None = None
     elsewhere: str = ""
-    """The cause that ended the run on another machine."""
     has_saved: bool = False
     options_read: bool = False
     new_run_dir: str = ""
@@ -317,8 +316,6 @@ def read_crash(path: Path) -> str:
 
 
 def read_torch_record(path: Path, returncode: int) -> FailureRecord | None:
-    """Return the failure that torch's `@record` wrote, for a script that has no record of
-    lockstep."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         extra = message["extraInfo"]

@@ -172,7 +172,7 @@ SILENCE_SECONDS = 5.0
 """Time without a heartbeat after which a machine counts as lost. A busy machine may pause for
 seconds."""
 STATE_SECONDS, RENDEZVOUS_POLL_SECONDS = 0.25, 0.1
-"""Outside of a rendezvous, and during one."""
+"""Seconds between two reads of the rendezvous state: outside of a rendezvous, during a rendezvous."""
 ABLE_SECONDS = 30.0
 TRIES = 10
 REACH_SECONDS = 5.0
@@ -255,8 +255,6 @@ class _MachineLostError(Exception): ...
 
 
 class _Timeout(RendezvousTimeout):
-    """The timeouts of torch's rendezvous. `last_call` may change between two rendezvous."""
-
     last_call = timedelta(seconds=LAST_CALL_SECONDS)
 
 

@@ -57,7 +57,6 @@ class BatchScript:
     """The command that runs on each node. If empty, it is `lockstep run` with `run`, `script` and
     `arguments`."""
     sbatch: Sequence[str] = ()
-    """Additional options of sbatch, one for each #SBATCH line."""
 
     def text(self) -> str:
         limit = limit_seconds(self.time)

@@ -68,8 +68,6 @@ class WorkerFiles:
     """The paths of the files that one worker shares with its launcher."""
 
     stem: Path
-    """The common beginning of the paths of this worker's files. The files that all workers share
-    are in the same folder."""
 
     def _own(self, suffix: str) -> Path:
         return self.stem.with_name(f"{self.stem.name}.{suffix}")

@@ -76,7 +76,6 @@ class SignalForwarding:
     exception waits."""
 
     def __init__(self, on_interrupt: Callable[[], None]) -> None:
-        """The signal handler calls `on_interrupt` if the first signal is SIGINT."""
         self._on_interrupt = on_interrupt
         self.received: signal.Signals | None = None
         self.is_impatient = False
@@ -117,8 +116,6 @@ class SignalForwarding:
 
 
 Start = Callable[[Mapping[str, str]], WorkerProcess]
-"""Starts one worker process with the given environment variables. Called in the order of local
-ranks."""
 
 
 class Spare:
@@ -218,7 +215,6 @@ class WorkerProcesses:
         self.connections.note_replacement(rank)
 
     def adopt(self, others: WorkerProcesses) -> None:
-        """Add the workers of `others`, which have different ranks."""
         self._workers |= others._workers
         self.connections.by_rank |= others.connections.by_rank
 
@@ -413,7 +409,6 @@ class WorkerProcesses:
             self._look()
 
     def _files_of(self, rank: int) -> WorkerFiles:
-        """Return the files of a worker. A worker whose rank has changed keeps its first files."""
         if rank in self._workers:
             return self._workers[rank].files
         return WorkerFiles(self.folder / f"{self._name}-{rank}")

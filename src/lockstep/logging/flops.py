@@ -55,7 +55,6 @@ class Flops:
     """The FLOPs of a model's forward, counted in the first microbatch."""
 
     def __init__(self, model: nn.Module, peak: float | None) -> None:
-        """Nothing is counted if `peak` (FLOP/s) is None, or if the model is compiled."""
         self._peak = None if peak is None or is_compiled(model) else peak
         self._forward: float | None = None
 

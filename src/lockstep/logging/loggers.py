@@ -130,7 +130,6 @@ class Loggers:
         self._calls.put(lambda logger: logger.log(step, finite))
 
     def end(self, result: Mapping[str, Any]) -> None:
-        """Keep the result for `close`, which passes it to the loggers."""
         self._result = result
 
     def close(self) -> None:
@@ -167,7 +166,6 @@ def _check_installed(package: str) -> None:
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested dict. A key becomes a path such as `recipe.global_batch`."""
     fields: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):

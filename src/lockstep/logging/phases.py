@@ -55,7 +55,6 @@ class StreamTimes:
         return self._totals
 
     def _add_first(self) -> None:
-        """Add the oldest phase that the stream has completed to the totals."""
         name, began = self._events.popleft()
         self._totals[name] += began.elapsed_time(self._events[0][1]) / 1e3
         self._spare.append(began)

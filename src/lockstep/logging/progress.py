@@ -18,8 +18,8 @@ _Latest = tuple[float | None, float | None, float | None, Mapping[str, float]]
 
 _LIVE_SECONDS = 0.1
 _LINE_SECONDS, _LONGEST_LINE_SECONDS, _LINE_SHARE = 2.0, 60.0, 0.02
-"""Time between two progress lines without a terminal: shortest and longest seconds, and the
-fraction of the elapsed time that is used in between."""
+"""Interval of progress lines without a terminal: its minimum and its maximum in seconds, and its
+fraction of the elapsed time."""
 _WARM_UP_STEPS = 5
 _MIN_BAR_COLUMNS, _MAX_BAR_COLUMNS = 8, 40
 _NOTEBOOK_COLUMNS = 100
@@ -171,8 +171,6 @@ _IMPORTANCE = {
     _LR: _MIN_BAR_COLUMNS + 1,
     _EXTRA: 2 * _MIN_BAR_COLUMNS + 1,
 }
-"""The numbers on the progress line, most important first. Each has the number of columns that the
-bar must keep."""
 
 
 def _numbers(
@@ -247,7 +245,6 @@ class _Bar:
     def pieces(
         self, step: int, total: int, parts: list[tuple[int, str]], width: int
     ) -> list[tuple[str, str]]:
-        """Return the pieces of the line, each with its colour or ""."""
         pieces = [(f"{step:>{len(str(total))}}/{total}", "")]
         room = width - len(pieces[0][0])
         taken = []

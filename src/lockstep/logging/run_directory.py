@@ -231,7 +231,6 @@ class _FileLock:
 
     @classmethod
     def acquire(cls, path: Path, lost: Sequence[Holder] = ()) -> _FileLock:
-        """Raises `OSError` if locking fails."""
         while True:
             descriptor = open_below(path.parent, path.name, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -298,7 +297,6 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
 
 
 def _holder(descriptor: int) -> Holder | None:
-    """Return None if no run wrote the lock file."""
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
         holder = parse_object(os.read(descriptor, 4096).decode())
@@ -374,7 +372,6 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def device_kind(device: torch.device) -> dict[str, str]:
-    """Return the properties of a device that can change results bitwise."""
     return {"name": device_name(device), **accelerator.traits(device)}
 
 

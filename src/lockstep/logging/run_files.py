@@ -122,5 +122,4 @@ def default_run_path(script: str | None, now: datetime) -> Path:
 
 
 def numbered(path: Path, number: int) -> Path:
-    """Return `path`, `path`-2, `path`-3, ..."""
     return path if number == 1 else path.with_name(f"{path.name}-{number}")

@@ -69,8 +69,6 @@ def check_script(script: str) -> None:
 
 
 def _check_module(name: str) -> None:
-    """Raise `LaunchError` if Python does not find the top package of the module from the working
-    directory."""
     top = name.partition(".")[0]
     if (
         top not in sys.builtin_module_names
@@ -113,7 +111,6 @@ def _packages_of(nodes: Sequence[ast.AST]) -> set[str]:
 
 
 def _words_of(nodes: Sequence[ast.AST]) -> set[str]:
-    """Return the words in names and strings, with `-` replaced by `_`. Omits docstrings."""
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     texts = [
         value

@@ -88,7 +88,6 @@ class _Worker:
     pipe: Connection
     dump: IO[bytes]
     end: int
-    """A pidfd, which becomes readable when the process ends."""
     status: int | None = field(default=None)
 
 
@@ -425,7 +424,6 @@ def _is_user_error(answer: bytes) -> bool:
 
 
 def _receive(worker: _Worker) -> bytes | None:
-    """Return None if the worker ended without a message."""
     try:
         return worker.pipe.recv_bytes() if worker.pipe.poll(0) else None
     except (EOFError, ConnectionResetError):

@@ -81,8 +81,6 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def _mismatch(self, key: str, before: str, mine: Mapping[str, Any], size: int) -> str:
-        """Return the difference between the ranks' calls. The last rank to arrive compares the
-        calls, and all ranks read its result."""
         self._store.set(f"{key}/{mine['rank']}", json.dumps(mine))
         self._store.append(f"{key}/ranks", f"{mine['rank']} ")
         if self._store.add(f"{key}/count", 1) == size:

@@ -117,7 +117,6 @@ def _different_calls(everyone: Sequence[StackSnapshot]) -> Hang:
 
 
 def _kind_of(call: CollectiveCall | None) -> tuple[object, ...] | None:
-    """Return the parts of a call that must be the same on all ranks."""
     if call is None:
         return None
     return (
@@ -129,8 +128,6 @@ def _kind_of(call: CollectiveCall | None) -> tuple[object, ...] | None:
 
 
 def _by_call(snapshots: Sequence[StackSnapshot]) -> list[list[StackSnapshot]]:
-    """Group ranks that wait in the same collective, largest group first."""
-
     def key(each: StackSnapshot) -> str:
         return repr(_kind_of(each.call)) if each.call is not None else str(each.line)
 

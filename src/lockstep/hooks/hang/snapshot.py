@@ -202,7 +202,6 @@ def call_in_stack(stack: Sequence[Frame]) -> CollectiveCall | None:
 
 
 def _instruction(ident: int) -> tuple[int, int, str]:
-    """Return the frame's id, and the offset and the name of the bytecode instruction."""
     frame = sys._current_frames().get(ident)
     if frame is None or frame.f_lasti < 0:
         return 0, 0, ""
@@ -228,7 +227,6 @@ def error_with_line(error: BaseException) -> str:
 
 
 def _is_runnable(thread: threading.Thread) -> bool:
-    """True if the thread is running or runnable. False unless on Linux."""
     try:
         with open(f"/proc/self/task/{thread.native_id}/stat", encoding="ascii") as file:
             return file.read().rpartition(")")[2].split()[0] == "R"
@@ -283,7 +281,6 @@ def read_stack(process: int, descriptor: int) -> Stack:
 
 
 def _is_set(process: int, field: str) -> bool:
-    """`field` is a signal mask in a process's /proc status, such as SigBlk."""
     return bool(int(_status(process)[field], 16) >> (STACK_SIGNAL - 1) & 1)
 
 

@@ -142,15 +142,11 @@ class Watchdog:
     _round: int = 0
     _not_before: float = 0.0
     _compares_after: float = EXCHANGE_SECONDS
-    """Duration of an exchange of shards, in seconds, after which ranks compare it. Doubled after
-    each comparison."""
     _looks_after: float = 0.0
     _is_ending: bool = False
-    """True if Gloo's native code is about to end this process."""
     _compared: threading.Event = field(default_factory=threading.Event)
     _reported_since: float | None = None
     _known: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """The host, process id and stack descriptor of each rank."""
     _stacks: StackWriter = field(default_factory=StackWriter)
     _thread: threading.Thread = field(init=False)
 
@@ -323,7 +319,6 @@ class Watchdog:
         return self._closed.wait(seconds) or self.is_shutting_down() or self._leave_failed_peer()
 
     def _who(self, rank: int) -> dict[str, Any] | None:
-        """Return the host, process id and stack descriptor that a rank's process has written."""
         if rank not in self._known:
             if (text := self._take(f"who/{rank}")) is None:
                 return None
@@ -370,7 +365,6 @@ class Watchdog:
 
 
 def _end_of(who: Mapping[str, Any] | None) -> str | None:
-    """Return the reason why a process will not answer. None if it may answer."""
     if who is None or who["process_ids"] != process_id_space() or sys.platform != "linux":
         return None
     process = who["process"]
@@ -427,7 +421,6 @@ class HangHook(Hook):
         self.failure: FirstFailure | None = None
         """The first error of any rank. Set when all ranks have started."""
         self.mistake: RecipeError | None = None
-        """The error for which the watchdog ended this rank's collectives."""
         if timeouts is None:
             return
         world, mailbox = context.world, None
@@ -457,7 +450,6 @@ class HangHook(Hook):
         return [module.agreement for module in list(modules)]
 
     def watch(self, run: Run) -> None:
-        """Set the run that is saved after a hang."""
         self._run = run
 
     @property
@@ -487,7 +479,6 @@ class HangHook(Hook):
         collected: bool,
         mine: StackSnapshot,
     ) -> None:
-        """Called in the watchdog's thread."""
         if collected:
             path = self._context.run_dir / f"hang-{mine.step:08d}.txt"
             stacks = f"all stacks: {path}"

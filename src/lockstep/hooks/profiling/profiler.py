@@ -168,7 +168,6 @@ class Profiler(ControlHook):
     def _export(
         self, profiler: profile, phases: Sequence[tuple[str, float, float]]
     ) -> tuple[dict[str, Any], float]:
-        """Write the trace. Also returns the start of the trace's clock in seconds since 1970."""
         mine = self._folder / f"rank-{self._world.rank}.json"
         profiler.export_chrome_trace(str(mine))
         trace: dict[str, Any] = json.loads(mine.read_text(encoding="utf-8"))
@@ -219,7 +218,6 @@ class Profiler(ControlHook):
 def _phase_events(
     phases: Sequence[tuple[str, float, float]], offset_seconds: float
 ) -> list[dict[str, Any]]:
-    """`offset_seconds` is the trace's clock minus the clock of the phases."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "tid": PHASES_THREAD, "args": {"name": "phases"}},
         {"ph": "M", "name": "thread_sort_index", "tid": PHASES_THREAD, "args": {"sort_index": -1}},
@@ -301,7 +299,6 @@ class MemoryNotes:
                             yield "optimizer state", f"{kind} of {of}", leaf
 
     def _known_tensor(self, cause: str, name: str, tensor: Any) -> KnownTensor | None:
-        """Return None if the tensor has no memory on the rank's device."""
         if (
             not isinstance(tensor, Tensor)
             or isinstance(tensor, ChunkedLogits)

@@ -87,7 +87,6 @@ def _own_spans(operators: Iterable[Mapping[str, Any]]) -> list[Span]:
 def _with_called(
     operators: Iterable[Mapping[str, Any]],
 ) -> Iterator[tuple[Mapping[str, Any], list[Span]]]:
-    """Yield each operator with the spans of the operators that it calls directly."""
     open_: list[tuple[Mapping[str, Any], list[Span]]] = []
     for event in sorted(operators, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
         while open_ and span(open_[-1][0])[1] <= span(event)[0]:
@@ -203,7 +202,6 @@ _OF_PATH = {
     "ChunkedTotal": "chunked logits",
     "ChunkedLosses": "chunked logits",
 }
-"""The cause of an operator's allocations, by the beginning of the operator's name."""
 _MAKES_MEMORY = ("aten::empty", "aten::new_empty", "aten::resize_")
 
 
@@ -348,7 +346,6 @@ def _allocations(
 
 
 def _totals(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
-    """Return (time, total memory from this time on) pairs."""
     first = events[0]["args"]
     totals = [(float(event["ts"]) / 1e6, event["args"]["Total Allocated"]) for event in events]
     return [(-math.inf, first["Total Allocated"] - first["Bytes"]), *totals]
@@ -392,7 +389,6 @@ def _attribute(
 
 
 def _backward_spans(timed: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """Return the sorted spans of autograd's engine, without nested spans."""
     spans: list[Span] = []
     for start, stop in sorted(
         span(event) for event in timed if event["name"].startswith(_BACKWARD)
@@ -416,8 +412,6 @@ def _phase_at(
 def _paths(
     allocations: Sequence[Allocation], timed: Iterable[Mapping[str, Any]]
 ) -> dict[int, list[str]]:
-    """Return the operators that were running at each allocation, outermost first, by the
-    allocation's `id`."""
     paths: dict[int, list[str]] = {}
     kinds = ("cpu_op", "user_annotation")
     events = sorted(
@@ -509,7 +503,6 @@ def _rows(
 
 
 def _thinned(rows: Sequence[_Row], window: Span) -> list[_Row]:
-    """Keep the row with the most memory in each of `MOST_POINTS` parts of the window."""
     most: dict[int, _Row] = {}
     start, stop = window
     for row in rows:
@@ -520,7 +513,6 @@ def _thinned(rows: Sequence[_Row], window: Span) -> list[_Row]:
 
 
 def memory_table(ranks: Sequence[Mapping[str, Any] | None]) -> list[str]:
-    """`ranks` has each rank's `MemoryTimeline` as JSON."""
     known = [(rank, each) for rank, each in enumerate(ranks) if each is not None]
     if not known:
         return ["memory over time: not known, since torch counts no memory of this device"]

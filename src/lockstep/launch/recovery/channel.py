@@ -34,7 +34,6 @@ from typing import Any
 from lockstep.launch.worker_files import WorkerStart
 
 ENDED = "the training has ended on this process"
-"""The reason why a worker cannot recover in place after it has finished its training."""
 _PIECE_BYTES = 1 << 15
 _PIECE_DESCRIPTORS = 253
 _FIRST, _LAST = 1, 2
@@ -92,8 +91,6 @@ class Channel:
         return None
 
     def _is_readable(self, until: float | None) -> bool:
-        """Wait for data until the time `until`. The socket is blocking, because `send` must wait
-        until the buffer has room."""
         poll = select.poll()
         try:
             poll.register(self._end, select.POLLIN)
@@ -121,7 +118,5 @@ def inherited(environment: Mapping[str, str]) -> list[int]:
 
 
 def worker_channel(descriptor: int) -> Channel:
-    """Make the worker's channel. Child processes of the user's code do not inherit the
-    connection."""
     os.set_inheritable(descriptor, False)
     return Channel(socket.socket(fileno=descriptor))

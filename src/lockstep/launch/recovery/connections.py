@@ -73,7 +73,6 @@ class Connections:
                 self.by_rank.pop(rank).channel.close()
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
-        """`ranks` maps old ranks to new ranks."""
         self.by_rank = {ranks[rank]: connection for rank, connection in self.by_rank.items()}
 
     def look(self) -> None:
@@ -151,8 +150,6 @@ class Connections:
                 self.by_rank[rank].channel.send(kind)
 
     def rejoin(self, environments: Mapping[int, Mapping[str, str]], *, lost_at: float) -> None:
-        """`environments` has the variables of each worker's new rank. `lost_at` is the time at
-        which the loss was detected, in seconds since 1970."""
         descriptors = _descriptors(self.images)
         for rank, environment in environments.items():
             connection = self.by_rank[rank]

@@ -24,8 +24,6 @@ SAME_STEP = 3
 
 class InPlace:
     def __init__(self, start: Start, *, shrinks: bool, spare_imports: Sequence[str]) -> None:
-        """With `shrinks`, the run continues without lost workers if the plan allows it, instead of
-        replacing them. `spare_imports` has the modules that a spare process imports."""
         self._start = start
         self._spare_imports = spare_imports
         self._shrinks = shrinks
@@ -44,7 +42,6 @@ class InPlace:
             self._spare = Spare(self._start, environment, self._spare_imports)
 
     def note_losses(self, ranks: Sequence[int], step: int) -> bool:
-        """Return True if a worker was lost too often at this step. `step` is -1 if unknown."""
         if step < 0:
             return False
         losses = [(rank, step) for rank in ranks]
@@ -58,9 +55,7 @@ class InPlace:
         newcomers: Callable[[int], tuple[WorkerProcesses, Mapping[int, Mapping[str, str]]]],
     ) -> None:
         """Replace each worker that has ended by a new process. If that would take long, and the
-        plan fits fewer workers, continue without the worker. Then also start a newcomer, a process
-        that joins the run later. `newcomers` makes the given number of newcomers, and returns their
-        `WorkerProcesses` and their variables by rank."""
+        plan fits fewer workers, continue without the worker."""
         took = [each.script_seconds for each in workers.connections.by_rank.values()]
         self._script_seconds = max(self._script_seconds, *took, 0.0)
         if self._newcomers is not None and self.newcomers_are_ready():

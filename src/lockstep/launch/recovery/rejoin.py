@@ -32,9 +32,6 @@ class Rejoin:
     def __init__(
         self, channel: Channel, abort: Callable[[], None], waits: Callable[[], object]
     ) -> None:
-        """`abort` makes all collectives of this process raise until it leaves its groups. It may be
-        called in any thread. `waits` returns the current wait in a collective, or None. Equal
-        values mean the same wait."""
         self.is_rejoining = _is_replacement
         self.trainings = 0
         self.lost_at = self.rejoined_at = 0.0
@@ -189,8 +186,6 @@ _rejoin: Rejoin | None = None
 
 
 def use_channel(channel: Channel | None, *, is_replacement: bool) -> None:
-    """Called once, before the user's code runs. `channel` is None if the launcher does not recover
-    in place."""
     global _channel, _script_began, _is_replacement
     _channel, _script_began, _is_replacement = channel, time.monotonic(), is_replacement
 
