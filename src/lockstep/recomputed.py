@@ -13,9 +13,9 @@ Position = list[float]
 """A position in the order in which the ranks of a replica exchange tensors. All these ranks have
 the same order. Positions compare as sequences."""
 RECEIVED, WITHIN, SENT = range(3)
-"""The second number of a position. The first number counts the parts of a microbatch's computation. A
-rank receives tensors before it computes the part, exchanges tensors while it computes the part, or
-sends tensors afterwards."""
+"""The second number of a position. The first number counts the parts of a microbatch's computation.
+A rank receives tensors before it computes the part, exchanges tensors while it computes the part,
+or sends tensors afterwards."""
 GRADIENT: Position = [math.inf]
 """The position of the parameters' gradients, after all exchanges of tensors."""
 

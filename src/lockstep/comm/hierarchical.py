@@ -111,6 +111,7 @@ class HierarchicalAllReduce:
 
 @functools.cache
 def _new_group(ranks: tuple[int, ...]) -> Any:
+    """Every process calls it, because torch numbers the groups."""
     return dist.new_group(ranks, timeout=TIMEOUT, group_desc="hosts")
 
 

@@ -122,6 +122,7 @@ class CarriedVariables(ControlHook):
         return self._kept[name]
 
     def _tell(self, run: Run) -> None:
+        """Every rank calls it."""
         mine = {
             name: _for_all(seen)
             for name, seen in self._seen.items()

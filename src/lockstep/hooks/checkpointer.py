@@ -398,6 +398,7 @@ class Checkpointer:
         ]
 
     def _edited(self, saved: Mapping[str, Any]) -> list[str]:
+        """Every rank calls it."""
         pairs = zip(saved["optimizers"], self.training.modules, strict=False)
         edited = [
             line
@@ -417,6 +418,7 @@ class Checkpointer:
         return [f"{name}: its code has changed, or a value that it uses" for name in edited]
 
     def _total_bytes(self, tensors: Mapping[str, Tensor]) -> int:
+        """Every rank calls it."""
         mine = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
         sizes: dict[str, int] = {}
         for theirs in self.run.context.mesh.stages.gather_values(mine):
@@ -424,6 +426,8 @@ class Checkpointer:
         return sum(sizes.values())
 
     def _on_rank_0(self, call: Callable[[], Any], what: str) -> Any:
+        """Every rank calls it."""
+
         def compute() -> Any:
             try:
                 return call()

@@ -243,6 +243,7 @@ def _report(run: Run, found: Findings) -> bool:
 
 
 def report_kept_value(run: Run, kept: str) -> None:
+    """Every rank calls it."""
     report_state(
         run,
         f"{kept}; the loss or the model keeps a value that it changes (a hidden state, a running"

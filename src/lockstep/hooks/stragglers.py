@@ -110,6 +110,7 @@ class Stragglers(ControlHook):
         self._pace.restart()
 
     def _exchange(self, run: Run) -> None:
+        """Every rank calls it."""
         world, source = run.context.world, run.training.current
         if self._phases.stream is not None:
             self._pace.add(self._own_seconds(*_OF_MICROBATCHES), self._microbatches)

@@ -172,7 +172,7 @@ SILENCE_SECONDS = 5.0
 """Time without a heartbeat after which a machine counts as lost. A busy machine may pause for
 seconds."""
 STATE_SECONDS, RENDEZVOUS_POLL_SECONDS = 0.25, 0.1
-"""Seconds between two reads of the rendezvous state: outside of a rendezvous, during a rendezvous."""
+"""Seconds between two reads of the rendezvous state, outside of a rendezvous and during one."""
 ABLE_SECONDS = 30.0
 TRIES = 10
 REACH_SECONDS = 5.0
