@@ -31,7 +31,7 @@ class RandomStream(IntEnum):
     """The permutation of the samples in one window of a stream: (seed, WINDOW, shard, epoch,
     window)."""
     SAMPLER = 8
-    """A call of a sampler: (seed, SAMPLER, epoch); in `ls.samplers`: (seed, SAMPLER, epoch or
+    """A call of a sampler: (seed, SAMPLER, epoch). In `ls.samplers`: (seed, SAMPLER, epoch or
     number of a part)."""
     HOOK = 9
     """A call of a user's hook: (seed, HOOK, index of the hook, number of the method, steps

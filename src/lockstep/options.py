@@ -25,7 +25,7 @@ Recovery = Literal["in-place", "shrink", "restart"]
 TIMES_USUAL = 20.0
 """Timeout of a phase, as a multiple of its usual time."""
 LEAST_STEP_SECONDS = 60.0
-"""Smallest timeout of `STEP_PHASES`."""
+"""Smallest timeout of a phase in `STEP_PHASES`."""
 LEAST_OTHER_SECONDS = 300.0
 """Smallest timeout of all phases that are not in `STEP_PHASES`. Their times depend on disks,
 networks and users' code."""
@@ -166,12 +166,12 @@ def option_of(declared: Field[Any]) -> Option:
 
 
 def flag(name: str) -> str:
-    """`--save-every` for `save_every`."""
+    """For example `--save-every` for `save_every`."""
     return f"--{name.replace('_', '-')}"
 
 
 def variable(name: str) -> str:
-    """LOCKSTEP_SAVE_EVERY for `save_every`."""
+    """For example LOCKSTEP_SAVE_EVERY for `save_every`."""
     return f"LOCKSTEP_{name.upper()}"
 
 

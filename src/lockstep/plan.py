@@ -62,8 +62,8 @@ PACED_BY: dict[Divided, str] = {
     " slowest",
     "layers": "each microbatch passes through all of its ranks, however fast they are",
 }
-"""The reason why the ranks of an axis cannot each compute at a different speed, by the last thing
-that the axis divides. All things that are not in this dict have the reason `TOGETHER`."""
+"""The reason why the ranks of an axis cannot each compute at a different speed, by the thing that
+the axis divides."""
 NOT_IN_SLICES = {
     "context": "chunks of a sequence are computed in threads, and layers in slices are not",
     "expert": "layers are not computed in slices beside experts yet",
@@ -160,7 +160,7 @@ class Plan:
     again for its backward (ZeRO-3). `gradients` keeps them until the backward (ZeRO-2). It needs
     more memory and one all-gather less."""
     offload: bool = False
-    """CPU offload, under `shard` on GPUs: parameters, gradients and optimizer state stay in CPU
+    """CPU offload, under `shard` on GPUs. Parameters, gradients and optimizer state stay in CPU
     memory, and the optimizer runs there. Each block's parameters are copied to the GPU when they
     are gathered."""
     checkpointing: Checkpointing = "none"
@@ -206,8 +206,8 @@ class Plan:
     one. `measured`: in proportion to the replica's measured speed, so that a slow machine does not
     hold up the run."""
     threads: Size | None = None
-    """Intra-op threads per process. None: OMP_NUM_THREADS, else cores ÷ processes (`bitwise` on
-    CPUs: 1)."""
+    """Intra-op threads per process. With None, it is OMP_NUM_THREADS if set, else cores ÷ processes
+    (`bitwise` on CPUs: 1)."""
     workers: Size = 0
     """Number of data loader workers per rank. With 0, the training process loads the data. `auto`
     is measured."""

@@ -45,7 +45,7 @@ class Result:
     """The best evaluation by `Saving.best`, and its checkpoint. None without `Saving.best`, or if
     the metric was not measured."""
     fingerprint: str
-    """SHA-256 of the final parameters and buffers, see `lockstep.fingerprint`."""
+    """SHA-256 of the final parameters and buffers. See `lockstep.fingerprint`."""
     run_dir: str
     """The run directory."""
     plan: str

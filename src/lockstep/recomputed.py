@@ -27,7 +27,7 @@ class Recomputed:
     microbatch: int
     ranks: tuple[int, ...]
     """The rank to which the microbatch is assigned, and the rank that recomputes it. With at least
-    three ranks, also a third rank, which decides between these two."""
+    three ranks, also a third rank, which decides which of the two is right."""
 
 
 def recomputed(
@@ -35,8 +35,7 @@ def recomputed(
 ) -> tuple[Recomputed, ...]:
     """Choose one microbatch of each rank, and the ranks that recompute it. Each rank recomputes at
     most one microbatch as the second rank, and at most one as the third rank. `shares` has the
-    microbatches of each of at least two ranks. `choose` maps the number of the choice to a random
-    integer."""
+    microbatches of each of at least two ranks."""
     ranks = len(shares)
     first = 1 + choose(0) % (ranks - 1)
     distances = [0, first, first % (ranks - 1) + 1][: min(ranks, 3)]

@@ -57,7 +57,7 @@ class Session:
     # the evaluations of `train`; None in a session that a script makes
     _evaluations: Mapping[str, Evaluation] | None = None
     code: Mapping[str, str] = MappingProxyType({})
-    """Digests of the functions of the recipe; empty in a session that a script makes."""
+    """Digests of the recipe's functions. Empty in a session that a script makes."""
     _code_and_objects: Digests = MappingProxyType({})
     _recovery: Recovery | None = None  # the recovery of `train`, if the run can recover in place
     _open: Callable[[RunRequest, Termination, ExitStack, Recovery | None], Opened] = staticmethod(
@@ -210,7 +210,7 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """The rank of this process; rank 0 writes files."""
+        """The rank of this process. Rank 0 writes files."""
         return self.world.rank
 
     @property
@@ -220,7 +220,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """The device that this rank computes on: its GPU, or the CPU."""
+        """The device of this rank: its GPU, or the CPU."""
         return self.world.device
 
     @property

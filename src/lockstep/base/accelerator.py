@@ -46,7 +46,7 @@ def kind() -> str | None:
 
 
 def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
-    """Return the dtypes for the CPU and for the accelerator; None where autocast is off."""
+    """Return the autocast dtypes for the CPU and for the accelerator. None without autocast."""
     built_for = torch.accelerator.current_accelerator()
     return tuple(
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -191,7 +191,7 @@ def _unescape(found: re.Match[bytes]) -> bytes:
 
 
 def ends_with_container(path: Path, environ: Mapping[str, str], root: Path = ROOT) -> str | None:
-    """Return the reason why files in `path` are lost when this container ends; None if they are
+    """Return the reason why files in `path` are lost when this container ends. None if they are
     kept."""
     point, kind = mount_of(path, root)
     if kind not in _TEMPORARY or container_engine(environ, root) is None:

@@ -18,7 +18,7 @@ USER_ERROR_STATUS = 2
 
 
 class LockstepError(Exception):
-    """Base class of all exceptions that lockstep raises on purpose."""
+    """Base class of all exceptions of lockstep."""
 
 
 E = TypeVar("E", bound=LockstepError)
@@ -42,8 +42,8 @@ class DataError(UserError):
 
 
 class LossError(UserError):
-    """A loss or gradient from which no optimizer step can be taken. The loss is not a scalar, the
-    loss has no gradient, or a value is NaN or infinite."""
+    """A loss or gradient from which no optimizer step can be taken: the loss is not a scalar or has
+    no gradient, or a value is NaN or infinite."""
 
     def __init__(self, text: str, *, not_finite_in: int | None = None) -> None:
         """`not_finite_in` is the step, as in metrics.jsonl, whose loss or gradient is NaN or
@@ -85,8 +85,8 @@ def cannot_write(path: object, error: OSError) -> RunDirectoryError:
 
 
 class LaunchError(UserError):
-    """Processes cannot be started or cannot connect. The script is missing, the count is
-    impossible, or a port is in use."""
+    """Processes cannot be started or cannot connect, because the script is missing, the number of
+    processes is impossible, or a port is in use."""
 
 
 class MismatchError(LockstepError):

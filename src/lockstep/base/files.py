@@ -108,7 +108,7 @@ def open_below(folder: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o
 
 
 def open_named(path: Path) -> int:
-    """Open a regular file that the user named; it may be a link."""
+    """Open a regular file that the user named. It may be a link."""
     return _checked(os.open(path, os.O_RDONLY | (_SAFE & ~getattr(os, "O_NOFOLLOW", 0))), path)
 
 

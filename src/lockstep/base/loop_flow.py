@@ -108,7 +108,6 @@ class _Flow:
         self.read: set[str] = set()
         self.changed: set[str] = set()
         self.kept: set[str] = set()
-        """Variables whose new value is computed from their value at the beginning of the step."""
         self.filled: set[str] = set()
         self._origins: Origins = dict.fromkeys(given, _NONE)
         self._decides: frozenset[str] = _NONE  # origins of the conditions around a statement

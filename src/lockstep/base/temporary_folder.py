@@ -22,9 +22,8 @@ _NAME = re.compile(r"lockstep-([a-z]+-)?[a-z0-9_]{8}")
 _ALIVE = "alive"
 """The file that a process keeps locked while it uses the folder."""
 _NEW = "new"
-"""The name of the file `_ALIVE` until it is locked."""
 _EMPTY_SECONDS = 60.0
-"""Age after which a folder without a locked file is removed, because its process was killed."""
+"""Age at which a folder without a locked file is removed. Its process was killed."""
 _REGULAR_ONLY: int = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 

@@ -67,7 +67,6 @@ unsafe_view = torch.ops.aten._unsafe_view.default
 exist."""
 
 _FSDP = ("DefaultAllGather", "DefaultReduceScatter")
-"""Imported at the first use, because the import is slow."""
 
 IMPORTED_IN_TRAINING = (
     *("torch._dynamo", "torch._subclasses.fake_tensor", "torch.distributed.device_mesh"),

@@ -23,7 +23,7 @@ def seconds(text: str, name: str, raises: type[UserError]) -> float:
 
 
 def parse_duration(text: str) -> float:
-    """Return seconds; 0 if the text is not a duration."""
+    """Return seconds. 0 if the text is not a duration."""
     if not (match := _DURATION.fullmatch(text)):
         return 0.0
     parts = zip(match.groups(), _UNITS.values(), strict=True)

@@ -27,7 +27,7 @@ class HierarchicalAllReduce:
 
     def __init__(self, shared_memory: SharedMemoryGroup | None, leaders: Sequence[int]) -> None:
         self.shared_memory = shared_memory
-        """None if this host has one rank."""
+        """None if this host has only one rank."""
         self.leader_group: Any = None
         self.leaders = tuple(leaders)
         self._started: list[tuple[Tensor, dist.Work | None, torch.futures.Future[Tensor]]] = []

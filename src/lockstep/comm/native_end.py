@@ -12,7 +12,7 @@ _SET_TERMINATE = "_ZSt13set_terminatePFvvE"
 
 
 class NativeEnd:
-    """Calls `before` in the thread in which C++ calls `std::terminate`, until `close`."""
+    """Calls `before` in the thread in which C++ calls `std::terminate`. `close` disables it."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._set: Any = None

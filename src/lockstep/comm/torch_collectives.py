@@ -45,7 +45,7 @@ def count_torch_waits() -> Iterator[None]:
 
 
 class CollectiveCalled(Exception):
-    """The text is the collective's name."""
+    """Raised when a user's function calls a collective. The text is the collective's name."""
 
 
 @contextmanager

@@ -65,11 +65,11 @@ class Findings(NamedTuple):
     """The findings of one rank about the loss, as text for a warning."""
 
     kept: str | None = None
-    """The loss of the same microbatch changes from call to call."""
+    """Text if the loss of the same microbatch changes from call to call."""
     counts: str | None = None
-    """Each forward changes a Python number, such as a counter."""
+    """Text if each forward changes a Python number, such as a counter."""
     cut: str | None = None
-    """The loss of a microbatch differs from the mean loss of its two halves."""
+    """Text if the loss of a microbatch differs from the mean loss of its two halves."""
     unchecked: str | None = None
     """The reason why the loss could not be checked."""
     collective: str | None = None
@@ -351,7 +351,8 @@ def _check_on_halves(
     item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run
 ) -> Findings:
     """Compare the loss of a microbatch with the losses of its halves. The last call of `compute`
-    finds values that only different samples change, such as a running proportion of classes."""
+    finds values that change only with different samples, such as a running proportion of
+    classes."""
     whole: list[Outcome] = [compute(_piece(item)) for _ in range(2)]
     if (kept := _kept(run, whole)) is not None:
         return Findings(kept=kept)

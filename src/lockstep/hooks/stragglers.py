@@ -42,8 +42,8 @@ _COLUMNS = (
 )
 _OF_MICROBATCHES = ("data", "compute")
 MEDIAN_OF = 16
-"""Number of steps over which a rank takes the median time of a microbatch. On a GPU, the number of
-exchanges of times."""
+"""Number of steps from which a rank takes the median time of a microbatch. On a GPU, it is the
+number of exchanges of times."""
 MIN_MEDIAN_OF = 3
 SLOWDOWN = 1.15  # a rank is a straggler if its work takes this many times the others' median
 MIN_SECONDS = 10.0
@@ -52,8 +52,8 @@ MIN_WINDOWS = 3  # ranks are compared over at least MIN_SECONDS and this many ex
 # them are skipped.
 EXCHANGE_SECONDS = 0.2
 _RANKS_AT_ONCE = 256
-"""Largest world size at which the interval between exchanges of times is not longer. With n times
-as many ranks, the interval is n times as long."""
+"""Largest world size for which ranks exchange their times at every logging step. With n times as
+many ranks, they exchange them n times less often."""
 
 # shape (parts, ranks): seconds per step between two logging steps, in the order of `PARTS`
 Times = NDArray[np.float64]

@@ -314,8 +314,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return bytes(self._store.compare_set(f"{_RUN_ID}.{name}", "", value)).decode()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Hold a rendezvous. The workers get a new store each time. A lost machine would remain in
-        the store of torch's rendezvous."""
+        """Hold a rendezvous. The workers get a new store each time, because a lost machine would
+        remain in the store of torch's rendezvous."""
         if self._timeout.last_call.total_seconds() == LAST_CALL_SECONDS:
             say(
                 f"lockstep: waits at {self.machines.endpoint} for the machines of the run"

@@ -144,8 +144,7 @@ def limit_seconds(time: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmStep:
-    """A Slurm step (the tasks of one srun), as srun describes it in the environment of each
-    task."""
+    """A Slurm step (the tasks of one srun). Read from the environment of a task."""
 
     nodes: Sequence[str]
     tasks: Sequence[int]

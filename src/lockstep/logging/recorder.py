@@ -39,7 +39,6 @@ ROW_NAMES = RESERVED_NAMES | {
 }
 """Keys that lockstep writes in each line of metrics.jsonl."""
 _runs_in_launched = 0
-"""Number of runs of this process in the launcher's run directory and its numbered successors."""
 _opened: list[Path] = []
 _goes_through_again = False
 """True after this process has opened an ended run that the script repeats on the way to a later
@@ -105,8 +104,7 @@ class Recorder:
             self._open.close()
             raise
         self.path = Path(path)
-        """The run directory, which is the same on all ranks. So is `attempt` (eight hexadecimal
-        digits for this start)."""
+        """The run directory, which is the same on all ranks."""
         if self._directory is not None and _opened and not again:
             note_followed(_opened[-1], self.path)
         _opened.append(self.path)

@@ -102,7 +102,7 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def call_difference(everyone: Sequence[Mapping[str, Any]]) -> str:
-    """if the ranks' calls do not differ."""
+    """Return the difference between the ranks' calls as text. Empty if all calls are equal."""
     by_call: dict[str, list[Mapping[str, Any]]] = {}
     for each in everyone:
         by_call.setdefault(each["call"], []).append(each)

@@ -120,9 +120,7 @@ class Watchdog:
     size: int
     mailbox: Mailbox | None  # None with one process
     on_hang: Callable[[Hang, Mapping[int, StackSnapshot], bool, StackSnapshot], None]
-    """Called in the watchdog's thread, on every rank. The arguments are the hang, all snapshots,
-    True if this rank collected them, and the snapshot of this rank. The snapshots are empty unless
-    this rank collected them."""
+    """Called in the watchdog's thread, on every rank."""
     is_shutting_down: Callable[[], bool]  # True if the launcher is ending the run
     is_recovered: Callable[[Hang], bool]
     """True if the launcher replaces the hanging ranks by new processes."""
@@ -130,7 +128,6 @@ class Watchdog:
     # `STUCK_SECONDS`
     on_stuck: Callable[[], None]
     agreements: Callable[[], Sequence[StepAgreement]]
-    """The record of the shards that this rank gathers and reduces, for each model."""
     has_peer_failed: Callable[[], bool]
     """True if another rank has ended its run with an error."""
     # True if the watchdog's thread is about to end this process; then no other thread may end it

@@ -193,7 +193,6 @@ LARGEST = 10
 MARK = "lockstep::memory "
 """Prefix of a memory note's number in a trace."""
 _Row = tuple[float, int, list[int]]
-"""(time in seconds, total bytes, bytes of each cause in the order of `CAUSES`)"""
 _BACKWARD = "autograd::engine::evaluate_function: "
 _OF_PATH = {
     "FSDP::all_gather": "parameters",
