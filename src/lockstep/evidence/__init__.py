@@ -1,1 +1,2 @@
-"""Evidence, for `lockstep verify` and `lockstep audit`: traces, sketches, fits, tolerance."""
+"""Traces of runs, sketches of tensors, and tolerances, for `lockstep verify` and `lockstep
+audit`."""

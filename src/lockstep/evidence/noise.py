@@ -1,4 +1,4 @@
-"""Noise as large as rounding, which measures the effect of rounding on a model."""
+"""Adds noise of one unit in the last place to a model, to measure the effect of rounding."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 
 def add_noise(model: nn.Module, seed: int) -> None:
-    """Add noise of one unit in the last place to every parameter, to every layer's output, and to
-    the gradient with respect to that output."""
+    """Add noise of one unit in the last place to every parameter, every layer's output, and the
+    gradient of every output."""
     # In a short dtype, the outputs of layers are rounded; noise only in parameters, which are in
     # float32, would be too small.
     perturb_parameters(model, seed)
@@ -67,7 +67,7 @@ def _random(name: str, seed: int, like: Tensor) -> Tensor:
 
 
 def _neighbours(value: Tensor, up: Tensor) -> Tensor:
-    """Return the next larger or smaller number for each element; for a dtype without nextafter, the
+    """Return the next larger or smaller number for each element. A dtype without nextafter gets the
     number one epsilon away."""
     if value.dtype in (torch.float32, torch.float64):
         infinity = torch.full_like(value, torch.inf)

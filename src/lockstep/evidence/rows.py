@@ -1,5 +1,4 @@
-"""The format of all traces: files of rows. A row is one line with a JSON object, which has a
-`kind`."""
+"""The format of trace files. A row is a line with a JSON object, which has a `kind`."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ Row = dict[str, Any]
 
 
 class RowFile:
-    """A file of rows, written line by line: a process that is killed loses at most its last row."""
+    """A file of rows, which are written at once. A killed process loses at most its last row."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8", buffering=1)
@@ -24,7 +23,7 @@ class RowFile:
 
 
 def read_row_file(path: Path) -> list[Row]:
-    """Return the rows of a file, up to a row that was cut off."""
+    """Return the rows of a file. A row that was cut off ends the list."""
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

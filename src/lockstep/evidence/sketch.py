@@ -1,9 +1,9 @@
-"""Sketches of tensors: a few linear projections and the squared norm, in float64.
+"""Sketches of tensors: a few random projections and the squared norm, in float64.
 
-The sketch of a sum is the sum of the sketches. So the factors with which a reduction adds the
-ranks' gradients can be computed from sketches, which are small enough to be written at every step.
-The sketches of shards add up to the whole tensor's, because the sign of an element depends on its
-position in the whole tensor.
+A sketch is small enough to be written at every step. The sketch of a sum is the sum of the
+sketches, so sketches show the factors with which a reduction adds the ranks' gradients. The
+sketches of shards add up to the sketch of the full tensor, because the sign of an element depends
+on its position in the full tensor.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SIGN = np.uint64(1 << 63)
 
 @torch.no_grad()
 def sketch(tensor: Tensor, first: int = 0, name: str = "") -> list[float]:
-    """Return the projections of a tensor, followed by its squared norm. `first`: the position of
-    the first element in the whole tensor, in row-major order. `name`: sketches of different names
-    have independent signs."""
+    """Return the projections of a tensor, followed by its squared norm. `first` is the position of
+    the tensor's first element in the full tensor. Sketches with different `name`s have independent
+    signs."""
     flat = flattened(tensor)
     total = np.zeros(PROJECTIONS + 1)
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") if name else 0
@@ -41,11 +41,8 @@ def sketch(tensor: Tensor, first: int = 0, name: str = "") -> list[float]:
 
 
 def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[Any, Any]:
-    """Sum `values` (float64) under `PROJECTIONS` rows of random signs.
-
-    The signs of element i are the top bits, highest first, of splitmix64 at `first` + i from
-    `seed`.
-    """
+    """Sum `values` under `PROJECTIONS` rows of random signs. The signs of element i are the top
+    bits of splitmix64 at `first` + i from `seed`, the highest bit first."""
     state = np.arange(first + 1, first + 1 + len(values), dtype=np.uint64)
     state *= np.uint64(GOLDEN)
     state += np.uint64(seed)
@@ -63,8 +60,8 @@ def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[A
 
 @torch.no_grad()
 def token_sketches(tensor: Tensor) -> Tensor:
-    """Return `TOKEN_PROJECTIONS` projections of each token of a tensor (samples, tokens, ...), on
-    the CPU. They depend only on the token's numbers."""
+    """Return `TOKEN_PROJECTIONS` random projections of each token of a tensor (samples, tokens,
+    ...), on the CPU."""
     rows = tensor.detach().reshape(*tensor.shape[:2], -1)
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     generator = torch.Generator().manual_seed(rows.shape[2])
@@ -75,8 +72,8 @@ def token_sketches(tensor: Tensor) -> Tensor:
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """Return the elements as a contiguous tensor on the CPU, in row-major order; complex elements
-    as pairs."""
+    """Return the elements as a contiguous tensor on the CPU, in row-major order. Complex elements
+    become pairs."""
     real = tensor.detach()
     if real.layout != torch.strided:
         real = real.to_dense()

@@ -1,9 +1,5 @@
-"""Summaries of tensors in a trace: the distance between two tensors, and the factors with which
-some tensors add up to another. Pure.
-
-A summary has a random projection of the tensor. The projection of a sum is the sum of the
-projections.
-"""
+"""Compares summaries of tensors: the distance between two tensors, and the factors with which
+tensors add up to another tensor."""
 
 from __future__ import annotations
 
@@ -26,17 +22,16 @@ EPS = {
 }
 COMPUTE_EPS = {"fp32": EPS["float32"], "bf16": EPS["bfloat16"], "fp16": EPS["float16"]}
 EXACT = 1e-3
-"""Relative residual of a fit that counts as exact. Rounding is far below it, a wrong explanation
-far above."""
+"""A fit with a smaller relative residual counts as exact."""
 MOST_CONDITION = 1e5
-"""Condition number above which vectors are too similar for a fit of their factors."""
+"""Vectors with a larger condition number are too similar for a fit."""
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSummary:
-    """A tensor in a trace: a sketch, and optionally a hash, instead of its elements."""
+    """A tensor in a trace: random projections instead of its elements, and optionally a hash."""
 
     projection: Vector
     norm: float
@@ -59,13 +54,13 @@ class TensorSummary:
 
 
 Summaries = dict[str, TensorSummary | None]
-"""Tensor summaries by name. None: the tensor does not exist, such as the gradient of an unused
-parameter."""
+"""Maps tensor names to summaries. None stands for a missing tensor, such as the gradient of an
+unused parameter."""
 
 
 def distance(one: TensorSummary | None, other: TensorSummary | None) -> float:
-    """Return the L2 distance of two tensors, estimated from their projections. Infinite if one is
-    missing or sizes differ."""
+    """Estimate the L2 distance of two tensors from their projections. The distance is infinite if a
+    tensor is missing or if their sizes differ."""
     if one is None or other is None:
         return 0.0 if one is other else math.inf
     if one.sha256 and one.sha256 == other.sha256:
@@ -81,7 +76,7 @@ def distance(one: TensorSummary | None, other: TensorSummary | None) -> float:
 
 
 def added(parts: Sequence[Summaries]) -> Summaries:
-    """Return the summaries of the sums of tensors. A tensor that no part has does not exist."""
+    """Return the summaries of the sums of tensors."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: _sum([part.get(name) for part in parts]) for name in names}
 
@@ -103,8 +98,7 @@ def pooled(distances: Sequence[float], summaries: Summaries) -> float:
 
 
 def sketch_difference(one: Sequence[float] | None, other: Sequence[float] | None) -> float:
-    """Return the distance of two tensors, estimated from their sketches, relative to the larger
-    one; 0 if one is missing."""
+    """Estimate the relative distance of two tensors from their sketches; 0 if one is missing."""
     if one is None or other is None:
         return 0.0
     first, second = TensorSummary.of(one), TensorSummary.of(other)
@@ -120,14 +114,14 @@ def finite_projection(sketch: Sequence[float] | None) -> Vector | None:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A vector (the target) as a linear combination of other vectors, with one factor for each."""
+    """A vector as a linear combination of other vectors."""
 
     factors: list[float]
     residual: float
 
 
 def fit(columns: Sequence[Vector], target: Vector) -> Fit | None:
-    """None if the columns are too similar, all zero, or not finite."""
+    """Return None if the columns are too similar, all zero, or not finite."""
     if not columns:
         return None
     matrix = np.stack(columns, axis=1)

@@ -1,16 +1,15 @@
-"""The tolerance of a comparison: `TOLERANCE` times the rounding of this model. Pure.
+"""The tolerance of a comparison: `TOLERANCE` times the rounding of the model.
 
-Rounding is measured with perturbed runs, which differ from the reference by noise of one unit in
-the last place. The rounding of a tensor at a step is the largest distance between any two of these
-runs.
+Rounding is measured with perturbed runs, which have noise of one unit in the last place. The
+rounding of a tensor at a step is the largest distance between any two of these runs.
 
-Two runs may coincide by chance in a small tensor or a scalar. So a tensor's rounding is at least
-the relative rounding that is typical of the other tensors at that step, its rounding at an earlier
+Two runs may be equal by chance in a small tensor. So the rounding of a tensor is at least the
+typical relative rounding of the other tensors at the step, the tensor's rounding at an earlier
 step, and a few units in the last place.
 
-Adam divides by the gradient's size, and can turn rounding of an element near zero into a full
-update in either direction. So a parameter's rounding is also at least the relative difference
-between the updates of all tensors together, and at least a part of one element's update.
+Adam divides by the size of the gradient, and can turn rounding of an element near zero into a full
+update in either direction. So the rounding of a parameter is also at least the relative difference
+between the updates of all tensors together, and at least a part of the update of one element.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from lockstep.evidence.trace import Trace, tensor_distance
 TOLERANCE = 10.0
 MINIMUM_ULPS = 4.0
 SIGN_FLIP = 0.25
-"""Smallest rounding of a parameter, as a fraction of an element's typical update: with `TOLERANCE`,
-the sign of an update may flip."""
+"""Smallest rounding of a parameter, as a fraction of an element's typical update. The tolerance
+then allows an update of the opposite sign."""
 NOT_REPEATED = 1e-2
-"""A logged number that differs relatively by more than this between perturbed runs must depend on
-something else, such as the time."""
+"""A logged number that differs by more than this between perturbed runs depends on something other
+than the training, such as the time."""
 NEGLIGIBLE = 1e-3
-"""Smallest rounding of an element, in units in the last place of a typical element of all tensors
-together."""
+"""Smallest rounding of an element, in units in the last place of a typical element of all
+tensors."""
 
 
 class _Runs(NamedTuple):
@@ -49,8 +48,7 @@ class _Runs(NamedTuple):
 
 
 class MeasuredRounding:
-    """The rounding of each value of a reference run: the largest distance between any two of the
-    reference and its perturbed runs (with noise of one unit in the last place)."""
+    """The rounding of each value of a reference run, measured with perturbed runs."""
 
     def __init__(
         self,
@@ -60,9 +58,8 @@ class MeasuredRounding:
         minimum: float = 0.0,
         sign_flip: float = SIGN_FLIP,
     ) -> None:
-        """`minimum`: smallest rounding of a tensor, relative to its norm or to the norm that it
-        would have with typical elements, whichever is larger. `sign_flip`: instead of `SIGN_FLIP`;
-        0 if the numbers of elements are unknown."""
+        """`minimum` is the smallest relative rounding of a tensor. `sign_flip` replaces
+        `SIGN_FLIP`."""
         self.reference = reference
         self._groups = [_Runs(reference, perturbed)]
         self._minimum = minimum
@@ -73,10 +70,12 @@ class MeasuredRounding:
     def in_float64(
         self, reference: Trace, perturbed: Sequence[Trace], *, scale: float, margin: float
     ) -> MeasuredRounding:
-        """Return the rounding of a float64 `reference`: the larger of `margin` times its measured
-        rounding and `scale` times this object's rounding. `scale`: the ratio of the two dtypes'
-        precisions. It is needed because operations in the model that round to a shorter dtype can
-        hide the noise of the float64 runs."""
+        """Return the rounding of a float64 run. It is the larger of `margin` times the rounding
+        measured in float64, and `scale` times the rounding of this object.
+
+        `scale` is the ratio of the precisions of the two dtypes. Operations in the model that round
+        to a shorter dtype can hide the noise of the float64 runs.
+        """
         made = MeasuredRounding(reference, [], sign_flip=0.0)
         made._groups = [
             _Runs(reference, perturbed, margin),
@@ -108,8 +107,8 @@ class MeasuredRounding:
         return self._of_number(largest, size)
 
     def of_logged(self, step: int, name: str) -> float:
-        """Return the rounding of a number that the script has logged; infinite if the perturbed
-        runs do not reproduce it."""
+        """Return the rounding of a logged number. It is infinite if the perturbed runs do not
+        reproduce the number."""
         size = abs(self.reference.logged[step][name])
         largest = self._largest_of_numbers(
             step, lambda trace, at: trace.logged.get(at, {}).get(name)
@@ -165,8 +164,8 @@ class MeasuredRounding:
         return rounding
 
     def _rounding_of_updates(self, step: int, largest: dict[str, float]) -> dict[str, float]:
-        """Return a lower limit for the rounding of each parameter, from the distance that it has
-        moved up to `step`. `largest`: the measured rounding of each parameter."""
+        """Return a lower limit for the rounding of each parameter, from the distance that the
+        parameter has moved up to `step`."""
         rank = self.reference.rank_0
         states = [
             rank.initial["parameters"],

@@ -1,4 +1,4 @@
-"""Reads the traces of runs that `lockstep.evidence.tracer` writes. Needs no torch."""
+"""Reads the traces of runs, without torch."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ class MicrobatchTrace:
     index: int
     samples: tuple[int | str, ...]
     batch: Mapping[str, str]
-    """Path of a part of the batch, such as `[0]` -> its digest. Empty if a rank computed only some
+    """Digests of the parts of the batch, by path such as `[0]`. Empty if a rank computed only some
     of the samples."""
     rng_before: str | None
     rng_after: str | None
     gradients: Summaries | None
-    """Gradients of this microbatch; those of this rank's tokens if ranks computed it `together`.
-    None if no rank has full gradients."""
+    """Gradients of the microbatch, or of this rank's tokens of it. None if no rank has full
+    gradients."""
     together: tuple[int, ...] = ()
-    """The ranks that each computed some of the microbatch's tokens. Empty if this rank computed
-    all."""
+    """Ranks that each computed some of the microbatch's tokens. Empty if this rank computed all
+    tokens."""
     loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """For each layer of experts: the number of tokens of each expert, as the balance loss counted
-    them."""
+    """Number of tokens of each expert in the balance loss, for each layer of experts."""
 
     @property
     def drew_random_numbers(self) -> bool:
@@ -49,22 +48,22 @@ class TokenTrace:
     rank: int
     places: np.ndarray[Any, np.dtype[np.int64]]
     sketches: Mapping[str, Vector]
-    """Shape (samples, tokens, projections): sketches of each token's `output`, and of the loss's
-    `gradient` with respect to the output."""
+    """Sketches of each token's `output` and of its `gradient`, of shape (samples, tokens,
+    projections)."""
     documents: np.ndarray[Any, np.dtype[np.int64]] | None
-    """Shape (samples, tokens of the whole sequence): the number of each token's document. None:
-    each sample is one document."""
+    """The document of each token, of shape (samples, tokens of the whole sequence). None if each
+    sample is one document."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTrace:
-    """The input, the choices and the output of a layer of experts, for the tokens that one rank
-    computed in a microbatch of the first step."""
+    """The input, the routing and the output of a layer of experts, for the tokens of one rank in a
+    microbatch."""
 
     choices: np.ndarray[Any, np.dtype[np.int64]]
-    """Shape (tokens, k): the indices of the experts that each token chose."""
+    """Indices of the experts that each token chose, of shape (tokens, k)."""
     tokens: Vector
-    """Shape (tokens, projections): sketches of the layer's input."""
+    """Sketches of the layer's input, of shape (tokens, projections)."""
     output: Vector
 
 
@@ -76,24 +75,24 @@ class StepTrace:
     lr: float | None
     gain: float
     tensors: Mapping[str, Summaries]
-    """Kind (`gradients`, `states`, `parameters`, `buffers`) -> summaries of the tensors in this
-    step."""
+    """Summaries of the tensors in the step, by kind (`gradients`, `states`, `parameters`,
+    `buffers`)."""
     terms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class RankTrace:
-    """Everything that one rank wrote about one train module (a model with its optimizer)."""
+    """The trace that one rank wrote of one model."""
 
     initial: Mapping[str, Summaries] = field(default_factory=dict)
     steps: list[StepTrace] = field(default_factory=list)
     gradient_order: list[str] = field(default_factory=list)
-    """Parameters in the order in which the first backward completed their gradients."""
+    """Parameters in the order in which the first backward computed their gradients."""
 
 
 @dataclass
 class Trace:
-    """The trace of one train module (a model with its optimizer) in one run."""
+    """The trace of one model in one run."""
 
     folder: Path | None
     plan: str
@@ -103,7 +102,7 @@ class Trace:
     ranks: dict[int, RankTrace]
     microbatches: list[MicrobatchTrace]
     logged: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Step -> the numbers that the script has logged; only for the first train module."""
+    """Numbers that the script has logged, by step. Only the trace of the first model has them."""
 
     @property
     def rank_0(self) -> RankTrace:
@@ -125,8 +124,8 @@ class Trace:
         )
 
     def whole_microbatches_of(self, step: int) -> list[MicrobatchTrace]:
-        """Return the step's microbatches. One that ranks computed together occurs once, with the
-        sum of their gradients."""
+        """Return the step's microbatches. The gradients of ranks that shared a microbatch are
+        added."""
         by_index: dict[tuple[int, tuple[int, ...]], list[MicrobatchTrace]] = {}
         for m in self.microbatches_of(step):
             by_index.setdefault((m.index, m.together or (m.rank,)), []).append(m)
@@ -164,7 +163,7 @@ class Trace:
 
 
 def read_traces(folder: Path) -> list[Trace]:
-    """Return one trace for each train module. Empty if the run never finished a step."""
+    """Return one trace for each model. Empty if the run did not finish a step."""
     rows = [
         (int(path.stem.partition("-")[2]), row)
         for path in sorted(folder.glob("rank-*.jsonl"))
@@ -259,8 +258,8 @@ def _layers(path: Path) -> dict[str, LayerTrace]:
 
 
 def _merged(ranks: list[RankTrace]) -> RankTrace:
-    """Merge the traces of ranks that each wrote different parts of one model. If two ranks wrote
-    one tensor (tied weights), the lower rank's is used."""
+    """Merge the traces of ranks that wrote different parts of a model. If two ranks wrote the same
+    tensor, use the lower rank's."""
 
     def merged(parts: Iterable[Mapping[str, Summaries]]) -> dict[str, Summaries]:
         summaries_of: dict[str, Summaries] = {}
@@ -286,7 +285,8 @@ def _summaries(rows: Mapping[str, Any]) -> Summaries:
 
 
 def tensor_distance(one: Trace, other: Trace, step: int, kind: str, name: str) -> float:
-    """Exact if both traces have the values, else estimated from the summaries."""
+    """Return the exact distance if both traces have the values, else an estimate from the
+    summaries."""
     summaries = (each.rank_0.steps[step].tensors[kind].get(name) for each in (one, other))
     estimate = distance(*summaries)
     if estimate == 0.0 or math.isinf(estimate):

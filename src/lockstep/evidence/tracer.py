@@ -1,11 +1,10 @@
-"""Writes the trace of a run: a summary of each tensor of each step, so that two runs can be
-compared step by step and name by name.
+"""Writes the trace of a run: summaries of all tensors at each step.
 
-A trace is a folder. Each rank that writes has a file `rank-<rank>.jsonl` with one JSON object per
-line. The tensors of the first and the last requested step are also saved, in
-`step-<step>-<kind>-<module>-<rank>.safetensors`. Sketches of the tokens of each microbatch of the
-first step are in `tokens-<module>-<microbatch>-<rank>.safetensors`, and those of its layers of
-experts in `experts-<module>-<microbatch>-<rank>.safetensors`.
+A trace is a folder. A rank writes a file `rank-<rank>.jsonl` with one JSON object per line. The
+tensors of the first and the last requested step are saved in
+`step-<step>-<kind>-<module>-<rank>.safetensors`. Sketches of the tokens of the first step are saved
+in `tokens-<module>-<microbatch>-<rank>.safetensors`, and sketches of its layers of experts in
+`experts-<module>-<microbatch>-<rank>.safetensors`.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from lockstep.evidence.rows import RowFile
 from lockstep.evidence.sketch import flattened, sketch, token_sketches
 
 NamedTensors = Iterable[tuple[str, Tensor | None]]
-"""Full (not sharded) tensors, one at a time, because a full model may not fit into memory. None:
-the tensor does not exist, such as the gradient of an unused parameter."""
+"""Yields the names and the full values of tensors, one at a time, because a full model may not fit
+into memory. None stands for a missing tensor, such as the gradient of an unused parameter."""
 
 
 class Tracer:
     """Writes one rank's part of a trace.
 
-    Every rank makes the same calls, except for the microbatches: `start` for each train module; in
-    each step `before_forward` and `microbatch` for each microbatch of the rank, then `gradients`
-    and `step`; finally `close`. Ranks that do not write also iterate over all tensors, because a
-    full tensor may take a collective.
+    All ranks make the same calls, except for the microbatches. The order is `start` for each model;
+    in each step `before_forward` and `microbatch` for each microbatch of the rank, then `gradients`
+    and `step`; finally `close`. Ranks that write nothing also iterate over all tensors, because a
+    full tensor may need a collective.
     """
 
     def __init__(
@@ -54,8 +53,8 @@ class Tracer:
         replicated: bool,
         writes: bool,
     ) -> None:
-        """`replicated`: every rank has the full model and writes summaries of it. `writes`: this
-        rank writes a trace."""
+        """`writes` is True if this rank writes a trace. `replicated` is True if every rank has the
+        full model."""
         self._folder = folder
         self._steps = steps
         self._rank = rank
@@ -103,8 +102,8 @@ class Tracer:
         together: Sequence[int] = (),
         loads: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """Write a microbatch after its forward. `gradients`: its summand in the step's gradients;
-        None if no rank has full gradients."""
+        """Write a microbatch after its forward. `gradients` is the term of the microbatch in the
+        step's gradients."""
         row: dict[str, Any] = {} if gradients is None else {"gradients": self._summaries(gradients)}
         row |= {"together": list(together)} if together else {}
         row |= {"loads": dict(loads)} if loads else {}
@@ -129,9 +128,8 @@ class Tracer:
         documents: Tensor | None,
         **tensors: Tensor,
     ) -> None:
-        """`places`: the indices of this rank's tokens in the sequence. `documents`: the number of
-        each token's document, for the whole sequence; None if each sample is one document.
-        `tensors`: of shape (samples, tokens, ...)."""
+        """Write sketches of `tensors` of shape (samples, tokens, ...). `places` has the index of
+        each token in the sequence."""
         path = self._folder / f"tokens-{module}-{index}-{self._rank}.safetensors"
         with tensor_file(path) as add:
             add("places", places)
@@ -141,8 +139,8 @@ class Tracer:
                 add(name, token_sketches(tensor))
 
     def experts(self, module: int, index: int, layers: Mapping[str, tuple[Tensor, ...]]) -> None:
-        """`layers`: name -> tokens (tokens, features), chosen experts (tokens, k), output (tokens,
-        features)."""
+        """Write each layer's tokens (tokens, features), chosen experts (tokens, k) and output
+        (tokens, features)."""
         path = self._folder / f"experts-{module}-{index}-{self._rank}.safetensors"
         with tensor_file(path) as add:
             for name, (tokens, choices, output) in layers.items():
@@ -153,7 +151,8 @@ class Tracer:
     def gradients(
         self, module: int, step: int, gradients: NamedTensors, *, gain: float = 1.0
     ) -> None:
-        """`gain`: the factor that turned the sum over the microbatches into these gradients."""
+        """Write the reduced gradients. `gain` is their factor relative to the sum over the
+        microbatches."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -171,8 +170,7 @@ class Tracer:
         terms: Mapping[str, float] | None = None,
         **scalars: float | None,
     ) -> bool:
-        """Write a step after its update. Return True after the last requested step. `states`: named
-        parameter/state. `scalars`: loss, weight, lr, and the norm used for clipping."""
+        """Write a step after its update. Return True after the last requested step."""
         row: dict[str, Any] = {
             name: value if name == "loss" or value is None or math.isfinite(value) else None
             for name, value in scalars.items()
@@ -219,8 +217,8 @@ class Tracer:
 
 
 def summarize_tensor(name: str, tensor: Tensor) -> dict[str, Any]:
-    """Return the summary of a tensor for JSON. Sketches can be compared only if they have the same
-    `name`, on which the random signs depend."""
+    """Return the summary of a tensor for JSON. Only summaries with the same `name` can be
+    compared."""
     flat = flattened(tensor)
     return {
         "sha256": hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest(),
@@ -232,8 +230,8 @@ def summarize_tensor(name: str, tensor: Tensor) -> dict[str, Any]:
 
 @contextmanager
 def tensor_file(path: Path) -> Iterator[Callable[[str, Tensor], None]]:
-    """Write a safetensors file: yields a function that adds one tensor. Dtypes that numpy lacks
-    become float32."""
+    """Yield a function that adds a tensor to a new safetensors file. Dtypes that numpy lacks become
+    float32."""
     header: dict[str, Any] = {}
     # the file begins with a header that lists all tensors
     with TemporaryFile(dir=path.parent) as data:

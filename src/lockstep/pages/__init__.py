@@ -1,1 +1,1 @@
-"""Makes every HTML page: document, table, chart, bars, timeline, heat map."""
+"""Makes HTML pages: documents, tables, charts, bars, timelines and heat maps."""

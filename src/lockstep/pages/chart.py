@@ -1,5 +1,5 @@
-"""Charts of curves over steps or time. Their SVG stretches to any size without changing the size of
-text and lines. Pure."""
+"""Charts of curves over steps or time, as SVG. A chart stretches without changing the size of its
+text and lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOTS = 60
 COLOURS = 8
 
 Point = tuple[float, float]
-"""A position (from the left, from the bottom), each from 0 to 1."""
+"""A position from the left and from the bottom, each from 0 to 1."""
 
 
 @dataclass(slots=True)
@@ -36,8 +36,8 @@ class Series:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, value: float) -> None:
-        """Append a value. Discards values of this and later steps, which were computed before the
-        run was resumed."""
+        """Append a value. Discard the values of the same and later steps, which a resumed run
+        repeats."""
         self.truncate(step)
         self.steps.append(step)
         self.values.append(value)
@@ -57,7 +57,7 @@ class Curve:
 
     name: str
     colour: int | str
-    """Number of a curve colour, or the name of another colour in page.css."""
+    """Number of a curve colour, or the name of a colour in page.css."""
     series: Series
     kind: Literal["line", "dashed", "band"] = "line"
     run: int = 0
@@ -86,18 +86,16 @@ class Chart:
     unit: Unit = ""
     from_zero: bool = False
     logarithmic: bool | None = None
-    """True: a logarithmic axis, with zero at the lower edge. None: logarithmic only if a linear
-    axis would let a few values hide the others."""
+    """True for a logarithmic axis, with zero at the lower edge. None to choose by the values."""
     note: str = ""
     marks: Sequence[EventMark] = ()
     microseconds: int | None = None
-    """The end of a horizontal axis of time, on which the steps of curves are microseconds. None:
-    the axis shows steps."""
+    """End of a time axis, on which steps are microseconds. None if the axis shows steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class DownsampledPoint:
-    """One point of a drawn curve: a single value, or the mean, minimum and maximum of neighbouring
+    """A point of a drawn curve: a value, or the mean, minimum and maximum of neighbouring
     values."""
 
     first: int
@@ -120,7 +118,8 @@ class RenderedFigure:
 
 
 def render_chart(chart: Chart, *, index: int, last_step: int, columns: int) -> RenderedFigure:
-    """`index`: its index on the page. `columns`: largest number of points of a curve."""
+    """Render a chart with at most `columns` points in each curve. `index` is the number of the
+    chart on the page."""
     axis = "step" if chart.microseconds is None else "time"
     end = chart.microseconds or last_step
     points = [_points(line, end, columns) for line in chart.lines]
@@ -175,8 +174,8 @@ def figure(
     scrolls: bool = False,
     **attributes: Any,
 ) -> Html:
-    """`inside`: a drawing, and labels over it. `spoken`: a description for readers who cannot see
-    the figure. `kind`: a further class for the plot."""
+    """Return a figure with a drawing. `spoken` describes the figure to readers who cannot see
+    it."""
     kinds = f"plot {kind}".strip()
     plot = element("div", inside, kind=kinds, role="img", aria_label=spoken, **attributes)
     head = element("figcaption", element("span", title, kind="title"), caption)
@@ -222,8 +221,7 @@ def axis_labels(x_scale: Scale, axis: str, y_scale: Scale | None) -> Html:
 
 
 def downsample(series: Series, last: int, columns: int) -> list[DownsampledPoint]:
-    """Return at most `columns` points, each for an equal part of the axis. Parts without values
-    have no point."""
+    """Return at most `columns` points, each for an equal part of the axis."""
     pairs = list(zip(series.steps, series.values, strict=True))
     if len(pairs) <= columns:
         return [_point([pair]) for pair in pairs]
@@ -383,5 +381,5 @@ def _data(line: Curve, points: Sequence[DownsampledPoint]) -> dict[str, Any]:
 
 
 def _short(value: float) -> float | str:
-    """Round to five digits. NaN and infinity, for which JSON has no number, become text."""
+    """Round to five digits. NaN and infinity become text, because JSON has no such numbers."""
     return float(f"{value:.5g}") if math.isfinite(value) else format_number(value)

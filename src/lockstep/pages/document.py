@@ -1,5 +1,4 @@
-"""The whole HTML document, in a single file. It loads no other file; its content security policy
-forbids requests."""
+"""Makes an HTML document in a single file. Its content security policy forbids requests."""
 
 from __future__ import annotations
 
@@ -26,9 +25,8 @@ def document(
     made: float | None = None,
     maker: str = "",
 ) -> str:
-    """`data`: values that page.js shows. `made`: time of creation, in seconds since 1970. `maker`:
-    the command that writes the file, if it differs from `command`, which the page names at the
-    top."""
+    """Return an HTML document. page.js shows the values in `data`. `made` is the time of creation,
+    and `maker` the command that writes the file."""
     script, style = _read_asset("page.js"), _read_asset("page.css")
     light, dark = (
         f"--ramp:linear-gradient(90deg,{','.join(ramp)});"

@@ -1,5 +1,4 @@
-"""Heat maps: cells with values by row and step, as two small PNGs, for light and for dark displays.
-Pure."""
+"""Makes heat maps over rows and steps, as small PNGs for light and dark displays."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from lockstep.pages.scale import Unit, format_number, step_scale
 SHADES = 63
 MOST_NAMES = 16
 _NARROWEST = 0.2
-"""Minimum width of a colour scale, as a share of its median. Smaller differences are noise."""
+"""Minimum width of a colour scale, as a fraction of its median. Smaller differences are noise."""
 RAMP = ("#f3f6d9", "#d5ecb9", "#9fd8b5", "#5fc0c0", "#329bc2", "#2470b1", "#22489b", "#182a6b")
 
 
@@ -30,8 +29,7 @@ def render_heatmap(
     spoken: str,
     unit: Unit = "seconds",
 ) -> Html:
-    """`rows`: values by row and column, NaN where there is none. `index`: index of its data on the
-    page."""
+    """Render values by row and column. NaN leaves a cell empty."""
     low, high = color_limits(rows)
     shades = [[shade(value, low, high) for value in row] for row in rows]
     light, dark = (
@@ -80,7 +78,7 @@ def color_limits(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def shade(value: float, low: float, high: float) -> int:
-    """Return the index of a value's colour, from 1 to `SHADES`; 0 if there is no value."""
+    """Return the index of a value's colour, from 1 to `SHADES`. Return 0 without a value."""
     if not math.isfinite(value):
         return 0
     return 1 + round((SHADES - 1) * min(1.0, max(0.0, (value - low) / (high - low))))

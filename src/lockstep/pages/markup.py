@@ -1,4 +1,4 @@
-"""Makes HTML. Text enters a page only through `joined`, `element` and `table`, which escape it."""
+"""Makes HTML. The functions `joined`, `element` and `table` escape text."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from lockstep.base.foreign_text import printable
 
 
 class Html(str):
-    """Text that is HTML already: it is inserted into a page without being escaped."""
+    """Text that is HTML already, and is not escaped."""
 
     __slots__ = ()
 
 
 Content: TypeAlias = "str | Iterable[Content] | None"
-"""Text, which is escaped, and HTML. None is left out."""
+"""Text, which is escaped, or HTML. None is left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of numbers, or of texts if `number=False`. A table also accepts a string: the name
-    of a column of texts."""
+    """A column of numbers, or of texts with `number=False`. A string is the name of a column of
+    texts."""
 
     name: Content
     number: bool = True
@@ -50,8 +50,8 @@ def joined(*contents: Content) -> Html:
 
 
 def element(name: str, *contents: Content, **attributes: Any) -> Html:
-    """`kind`: its CSS class. `_` in the name of an attribute stands for `-`. Attributes that are
-    None are left out."""
+    """Return an HTML element with the CSS class `kind`. `_` in the name of an attribute stands for
+    `-`. Attributes that are None are left out."""
     given = "".join(
         f' {"class" if key == "kind" else key.replace("_", "-")}="{joined(str(value))}"'
         for key, value in attributes.items()
@@ -87,8 +87,8 @@ def table(
     box: str = "wide card",
     row_heads: bool = False,
 ) -> Html:
-    """Return a table in a box that scrolls; empty if it has no rows. `columns`: empty for a table
-    without a head. `row_heads`: the first cell is the heading of its row."""
+    """Return a table in a box that scrolls; empty if the table has no rows. With `row_heads`, the
+    first cell is the heading of its row."""
     heads = [each if isinstance(each, Column) else Column(each, number=False) for each in columns]
     body = []
     for row in rows:
@@ -125,8 +125,8 @@ def tiles(values: Iterable[tuple[str, Content]]) -> Html:
 
 
 def bar(parts: Iterable[tuple[str, float, str]], longest: float) -> Html:
-    """Return parts side by side. Each part is (colour: a variable in page.css, value, tooltip).
-    `longest`: the value of a whole bar."""
+    """Return a bar of parts side by side. A part is (colour, value, tooltip). `longest` is the
+    value of a full bar."""
     inside = []
     for colour, value, tip in parts:
         style = f"--colour:var(--{colour});width:{100 * value / longest:.2f}%"

@@ -1,4 +1,4 @@
-"""Scales of axes, and numbers as text. Pure."""
+"""Scales of axes, and numbers as text."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ _DURATIONS = (
 )
 _TICKS = 5
 _SKEWED = 20.0
-"""An axis is logarithmic if all values are positive and the largest is more than this many times
-the median."""
+"""An axis is logarithmic if the largest value is more than this many times the median."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A map from values to positions between 0 and 1."""
+    """Maps values to positions between 0 and 1."""
 
     low: float
     high: float
@@ -152,8 +151,7 @@ def _logarithmic(low: float, high: float, unit: Unit, most: int) -> Scale:
 
 
 def _tick(value: float, step: float, unit: Unit, largest: float) -> str:
-    """Return a tick's label, with enough digits to differ from its neighbours. `largest`: largest
-    value on the axis."""
+    """Return a tick's label, with enough digits to differ from the labels of its neighbours."""
     if abs(value) < step / 2:
         return "0"
     if unit == "bytes":

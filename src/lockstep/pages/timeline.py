@@ -1,4 +1,5 @@
-"""Timelines: a lane for each run, with spans and marks over the time since its start. Pure."""
+"""Makes timelines: a lane for each run, with spans and marks over the time since the run's
+start."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def timeline(
     keys: Sequence[tuple[str, str]],
     spoken: str,
 ) -> Html:
-    """Return a timeline from 0 to `seconds`. `keys`: classes and texts of the legend. `spoken`: a
-    description for readers who cannot see it."""
+    """Return a timeline from 0 to `seconds`. `keys` are the classes and texts of the legend.
+    `spoken` describes the timeline to readers who cannot see it."""
     x_scale = time_scale(seconds)
     named = len(lanes) > 1
     rows = [

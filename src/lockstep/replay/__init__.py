@@ -1,1 +1,1 @@
-"""`lockstep replay`: repeats an old step, from the nearest kept checkpoint."""
+"""`lockstep replay`: repeats an old step of a run from a kept checkpoint."""

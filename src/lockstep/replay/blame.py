@@ -1,4 +1,4 @@
-"""Finds the step at which a run's loss or gradient norm jumps, and the cause of the jump. Pure."""
+"""Finds the step at which a run's loss or gradient norm jumps, and the cause of the jump."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from lockstep.replay.step import Replay, ReplayedMicrobatch
 
 WINDOW = 64
 LEAST_BEFORE = 7
-"""A step with fewer preceding logged steps is not compared."""
+"""A step is only compared if at least this many logged steps precede it."""
 SPREAD = 12.0
 """Smallest distance of a spike from the median of the preceding steps, in median absolute
-deviations. At this value, about 2 of 100 runs whose losses are noise around a level have a
-spike."""
+deviations. Of 100 runs whose losses are only noise, about 2 have such a spike."""
 LEADS = 6.0
-"""Steps just before a spike belong to it from this distance on, in median absolute deviations."""
+"""Smallest distance from the median of a step that belongs to the spike after it, in median
+absolute deviations."""
 RATIO = 4.0
 """A microbatch or sample is the cause if its gradient norm is this many times the median of the
 others."""
 JUMP_LEADS = 8
-"""A jump of the learning rate can cause a spike in this many logged steps."""
+"""Number of logged steps in which a jump of the learning rate can cause a spike."""
 
 Cause = Literal["sample", "microbatch", "learning rate", "changed", "once", "machine", "all alike"]
-"""`changed`: the replay does not have the bits of the run, and code, recipe or environment differ.
-`once`: it has them only from the next checkpoint on. `machine`: it never has them. `all alike`: the
-whole batch has a large gradient."""
+"""`changed`: code, recipe or environment differ from the run. `once`: only replays from a later
+checkpoint reproduce the run. `machine`: no replay reproduces the run. `all alike`: the whole batch
+has a large gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +43,11 @@ class Spike:
     value: float
     usual: float
     score: float
-    """Distance from the median of the preceding logged steps, in median absolute deviations;
-    infinite if `value` is not finite."""
+    """Distance from the median of the preceding logged steps, in median absolute deviations."""
 
 
 def spike_at(rows: Sequence[Mapping[str, Any]], index: int) -> Spike | None:
-    """None if there are too few rows before `index`."""
+    """Return None if too few rows precede `index`."""
     before = rows[max(0, index - WINDOW) : index]
     spikes = []
     for metric in ("loss", "gradient_norm"):
@@ -69,8 +68,8 @@ def spike_at(rows: Sequence[Mapping[str, Any]], index: int) -> Spike | None:
 
 
 def largest_spike(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
-    """Return the first of the unusual steps just before the largest spike, or the step of this
-    spike."""
+    """Return the largest spike. If the steps just before it are unusual too, return the first of
+    these."""
     spikes, scores = _spikes(rows)
     index = max(range(len(rows)), key=scores.__getitem__, default=0)
     if not rows or scores[index] < SPREAD:
@@ -79,8 +78,7 @@ def largest_spike(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
 
 
 def spike_before_the_end(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
-    """Return the first of the consecutive unusual steps at the end of a run. They cause a loss or
-    gradient that is not finite in the next step."""
+    """Return the first of the consecutive unusual steps at the end of a run."""
     spikes, scores = _spikes(rows)
     first = _first_of(scores, len(rows))
     return spikes[first] if max(scores[first:], default=0.0) >= SPREAD else None
@@ -119,8 +117,8 @@ class Blame:
 
 
 def unusual_block(replay: Replay) -> str | None:
-    """Return the block (such as a layer) whose gradient has grown most relative to the replayed
-    steps before; without such steps, the block with the largest gradient."""
+    """Return the block, such as a layer, whose gradient has grown most relative to the preceding
+    steps."""
 
     def growth(block: str) -> float:
         before = [squares[block] for squares in replay.before if block in squares]
@@ -131,8 +129,7 @@ def unusual_block(replay: Replay) -> str | None:
 
 
 def outliers(norms: Sequence[float]) -> list[int]:
-    """Return the indices of norms that are many times the median of the others, largest first. A
-    norm that is not finite is an outlier if another norm is finite."""
+    """Return the indices of norms that are many times the median of the others, largest first."""
     norms = [math.inf if math.isnan(norm) else norm for norm in norms]
     indices = []
     for index, norm in enumerate(norms):
@@ -160,9 +157,8 @@ def suspected(replay: Replay) -> ReplayedMicrobatch | None:
 def learning_rate_jump(
     rows: Sequence[Mapping[str, Any]], step: int
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """Return the latest two consecutive logged steps between which the learning rate becomes more
-    than twice the rate that the schedule would have had. The first two logged steps of a run do not
-    count."""
+    """Return the latest two logged steps between which the learning rate becomes more than twice
+    the rate that continues the schedule."""
     near = [row for row in rows if row["step"] <= step and row.get("lr")][-WINDOW:]
     for index in range(len(near) - 1, max(1, len(near) - 1 - JUMP_LEADS), -1):
         if near[index]["lr"] > 2 * _led_to(near[:index], near[index]["step"]):
@@ -171,8 +167,7 @@ def learning_rate_jump(
 
 
 def _led_to(rows: Sequence[Mapping[str, Any]], step: int) -> float:
-    """Return the largest learning rate that would continue the schedule in `rows`: with the largest
-    increase per step, or with the last two rows' ratio."""
+    """Return the largest learning rate that would continue the schedule in `rows`."""
     before, rate = (float(row["lr"]) for row in rows[-2:])
     added = max((b["lr"] - a["lr"]) / max(1, b["step"] - a["step"]) for a, b in pairwise(rows))
     by_sum = rate + float(added) * int(step - rows[-1]["step"])
@@ -186,8 +181,8 @@ def cause_of(
     by_sample: Replay | None = None,
     later: Replay | None = None,
 ) -> Blame:
-    """`rows`: the run's lines of metrics.jsonl. `by_sample`: a replay with the gradient of each
-    sample. `later`: a replay from a checkpoint after the steps that `replay` did not reproduce."""
+    """Find the cause in a replay. `by_sample` is a replay with the gradient of each sample, `later`
+    a replay from a later checkpoint."""
     if (first := replay.first_unlike) is not None:
         text = f"from step {first.step} on, this machine computes other gradients than the run has"
         return _not_reproduced(replay, first.step, text, later)
@@ -239,11 +234,8 @@ def _not_finite(
 
 
 def samples_not_finite(replay: Replay) -> list[int | str]:
-    """Return the samples in which a step's first values that are not finite occur.
-
-    Empty if the computation is the cause: the data are finite, and values of all samples of a
-    microbatch, or of some samples of every microbatch, are not.
-    """
+    """Return the samples in which a step's first values that are not finite occur. Return none if
+    the data are finite and the computation is the cause."""
     bad = replay.first_not_finite
     samples: list[int | str] = []
     for each, place in bad:
@@ -259,8 +251,8 @@ def samples_not_finite(replay: Replay) -> list[int | str]:
 def _unusual_samples(
     suspect: ReplayedMicrobatch, by_sample: Replay | None
 ) -> tuple[list[int | str], float]:
-    """Return the samples of `suspect` whose gradients are much larger than the others', and their
-    share of the sum of the squared gradient norms."""
+    """Return the samples of `suspect` with much larger gradients than the others, and their share
+    of the squared gradient norm."""
     if len(suspect.samples) == 1:
         return list(suspect.samples), 1.0
     parts = () if by_sample is None else by_sample.microbatches
@@ -278,8 +270,6 @@ def _samples(
     seen: str,
     of: Sequence[str] = (),
 ) -> Blame:
-    """`seen`: text about what was seen in the samples `names`. `of`: the names of several
-    microbatches; empty: only `suspect`."""
     where = _words(of or [suspect.name])
     text = f"{listed('sample', names)} of {where}: {seen}"
     if isinstance(names[0], int):
@@ -309,7 +299,7 @@ def _microbatch(step: int, suspect: ReplayedMicrobatch, block: str | None, seen:
 def _whole_batch(
     step: int, rows: Sequence[Mapping[str, Any]], block: str | None, seen: str, text: str
 ) -> Blame:
-    """Blame a jump of the learning rate, with `seen`; without a jump, the batch, with `text`."""
+    """Blame a jump of the learning rate, or else the whole batch."""
     if (jump := learning_rate_jump(rows, step)) is None:
         return Blame(step=step, cause="all alike", block=block, text=text)
     before, after = ("{lr:.3g} in step {step}".format(**row) for row in jump)

@@ -1,4 +1,4 @@
-"""Finds the first value of a microbatch that is not finite. Pure."""
+"""Finds the first value of a microbatch that is not finite."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ class NotFinite:
     stage: Stage
     layer: str = ""
     operation: str = ""
-    """The module's class; in the backward, autograd's operation."""
+    """The class of the module, or autograd's operation in the backward."""
     is_in_model: bool = True
     """False for an operation of the backward outside the model."""
     parameter: str | None = None
-    """The name of a parameter or buffer of this module that is not finite; None if all are
-    finite."""
+    """Name of a parameter or buffer of the module that is not finite; None if all are finite."""
     samples: Sequence[int | str] = ()
-    """The samples in whose rows the values are not finite. Empty if the result has no row for each
+    """Samples whose rows of the result are not finite. Empty if the result has no row for each
     sample."""
 
     @property
@@ -60,9 +59,8 @@ def first_words(place: NotFinite | None) -> str:
 def first_not_finite(
     microbatches: Iterable[tuple[bool, Sequence[NotFinite]]],
 ) -> list[NotFinite | None]:
-    """Return, for each microbatch, its first computation that is not finite; None for finite
-    microbatches. A computation that is not finite in a finite microbatch too, such as a mask of
-    infinities, is skipped."""
+    """Return the first computation of each microbatch that is not finite. A computation that is not
+    finite in a finite microbatch too, such as a mask, is skipped."""
     given = list(microbatches)
     usual = {each.place for is_finite, places in given if is_finite for each in places}
     return [

@@ -1,4 +1,4 @@
-"""The probe of `lockstep replay`, which answers a `ReplayRequest`."""
+"""A hook that measures the replayed step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def install(environ: Mapping[str, str]) -> tuple[Overrides, list[ReplayHook]]:
 
 class ReplayHook(ControlHook):
     """Writes the loss and gradient norms of each microbatch of the requested step, and ends the
-    process after it."""
+    process after the step."""
 
     run: Run
 
@@ -54,8 +54,7 @@ class ReplayHook(ControlHook):
         self._request = request
         self._microbatches: list[dict[str, Any]] = []
         self._squares: dict[int, dict[str, float]] = {}
-        """Number of steps done before a step -> block of the model -> the sum of squares of the
-        step's gradient."""
+        """Squared gradient norm of each block of the model, by step."""
         self._outputs: dict[nn.Module, list[Tensor]] = {}
         self._watch = FiniteWatch()
 
@@ -137,9 +136,8 @@ class ReplayHook(ControlHook):
     def _by_sample(
         self, module: TrainModule, total: Tensor, grad_output: Tensor
     ) -> list[float] | None:
-        """Return, for each sample, the squared norm of the gradient that flows through its rows of
-        the model's output, multiplied by the square of the loss scale. None if no output has a row
-        for each sample."""
+        """Return the squared norm of the gradient that flows through each sample's rows of the
+        model's output. Return None if no output has a row for each sample."""
         start, stop = self._layout.spans[self._request.by_sample or 0]
         rows = [
             each
@@ -189,8 +187,8 @@ class ReplayHook(ControlHook):
             self._end(run, run.loss)
 
     def on_error(self, run: Run, error: BaseException) -> None:
-        """Write the files and end the process, if every rank raised an error about a loss or
-        gradient that is not finite."""
+        """If every rank raised an error about a loss or gradient that is not finite, write the
+        files and end the process."""
         if isinstance(error, LossError) and error.not_finite_in == self._request.step:
             self._end(run, None)
 

@@ -1,4 +1,4 @@
-"""The request to the processes that replay a step. No torch."""
+"""The request to the processes that replay a step. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lockstep.scripts.request import ScriptRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayRequest(ScriptRequest):
-    """Request to begin at a checkpoint and end after a step."""
+    """The request to begin at a checkpoint and to end after a step."""
 
     answered_by: ClassVar[str] = "lockstep.replay.probe"
     calls: str = "install"
 
     folder: Path
     step: int
-    """Number, in metrics.jsonl, of the step to end after."""
+    """Number of the step in metrics.jsonl."""
     checkpoints: str = ""
-    """The folder of the run's checkpoints: a path or a URL."""
+    """The folder of the run's checkpoints, a path or a URL."""
     before: int
-    """The processes begin at the newest checkpoint with fewer steps done."""
+    """Begin at the newest checkpoint with fewer steps than this."""
     begins_anew: bool = False
     without: Sequence[int] = ()
     by_sample: int | None = None
-    """Number of the microbatch whose gradient is divided among its samples."""
+    """Number of the microbatch in which each sample's gradient is measured."""

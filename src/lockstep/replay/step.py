@@ -1,4 +1,4 @@
-"""A replayed step: its microbatches, and its comparison with the run's step. Pure."""
+"""A replayed step: its microbatches, and its comparison with the run's step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.logging.run_files import CHECKSUM
 from lockstep.replay.not_finite import NotFinite, first_not_finite
 
 ROUNDING = 0.01
-"""Relative difference of loss or gradient norm that rounding may cause without numerics=bitwise."""
+"""Relative difference of the loss or gradient norm that rounding may cause."""
 STEP = "step.json"
 
 
@@ -20,7 +20,8 @@ def microbatch_file(rank: int) -> str:
 
 
 def block_of(name: str) -> str:
-    """Return the block of a parameter: its name up to the first number, or else its module.
+    """Return the block of a parameter. It is the parameter's name up to the first number, or else
+    its module.
 
     >>> block_of("transformer.h.3.attn.weight"), block_of("head.weight"), block_of("scale")
     ('transformer.h.3', 'head', 'scale')
@@ -34,22 +35,22 @@ def block_of(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayedMicrobatch:
-    """One microbatch in a replayed step: its samples, its loss, and the size of its gradient."""
+    """A microbatch in a replayed step, with its samples, its loss and the size of its gradient."""
 
     microbatch: int
     samples: Sequence[int | str]
     model: int = 0
     total: float | None = None
-    """The loss that the script returned: the mean or the sum over the microbatch."""
+    """The loss that the script returned."""
     part: float | None = None
     """The term that the microbatch adds to the step's loss."""
     squares: Mapping[str, float] | None = None
-    """Block of the model -> the sum of squares of the microbatch's summand in the step's gradient.
-    None under a plan that divides the model or sequences."""
+    """Squared gradient norm of the microbatch, by block of the model. None under a plan that
+    divides the model or sequences."""
 
     by_sample: Sequence[float] | None = None
-    """For each sample: the sum of squares of the gradient that flows through its rows of the
-    model's output. None if not requested, or if the output has no row for each sample."""
+    """Squared norm of the gradient that flows through each sample's rows of the model's output.
+    None if it was not requested or not possible."""
     places: Sequence[NotFinite] = ()
     """Computations whose result is not finite, in order. Empty under a plan that divides or
     compiles the model."""
@@ -68,7 +69,7 @@ class ReplayedMicrobatch:
 
 
 def joined(parts: Iterable[ReplayedMicrobatch]) -> list[ReplayedMicrobatch]:
-    """If several ranks computed parts of one microbatch, add their losses."""
+    """Add the losses of ranks that computed parts of the same microbatch."""
     by_index: dict[tuple[int, int], ReplayedMicrobatch] = {}
     for each in parts:
         place = each.model, each.microbatch
@@ -93,14 +94,13 @@ class StepComparison:
 
     step: int
     checksum: bool | None
-    """True if the gradients have the same bits. None if the run has no checksum of this step."""
+    """True if the gradients have the same bits. None if the run has no checksum for the step."""
     loss: tuple[float, float]
     norm: tuple[float, float]
 
     @property
     def difference(self) -> float:
-        """The larger relative difference of the loss and of the gradient norm; 0 for values that
-        are not finite in both."""
+        """The larger relative difference of the loss and of the gradient norm."""
         return max(_relative(*self.loss), _relative(*self.norm))
 
 
@@ -116,20 +116,21 @@ def _relative(before: float, now: float) -> float:
 class Replay:
     step: int
     begin: int
-    """Steps done in the checkpoint at which the replay began; 0 without a checkpoint."""
+    """Number of steps in the checkpoint at which the replay began; 0 without a checkpoint."""
     plan: str
     run_plan: str
     loss: float
     squares: Mapping[str, float]
-    """Block -> the sum of squares of the step's gradient, before clipping. Empty if the loss is not
+    """Squared gradient norm of the step, by block, before clipping. Empty if the loss is not
     finite."""
     microbatches: Sequence[ReplayedMicrobatch]
     before: Sequence[Mapping[str, float]] = ()
     on_the_way: Sequence[StepComparison] = ()
-    """The logged steps from the checkpoint to this step, except steps that leave out samples."""
+    """The logged steps from the checkpoint to the replayed step, except steps that leave out
+    samples."""
     without: Sequence[int] = ()
     environment: Sequence[str] = field(default_factory=list)
-    """Differences of the recipe, code, machine and versions between the run and this replay."""
+    """Differences of the recipe, code, machine and versions between the run and the replay."""
     ended_the_run: bool = False
 
     @property
@@ -159,8 +160,8 @@ class Replay:
 
     @property
     def first_unlike(self) -> StepComparison | None:
-        """The first replayed step that differs from the run's: in its bits if both have
-        numerics=bitwise, else by more than rounding."""
+        """The first replayed step that differs from the run. With numerics=bitwise, different bits
+        count; otherwise a difference larger than rounding."""
         if self.is_bitwise:
             return self.first_difference
         return next((each for each in self.on_the_way if each.difference > ROUNDING), None)
@@ -249,8 +250,8 @@ class Replay:
 
 
 def _finite(value: float | None) -> float | str | None:
-    """Return a number that is not finite as text ("inf", "nan"), because JSON has no such
-    number."""
+    """Convert a number that is not finite to text ("inf", "nan"), because JSON has no such
+    numbers."""
     return value if value is None or math.isfinite(value) else str(value)
 
 

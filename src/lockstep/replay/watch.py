@@ -1,5 +1,5 @@
-"""Watches for the first value of a microbatch that is not finite: in its batch, the output of each
-module, and the gradient of each operation."""
+"""Finds the first value of a microbatch that is not finite, in its batch, in the output of each
+module, and in the gradient of each operation."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ class FiniteWatch:
         return after
 
     def _not_finite(self, tensors: Iterable[Tensor]) -> list[int | str] | None:
-        """Return the samples in whose rows values are not finite; None if all values are finite.
-        Empty if the tensor has no row for each sample."""
+        """Return the samples whose rows are not finite; None if all values are finite. Return no
+        samples if the tensor has no row for each sample."""
         count = len(self._samples)
         for each in tensors:
             finite = torch.isfinite(to_local(each.detach()))
@@ -138,7 +138,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _without_mask(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Replace -inf by 0 in tensors that require no gradient: there, -inf is a mask."""
+    """Replace -inf by 0 in tensors that require no gradient, because -inf is probably a mask."""
     for each in tensors:
         yield each if each.requires_grad else each.masked_fill(each == -torch.inf, 0)
 

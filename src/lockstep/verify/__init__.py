@@ -1,2 +1,2 @@
-"""`lockstep verify`: runs the user's script on one process and under each plan, and compares the
-traces of the runs."""
+"""`lockstep verify`: runs a script on one process and under each plan, and compares the traces of
+the runs."""

@@ -1,8 +1,7 @@
-"""Compares the trace of a run under a plan with the trace of the reference run, on one process.
-Pure.
+"""Compares the trace of a run under a plan with the trace of a reference run on one process.
 
-Each step is compared in the order in which it computes its values: samples, microbatches, reduced
-gradient, learning rate, optimizer state, parameters, loss.
+The values of a step are compared in the order in which the step computes them: samples,
+microbatches, reduced gradient, learning rate, optimizer state, parameters, loss.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from lockstep.evidence.trace import Trace, tensor_distance
 
 SUM_TOLERANCE = 4.0
 """Largest distance of a reduced gradient from the float64 sum of its microbatches' gradients, in
-multiples of the rounding of that sum."""
+multiples of the rounding of the sum."""
 BEFORE_FIRST_STEP = -1
 
 Check = Literal[
@@ -48,13 +47,12 @@ DESCRIPTIONS: Mapping[Check, str] = {
     "weight": "weight of the loss",
     "logged": "logged value",
 }
-"""Name of a check -> the value that it compares. Differences in a step are reported in this
-order."""
+"""Descriptions of the compared values, in the order of comparison."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A value that differs between the plan's run and the reference by more than the tolerance."""
+    """A value of a plan's run that differs from the reference by more than the tolerance."""
 
     step: int
     check: Check
@@ -63,22 +61,21 @@ class Difference:
     times_rounding: float = math.inf
     relative: float = math.inf
     microbatches: tuple[int, ...] = ()
-    """Empty: all microbatches of the step."""
+    """Microbatches with the difference; empty for all."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Comparison:
-    """The result of comparing a plan's trace with the reference's."""
+    """The result of comparing a plan's trace with the reference."""
 
     plan: str
     steps: int
     bitwise: bool
     differences: list[Difference] = field(default_factory=list)
-    """Differences in the first step that has any, in the order in which a step computes the
-    values."""
+    """The differences in the first step that differs."""
     largest: Difference | None = None
-    """The largest difference of all steps, in multiples of rounding, within the tolerance or not.
-    None: no bit differs."""
+    """The largest difference in all steps, which may be within the tolerance. None if no bit
+    differs."""
     divergence: dict[str, list[float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -113,8 +110,8 @@ def compare_traces(
 
 
 def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:
-    """Compare only what gradient compression must not change: samples, missing gradients, and that
-    ranks agree."""
+    """Compare only the values that gradient compression must not change: samples, missing
+    gradients, and the agreement of the ranks."""
     comparator = _Comparator(exact, compressed, MeasuredRounding(exact, []))
     return comparator.run(
         comparator.samples, comparator.batches, comparator.missing, comparator.ranks
@@ -140,8 +137,7 @@ def divergence(reference: Trace, other: Trace, steps: int) -> dict[str, list[flo
 
 
 class _Comparator:
-    """The checks of a plan's trace. A check with a step as argument yields the differences of that
-    step."""
+    """Compares a plan's trace with the reference, step by step."""
 
     def __init__(
         self,
@@ -177,8 +173,7 @@ class _Comparator:
     def _judge(
         self, found: Difference, *, distance: float, rounding: float, norm: float
     ) -> Iterator[Difference]:
-        """Yield `found` if `distance` exceeds the tolerance; record it if it is the largest so far.
-        `rounding`, `norm`: of the reference's value."""
+        """Yield `found` if `distance` exceeds the tolerance."""
         if distance == 0.0:
             return
         found = replace(
@@ -191,8 +186,8 @@ class _Comparator:
             yield found
 
     def compare_logged(self) -> None:
-        """Compare the numbers that the script has logged, or got from all ranks. A note names the
-        numbers that differ and are not compared, because one process may not reproduce them."""
+        """Compare the numbers that the script has logged or reduced over all ranks. Numbers that
+        one process may not reproduce are only named in a note."""
         reference, plan = self._reference.logged, self._plan.logged
         not_compared: dict[str, None] = {}
         for step in sorted(reference.keys() & plan.keys()):
@@ -268,8 +263,8 @@ class _Comparator:
                 )
 
     def microbatches(self, step: int) -> Iterator[Difference]:
-        """Compare the gradient of each microbatch. With numerics=fast, only in the first step:
-        later, the parameters do not have the bits of the reference."""
+        """Compare the gradient of each microbatch. With numerics=fast, only the first step is
+        compared, because later the parameters differ."""
         if step and not self._bitwise:
             return
         ours = {m.index: m.gradients for m in self._reference.microbatches_of(step)}
@@ -319,8 +314,7 @@ class _Comparator:
                     yield Difference(step=step, check="missing", name=name, rank=rank)
 
     def sums(self, step: int) -> Iterator[Difference]:
-        """Compare the reduced gradient with the float64 sum of its microbatches' gradients in the
-        plan's trace."""
+        """Compare the reduced gradient with the float64 sum of its microbatches' gradients."""
         # With numerics=fast a plan may scale the loss before the backward (by 3, say). A gradient
         # that nearly cancels is then rounded differently, so it may also differ from the sum by as
         # much as the perturbed runs differ.
@@ -408,7 +402,7 @@ class _Comparator:
 
 def sum_error(total: TensorSummary, terms: list[TensorSummary], gain: float) -> tuple[float, float]:
     """Return the distance of `total` from the float64 sum of `terms` times `gain`, and the rounding
-    of that sum."""
+    of the sum."""
     expected = gain * np.sum([term.projection for term in terms], axis=0)
     away = float(np.sqrt(np.mean((expected - total.projection) ** 2)))
     # Each partial sum is rounded by half a unit in the last place and is at most as large as all

@@ -1,4 +1,4 @@
-"""The runs that a verification needs, and the trace that is requested from each. Pure."""
+"""The runs that a verification needs, and the trace that each run writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.plan import Plan
 from lockstep.scripts.request import ScriptRequest
 
 PERTURBED_RUNS = 3
-"""Number of runs with noise as large as rounding. With the reference, they give six distances."""
+"""Number of runs with noise of one unit in the last place."""
 FLOAT64_PERTURBED_RUNS = 2
 
 
@@ -26,17 +26,16 @@ class TraceRequest(ScriptRequest):
 
     folder: Path = Path()
     steps: int | None = None
-    """Steps of each train module after which the process ends, with status 0. None: the run ends by
-    itself."""
+    """Number of steps after which the process ends; None if the run ends by itself."""
     noise_seed: int | None = None
     float64: bool = False
     microbatch: int | None = None
     eval_mode: bool = False
-    """The model trains in eval mode: no dropout, and BatchNorm with its running statistics."""
+    """The model trains in eval mode: without dropout, and with BatchNorm's running statistics."""
     tokens: bool = False
-    """Trace sketches of each token's output in the first step."""
+    """Trace each token's output in the first step."""
     experts: bool = False
-    """Trace sketches of each token before and after each layer of experts in the first step."""
+    """Trace each layer of experts in the first step."""
     uncompressed: bool = False
 
 
@@ -69,8 +68,7 @@ class Job(TraceRequest):
 
 
 def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]]:
-    """Return the plans and their world sizes. `bitwise` adds numerics=bitwise. Raises
-    `PlanError`."""
+    """Return the plans and their world sizes. Raise `PlanError` for an invalid plan."""
     parsed: list[tuple[Plan, int]] = []
     if not texts:
         raise PlanError(
@@ -105,8 +103,8 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
 
 
 def reference_plan(plan: Plan) -> Plan:
-    """Return the plan of the run on one process with which a run under `plan` is compared. If bits
-    must be equal, it keeps compilation, slices and chunked logits, which change rounding."""
+    """Return the plan of the reference run on one process. If bits must be equal, it keeps the
+    options of `plan` that change rounding."""
     same_bits = plan.numerics == "bitwise"
     return Plan(
         replicate=1,
@@ -123,7 +121,7 @@ FAST_REFERENCE = reference_plan(Plan())
 def reference_jobs(
     plans: Sequence[tuple[Plan, int]], steps: int, microbatch: int | None = None
 ) -> dict[Plan, Job]:
-    """The run with numerics=fast comes first."""
+    """Return the reference runs. The run with numerics=fast comes first."""
     references = sorted(
         {reference_plan(plan) for plan, _ in plans},
         key=lambda plan: (plan != FAST_REFERENCE, plan.compile, plan.logits, plan.slices),
@@ -183,8 +181,8 @@ def in_float64(job: Job) -> Job:
 
 
 def microbatch_size_jobs(global_batch: int, microbatch: int) -> list[Job]:
-    """Return one-step runs in float64 and eval mode, with two microbatch sizes. Empty if the batch
-    is too small."""
+    """Return one-step runs in float64 and eval mode, with two microbatch sizes. Return none if the
+    batch is too small."""
     other = -(-microbatch // 2) if microbatch > 1 else 2
     if other == microbatch or other > global_batch:
         return []

@@ -1,5 +1,5 @@
-"""The HTML page of a verification: the verdicts, and the divergence of each plan's run and of the
-perturbed runs from the reference. Pure."""
+"""Makes the HTML page of a verification: the verdicts, and charts of the divergence from the
+reference."""
 
 from __future__ import annotations
 

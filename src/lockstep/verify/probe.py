@@ -1,5 +1,5 @@
-"""The probe of `lockstep verify`: a hook that writes a run's trace, and the overrides that perturb
-the run. It answers a `TraceRequest`."""
+"""A hook that writes the trace of a run for `lockstep verify`, and functions that perturb the
+run."""
 
 from __future__ import annotations
 
@@ -62,15 +62,14 @@ class TraceHook(ControlHook):
         self._steps: dict[int, int] = {}
         self._batches: dict[int, dict[str, str]] = {}
         self._results: dict[str, float] = {}
-        """The numbers that the script has reduced over all ranks since the step began, by the name
-        and number of the call."""
+        """Numbers that the script has reduced over all ranks in this step, by name and number of
+        the call."""
         self._together: list[int] = []
-        """The ranks that divide the tokens of each microbatch, with this rank; empty if this rank
-        computes all tokens."""
+        """Ranks that divide the tokens of each microbatch. Empty if this rank computes all
+        tokens."""
         self._outputs: dict[int, SequenceOutput] = {}
         self._layers: dict[str, tuple[Tensor, ...]] = {}
-        """Name of a layer of experts -> its input tokens, the chosen experts, and its output in the
-        latest forward."""
+        """Tokens, chosen experts and output of each layer of experts in the latest forward."""
         self._in_microbatch = self._has_ended = False
         self._logged_steps = 0
 
@@ -155,8 +154,8 @@ class TraceHook(ControlHook):
             )
 
     def result(self, name: str, value: float) -> None:
-        """Record a number that the script has reduced over all ranks. Calls made for each
-        microbatch are left out, because their number on a rank depends on the plan."""
+        """Record a number that the script has reduced over all ranks. Calls for each microbatch are
+        ignored, because their number on a rank depends on the plan."""
         if not self._in_microbatch:
             calls = sum(each.startswith(f"{name}, call ") for each in self._results)
             self._results[f"{name}, call {calls + 1}"] = value
@@ -164,8 +163,8 @@ class TraceHook(ControlHook):
     def before_backward(
         self, module: int, microbatch: int, total: Tensor, grad_output: Tensor
     ) -> None:
-        """Record a microbatch with its gradient, or that of this rank's tokens. There is no
-        gradient if this rank has only some of its samples, under SyncBatchNorm."""
+        """Record a microbatch with its gradient. Under SyncBatchNorm, a rank that has only some of
+        the samples records no gradient."""
         each, gradients = self.run.training.modules[module], None
         parameters = each.leaves if self._is_whole and not self._slices else []
         output = self._outputs.pop(module, None)
@@ -183,9 +182,8 @@ class TraceHook(ControlHook):
         self._note_microbatch(module, microbatch, gradients)
 
     def _see_output(self, index: int, module: nn.Module, given: Any, output: Any) -> Any:
-        """Keep a model's output in the first step. A forward hook, which returns views of the
-        output: the gradient of a view is computed without FSDP's hooks on the output, which
-        communicate."""
+        """Keep a model's output in the first step. This forward hook returns views of the output,
+        because FSDP's hooks on the output communicate."""
         if not self._in_microbatch or self._steps[index]:
             return None
         viewed = map_tensors(output, lambda each: each.view_as(each))
@@ -237,8 +235,7 @@ class TraceHook(ControlHook):
 
     @property
     def _slices(self) -> int:
-        """Number of groups of samples into which SyncBatchNorm splits each microbatch; 0 if it does
-        not."""
+        """Number of groups of samples into which SyncBatchNorm splits a microbatch, or 0."""
         return self._layout.assignment.slices
 
     @property
@@ -300,7 +297,7 @@ class TraceHook(ControlHook):
             run.context.world.end_process()
 
     def _note(self, number: int, module: TrainModule, weight: float | None) -> bool:
-        """`weight`: result of `Recipe.weight`. Return True after the last requested step."""
+        """Write a step of one model. Return True after the last requested step."""
         result = self.run.training.results.get(number)
         if result is None:  # skipped
             return self._request.steps is not None and self._steps[number] >= self._request.steps
@@ -349,14 +346,14 @@ def _states(module: TrainModule) -> NamedTensors:
 
 
 def _full(tensors: NamedTensors) -> NamedTensors:
-    """Yield each tensor with its shards gathered, one at a time. Every rank iterates over them."""
+    """Yield each tensor with its shards gathered, one at a time. All ranks must iterate."""
     for name, tensor in tensors:
         yield name, tensor if tensor is None else full_tensor(tensor)
 
 
 def change_model(model: nn.Module, request: TraceRequest) -> None:
-    """Change a model that has just been built. In float64 it keeps the initial values that were
-    drawn in its first dtype."""
+    """Change a model that has just been built. In float64, the model keeps the initial values of
+    its original dtype."""
     if request.float64:
         model.to(torch.float64)
     if request.eval_mode:
@@ -371,8 +368,8 @@ def to_float64(tensor: Tensor) -> Tensor:
 
 
 class ShortDtypeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations of a float64 run that return a shorter dtype: after them, the run is only
-    as exact as that dtype."""
+    """Records the operations of a float64 run that return a shorter dtype. After such an operation,
+    the run is only as exact as that dtype."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Runs jobs of a verification: each is the user's script as subprocesses, which write a trace."""
+"""Runs the user's script in subprocesses that write traces."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class JobResult(ScriptEnd):
 
 
 class Runner:
-    """Runs jobs, several at the same time if slots are free. Leaving its `with` block ends every
-    run."""
+    """Runs jobs while slots are free. Leaving the `with` block ends all runs."""
 
     def __init__(
         self,
@@ -39,9 +38,8 @@ class Runner:
         begins: Callable[[str], None] = lambda _: None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`slots`: largest number of processes at the same time (a job that needs more runs alone).
-        `begins` is called with a description of each run that begins, `progress` with one of each
-        run that has ended."""
+        """`slots` is the largest number of processes at the same time. `begins` and `progress` are
+        called with a description of each run that begins or has ended."""
         self.line = line
         self._folder = folder
         self._timeout_seconds = timeout_seconds
@@ -63,15 +61,14 @@ class Runner:
         self._pool.shutdown(cancel_futures=True)
 
     def start(self, job: Job) -> Future[JobResult]:
-        """Run `job` when enough slots are free. A run that fails is a result, not an exception of
-        the future."""
+        """Run `job` when enough slots are free. A failed run is a result, not an exception of the
+        future."""
         self._queued += 1
         return self._pool.submit(self._run, job)
 
     @contextmanager
     def queueing_the_rest(self) -> Iterator[None]:
-        """A context in which to start all remaining jobs. No run begins inside it, so that all are
-        counted first."""
+        """Delay runs until the `with` block ends, so that all remaining jobs are counted first."""
         with self._changed:
             yield
             self._is_count_known = True

@@ -1,5 +1,4 @@
-"""The output of a model of sequences, from which the probe of `lockstep verify` traces each
-token."""
+"""The output of a sequence model, from which `lockstep verify` traces each token."""
 
 from __future__ import annotations
 
@@ -16,21 +15,21 @@ from lockstep.model.context.active import active
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """The output of one forward, for the tokens that this rank computes."""
+    """The output of one forward, for the tokens of this rank."""
 
     tensor: Tensor
     dim: int
-    """The dimension of the output along which the tokens are."""
+    """The dimension of the output that indexes tokens."""
     places: Tensor
-    """The index in the sequence of each token of this rank."""
+    """The index of each of this rank's tokens in the sequence."""
     documents: Tensor | None
-    """Shape (samples, tokens of the whole sequence): the number of each token's document. None:
-    each sample is one document."""
+    """The document of each token, of shape (samples, tokens of the whole sequence). None if each
+    sample is one document."""
 
     @classmethod
     def of(cls, output: Any, dim: int) -> SequenceOutput | None:
-        """Return the first tensor of a model's output that has tokens along `dim` and a gradient.
-        Called in the model's forward hook."""
+        """Return the first tensor of a model's output that has tokens along `dim` and requires a
+        gradient."""
         sequence = active()
         documents = None if sequence is None or sequence.documents is None else sequence.documents
         for each in tensors_in(output):
@@ -42,8 +41,8 @@ class SequenceOutput:
         return None
 
     def write(self, tracer: Tracer, module: int, index: int, gradient: Tensor | None) -> None:
-        """`index`: number of the microbatch. `gradient`: the loss's gradient with respect to the
-        output; None if the loss does not use the output."""
+        """Write sketches of the output and of its gradient. `gradient` is None if the loss does not
+        use the output."""
         sketched = {"output": self.tensor}
         if gradient is not None:
             sketched["gradient"] = gradient

@@ -1,4 +1,4 @@
-"""The result of a verification: a verdict for each plan, as text, as table rows and as JSON."""
+"""The result of a verification: a verdict for each plan, as text, table rows and JSON."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ROUNDING = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """The first difference between a plan's run and the reference that is beyond the tolerance,
-    with its likely cause."""
+    """The first difference beyond the tolerance between a plan's run and the reference, with its
+    likely cause."""
 
     difference: Difference
     float64: bool
@@ -60,8 +60,7 @@ class Mismatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompressionEffect:
-    """Relative differences between a run with gradient compression and the same run without it,
-    over all tensors together."""
+    """Relative differences between a run with gradient compression and the same run without it."""
 
     gradient_compression: str
     steps: int
@@ -89,9 +88,10 @@ class Verdict:
     mismatch: Mismatch | None = None
     comparisons: list[Comparison] = field(default_factory=list)
     float64: list[Comparison] = field(default_factory=list)
-    """Comparisons of the first step in float64, one for each train module. Empty if not made."""
+    """Comparisons of the first step in float64, one for each model. Empty if float64 was not
+    verified."""
     compression: list[CompressionEffect] = field(default_factory=list)
-    """One for each train module. Empty: the recipe does not compress gradients."""
+    """One entry for each model. Empty if the recipe does not compress gradients."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -100,7 +100,7 @@ class Verdict:
 
     @property
     def largest(self) -> Difference | None:
-        """The largest difference from the reference, in multiples of rounding. None: all bits are
+        """The largest difference from the reference, in multiples of rounding. None if all bits are
         equal."""
         differences = [each.largest for each in self.comparisons if each.largest is not None]
         return max(differences, key=lambda difference: difference.times_rounding, default=None)
@@ -147,12 +147,12 @@ class Report:
     verdicts: list[Verdict] = field(default_factory=list)
     microbatch_size_checked: bool = False
     microbatch_size_mismatch: Mismatch | None = None
-    """Difference between two runs of one batch with different microbatch sizes. It is a fault of
-    the recipe: the loss depends on the size of microbatches."""
+    """Difference between two runs of the same batch with different microbatch sizes. The recipe is
+    at fault: the loss depends on the microbatch size."""
     notes: list[str] = field(default_factory=list)
     rounding_spread: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """Smallest and largest relative distance at each step between any two runs that differ only by
-    rounding; by kind of tensor, and for `loss`."""
+    """Smallest and largest relative distance at each step between runs that differ only by
+    rounding, by kind of tensor."""
 
     @property
     def passed(self) -> bool:

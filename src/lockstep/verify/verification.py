@@ -1,5 +1,4 @@
-"""A whole verification: runs the reference and each plan, compares their traces, and gives a
-verdict on each plan."""
+"""Runs the reference and each plan, compares their traces, and gives a verdict on each plan."""
 
 from __future__ import annotations
 
@@ -30,15 +29,14 @@ from lockstep.verify.runner import JobResult, Runner
 from lockstep.verify.verdict import CompressionEffect, Mismatch, Report, Verdict
 
 FLOAT64_MARGIN = 4.0
-"""Factor on rounding measured in float64: between dtypes, rounding does not change exactly as their
-precision does."""
+"""Factor on the rounding measured in float64. The rounding of two dtypes does not have exactly the
+ratio of their precisions."""
 MAX_SPREAD = 0.2
-"""Largest relative difference of the first step's gradient between two runs that differ only by
+"""Largest relative difference of the first gradient between two runs that differ only by
 rounding."""
 MICROBATCH_SIZE_MINIMUM = 1e-9
 MICROBATCH_SIZE_ULPS = 100.0
-"""Largest rounding that another microbatch size may cause, in ulps of float64, or of a shorter
-dtype that the model's operations return."""
+"""Largest rounding that another microbatch size may cause, in units in the last place."""
 
 _CAUSES: Mapping[Check, Sequence[Callable[[Evidence], str | None]]] = {
     "initial": (experts.initial_values, microbatches.initial_weights),
@@ -87,8 +85,8 @@ _CAUSES: Mapping[Check, Sequence[Callable[[Evidence], str | None]]] = {
     "weight": (updates.loss_weight,),
     "logged": (updates.logged_value,),
 }
-"""Name of a check -> functions that are tried, in order, to find the cause of a difference. Each
-returns the cause as text; None if the evidence does not fit."""
+"""The functions that look for the cause of each kind of difference. They are tried in order until
+one returns a text."""
 _SCALAR_LOSS = (
     "It is probably a mean over tokens (or pixels, or whatever is not ignored), returned as a plain"
     " scalar, so that every microbatch counts the same: return ls.Sum(total), and give"
@@ -107,13 +105,13 @@ class VerifyOptions:
     """Plans, each with its number of processes."""
     steps: int
     float64: bool
-    """True if the first step is repeated in float64."""
+    """True to repeat the first step in float64."""
     check_microbatch_size: bool
-    """True if the loss must not depend on how the batch is split into microbatches."""
+    """True to check that the loss does not depend on the microbatch size."""
 
 
 class Verification:
-    """Starts every run that is needed to verify the plans, and compares the traces of the runs."""
+    """Starts all runs that verify the plans, and compares their traces."""
 
     def __init__(self, line: ScriptLine, options: VerifyOptions, runner: Runner) -> None:
         self._options = options
@@ -124,8 +122,8 @@ class Verification:
         self._fast = any(plan.numerics == "fast" for plan, _ in options.plans)
 
     def run(self) -> Report:
-        """Raises `LaunchError` if the script fails or never trains on one process; `DataError` or
-        `RecipeError` if runs on one process that should be equal differ by more than rounding."""
+        """Raise `LaunchError` if the script fails or never trains on one process. Raise `DataError`
+        or `RecipeError` if runs on one process differ by more than rounding."""
         references = self._references()
         with self._runner.queueing_the_rest():
             started = self._start(next(iter(references.values()))[0].metadata)
@@ -227,7 +225,8 @@ class Verification:
     def _rounding_in_float64(
         self, started: _StartedRuns, fast: Sequence[MeasuredRounding]
     ) -> list[MeasuredRounding]:
-        """`fast`: the rounding in the recipe's precision. Empty if float64 is not verified."""
+        """Return the rounding of each model in float64, from the rounding `fast` in the recipe's
+        precision."""
         if started.float64_reference is None:
             return []
         result = started.float64_reference.result()
@@ -263,8 +262,8 @@ class Verification:
                     )
 
     def _check_spread(self) -> None:
-        """Raise `RecipeError` if the gradients of perturbed runs differ by more than rounding,
-        because no tolerance can then be derived."""
+        """Raise `RecipeError` if the gradients of perturbed runs differ by more than rounding. No
+        tolerance can then be computed."""
         spread = self._report.rounding_spread["gradients"][0][1]
         if spread > MAX_SPREAD:
             raise RecipeError(
@@ -312,7 +311,7 @@ class _StartedRuns:
 
 
 def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Mismatch | None:
-    """None if the runs agree, so that the loss is a sum over samples."""
+    """Return None if runs with two microbatch sizes agree."""
     minimum = max(
         MICROBATCH_SIZE_MINIMUM, MICROBATCH_SIZE_ULPS * reference.metadata.get("eps", 0.0)
     )
@@ -362,8 +361,8 @@ def _judge(
 
 
 def _judge_compressed(verdict: Verdict, exact: Sequence[Trace], result: JobResult) -> None:
-    """Add the effect of gradient compression to the verdict. The effect does not fail a plan, but a
-    disagreement between ranks does."""
+    """Add the effect of gradient compression to the verdict. Only a disagreement between ranks
+    fails a plan."""
     if not _ran(verdict, result):
         return
     for without, trace in zip(exact, result.traces, strict=True):
@@ -384,8 +383,8 @@ def _judge_compressed(verdict: Verdict, exact: Sequence[Trace], result: JobResul
 def _note_mismatch(
     verdict: Verdict, comparison: Comparison, reference: Trace, trace: Trace, *, float64: bool
 ) -> None:
-    """Record the comparison's first difference with its likely cause, unless the verdict has a
-    difference in the same step or earlier."""
+    """Record the first difference of a comparison with its likely cause, unless the verdict already
+    has a difference in this step or an earlier one."""
     if not comparison.differences:
         return
     first, known = comparison.differences[0], verdict.mismatch

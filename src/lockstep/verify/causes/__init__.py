@@ -1,1 +1,1 @@
-"""Finds the likely cause of a difference: each known fault leaves a pattern in the trace. Pure."""
+"""Finds the likely cause of a difference. Each known fault leaves a pattern in the trace."""

@@ -1,5 +1,4 @@
-"""Causes of a wrong balance loss: a rank uses only its own tokens' choices of experts, or the loss
-grows with the number of ranks."""
+"""Causes of a wrong balance loss of experts."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ from lockstep.verify.causes.evidence import Evidence
 
 
 def own_tokens(evidence: Evidence) -> str | None:
-    """Find ranks whose balance loss uses only their own tokens' choices: each rank's load differs
-    from the reference's, and their sum equals it."""
+    """Find ranks whose balance loss uses only their own tokens. Each rank's load differs from the
+    reference's, but their sum equals it."""
     for microbatch in evidence.microbatches:
         expected = evidence.expected_microbatches.get(microbatch.index)
         for layer, counts in microbatch.loads.items():

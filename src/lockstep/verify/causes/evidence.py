@@ -1,5 +1,4 @@
-"""The evidence from which a cause is found: the traces of a plan's run and of the reference, and
-the first step at which they differ."""
+"""The evidence for a cause: two traces, and the first step in which they differ."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ Wrong = np.ndarray[Any, np.dtype[np.bool_]]
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The traces of the reference and of a plan's run, and their differences in the first step that
-    has any."""
+    """The traces of the reference run and of a plan's run, and the differences in the first step
+    that differs."""
 
     reference: Trace
     plan: Trace
@@ -49,7 +48,8 @@ class Evidence:
         return float(COMPUTE_EPS[self.reference.metadata.get("precision", "fp32")] ** 0.5)
 
     def tensors(self, kind: str, name: str) -> tuple[Vector, Vector] | None:
-        """Return the reference's and the plan's tensor; None if a trace has only its summary."""
+        """Return the tensor of the reference and the tensor of the plan. Return None if a trace has
+        only a summary."""
         expected, actual = (
             trace.tensor(self.step, kind, name) for trace in (self.reference, self.plan)
         )
@@ -65,8 +65,8 @@ class Evidence:
 
 
 def differ(expected: Vector, found: Vector, tolerance: float) -> Wrong:
-    """Return True for each token whose sketch in `found` differs from `expected` by more than
-    `tolerance` times the size of a typical token."""
+    """Return True for each token whose sketch in `found` differs from `expected`. `tolerance` is
+    relative to a typical token."""
     typical = float(np.sqrt(np.mean(expected**2)))
     away = np.sqrt(np.mean((found - expected) ** 2, axis=-1))
     wrong: Wrong = ~(away <= tolerance * typical)

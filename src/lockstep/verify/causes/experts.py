@@ -1,7 +1,7 @@
-"""Causes of differences from the reference if ranks divide the experts of each layer.
+"""Causes of differences under expert parallelism.
 
-If a layer's input and choices are right and its output is not, the fault is in the exchange of rows
-(tokens sent to an expert). Else the names of the wrong gradients show the fault.
+If the input and the routing of a layer are right and its output is not, the fault is in the
+exchange of tokens. Otherwise the names of the wrong gradients show the fault.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lockstep.evidence.trace import LayerTrace
 from lockstep.verify.causes.evidence import Evidence, Wrong, differ, named, stacked
 
 MOSTLY = 0.9
-"""If this fraction of the wrong outputs are other tokens' outputs, outputs went to the wrong
+"""Outputs went to the wrong tokens if this fraction of the wrong outputs are outputs of other
 tokens."""
 
 
 def rows(evidence: Evidence) -> str | None:
-    """Find a layer of experts whose input and choices are right, and whose output is wrong."""
+    """Find a layer of experts with right input and routing, but a wrong output."""
     for index in sorted(evidence.expected_microbatches) if not evidence.step else ():
         ours, theirs = evidence.reference.experts_of(index), evidence.plan.experts_of(index)
         if len(ours) != 1 or not theirs:
@@ -50,8 +50,8 @@ def rows(evidence: Evidence) -> str | None:
 
 
 def _in_order(expected: LayerTrace, parts: Sequence[LayerTrace]) -> LayerTrace:
-    """Join the tokens of all ranks in the order of `expected`: each is matched with the nearest
-    expected token that is still free."""
+    """Put the tokens of all ranks into the order of `expected`. Each token is matched with the
+    nearest expected token."""
     whole = LayerTrace(
         *(
             np.concatenate([getattr(part, each.name) for part in parts])
@@ -81,7 +81,7 @@ def _same_input(expected: LayerTrace, found: LayerTrace, evidence: Evidence) -> 
 def _misplaced(
     expected: LayerTrace, found: LayerTrace, wrong: Wrong, name: str, where: str
 ) -> str | None:
-    """Find tokens with the output of another token."""
+    """Find tokens that have the output of another token."""
     at = np.flatnonzero(wrong)
     away = np.linalg.norm(found.output[at, None] - expected.output[None], axis=-1)
     nearest = away.argmin(1)
@@ -253,8 +253,8 @@ def clipping(evidence: Evidence) -> str | None:
 
 
 def _norm_of(evidence: Evidence, rank: int, dense: float) -> float:
-    """Return the gradient norm of a rank's experts and all other parameters (whose norm is
-    `dense`); NaN if the trace lacks the tensors."""
+    """Return the gradient norm of a rank's experts and all other parameters, whose norm is `dense`.
+    Return NaN if the trace lacks tensors."""
     total = dense**2
     for name, of in _layers(evidence).items():
         layer = _Layer.of(evidence, name)

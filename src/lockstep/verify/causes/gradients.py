@@ -1,8 +1,8 @@
-"""Causes of a wrong reduced gradient. The strongest test is a fit by the sum of β times each rank's
-sum over its microbatches, plus the gradient of the previous step.
+"""Causes of a wrong reduced gradient.
 
-If the fit is exact, β names the fault: (1, 0) was not reduced; (2, 2) has a wrong factor; if Σ 1/β
-is the number of ranks, the ranks' means were averaged.
+The gradient is fitted by β times the gradient of each rank, plus the gradient of the previous step.
+An exact fit names the fault: β = (1, 0) is a missing reduction, and β = (2, 2) a wrong factor. If Σ
+1/β is the number of ranks, the means of the ranks were averaged.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _ranks_miscounted(
     rank: int,
     together: set[frozenset[int]],
 ) -> str | None:
-    """Fit a wrong reduced gradient (`target`) by each rank's sum over its microbatches. `together`:
-    groups of ranks that share the tokens of one sequence."""
+    """Fit a wrong reduced gradient by the sum of each rank over its microbatches. `together` has
+    the ranks that share the tokens of a sequence."""
     ranks = [r for r in sums if np.any(sums[r])]
     factors = exact_factors([sums[r] for r in ranks], target)
     if factors is None or len(ranks) < 2 or all(abs(factor - 1) <= EXACT for factor in factors):
@@ -101,8 +101,8 @@ def _ranks_miscounted(
 def _microbatches_miscounted(
     evidence: Evidence, names: list[str], target: Vector, what: str, entry: RankTrace
 ) -> str | None:
-    """Fit a wrong reduced gradient (`target`) by the gradients of single microbatches: some may
-    count twice or not at all."""
+    """Fit a wrong reduced gradient by the gradients of single microbatches. Some may count twice or
+    not at all."""
     parts = _microbatches_with_gradients(evidence)
     gain = entry.steps[evidence.step].gain
     columns = [gain * stacked(m.gradients or {}, names) for m in parts]

@@ -1,4 +1,4 @@
-"""Causes that can be seen before gradients are reduced: initial weights, samples, random state,
+"""Causes that are visible before gradients are reduced: initial weights, samples, random state,
 single microbatches."""
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _factor(
 
 
 def kept_state(evidence: Evidence) -> str | None:
-    """Find state that the model keeps between microbatches: rank 0 starts like the reference, so if
+    """Find state that the model keeps between microbatches. Rank 0 begins like the reference, so if
     only a later microbatch is wrong, it depends on earlier ones."""
     wrong = {index for difference in evidence.of("microbatch") for index in difference.microbatches}
     rank_0 = [m.index for m in evidence.microbatches if m.rank == 0]

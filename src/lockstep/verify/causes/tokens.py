@@ -1,7 +1,7 @@
-"""Causes of differences from the reference if several ranks compute tokens of one sequence.
+"""Causes of differences when several ranks share the tokens of a sequence.
 
-The wrong tokens show the fault: they are at the ends of a rank's chunks, after the index at which a
-rank's tokens begin, or in later documents. If no token is wrong, the fault is in the backward.
+The positions of the wrong tokens show the fault: at the ends of a rank's chunks, after the first
+token of a rank, or in later documents. If no token is wrong, the fault is in the backward.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from lockstep.evidence.trace import TokenTrace
 from lockstep.verify.causes.evidence import Evidence, Wrong, differ, named
 
 MOSTLY = 0.9
-"""Smallest fraction of the tokens after a fault that must be wrong. It is not 1, because a token
-may hardly attend to earlier ones."""
+"""Smallest fraction of the tokens after a fault that must be wrong. A token may hardly attend to
+earlier tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The traced tokens of one microbatch, in the order of the sequence."""
+    """The tokens of one traced microbatch, in the order of the sequence."""
 
     index: int
     parts: Sequence[TokenTrace]
     documents: np.ndarray[Any, np.dtype[np.int64]] | None
     expected: dict[str, Vector]
-    """`output` or `gradient` -> the reference's sketches, of shape (samples, tokens,
+    """The reference's sketches of `output` and `gradient`, of shape (samples, tokens,
     projections)."""
     found: dict[str, Vector]
     wrong: dict[str, Wrong]
-    """`output` or `gradient` -> shape (samples, tokens): True for a sketch that differs from the
-    reference."""
+    """True for each sketch of `output` or `gradient` that differs from the reference, of shape
+    (samples, tokens)."""
 
     @property
     def count(self) -> int:
@@ -48,8 +48,7 @@ class _Tokens:
         return {int(run[-1]) for part in self.parts for run in _runs(part)}
 
     def begins(self) -> dict[int, int]:
-        """Return index in the sequence -> rank, for each start of a rank's run of adjacent tokens
-        after the first token."""
+        """Map each index at which a rank's contiguous tokens begin to the rank."""
         begins = {int(run[0]): part.rank for part in self.parts for run in _runs(part)}
         begins.pop(0, None)
         return begins
@@ -73,8 +72,7 @@ def lost_tokens(evidence: Evidence) -> str | None:
 
 
 def pairs_at_cuts(evidence: Evidence) -> str | None:
-    """Find a wrong loss next to the cuts between the ranks' parts of a sequence, with right
-    outputs."""
+    """Find a wrong loss with right outputs at the cuts between the ranks' parts of a sequence."""
     tokens = _first_wrong(evidence, "gradient")
     if tokens is None or tokens.wrong["output"].any():
         return None
@@ -124,7 +122,7 @@ def document_leak(evidence: Evidence) -> str | None:
 
 
 def places_of_others(evidence: Evidence) -> str | None:
-    """Find outputs that are wrong from an index in the sequence on, where a rank's tokens begin."""
+    """Find outputs that are wrong from the first token of a rank on."""
     tokens = _first_wrong(evidence, "output")
     if tokens is None:
         return None
@@ -140,7 +138,7 @@ def places_of_others(evidence: Evidence) -> str | None:
 
 
 def attention_backward(evidence: Evidence) -> str | None:
-    """Find wrong gradients of parameters, with every token's output and loss right."""
+    """Find wrong gradients of parameters when all outputs and losses are right."""
     tokens = _first_wrong(evidence, None)
     if tokens is None or "gradient" not in tokens.wrong:
         return None
@@ -161,8 +159,7 @@ def attention_backward(evidence: Evidence) -> str | None:
 
 
 def _first_wrong(evidence: Evidence, name: str | None) -> _Tokens | None:
-    """Return the first microbatch with a wrong `output` or `gradient` of a token; for None, the
-    first that may be wrong."""
+    """Return the first microbatch whose tokens have a wrong `output` or `gradient`."""
     for index in _wrong_microbatches(evidence):
         tokens = _compared(evidence, index)
         if tokens is None:

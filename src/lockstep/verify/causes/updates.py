@@ -12,9 +12,9 @@ from lockstep.verify.causes.evidence import Evidence, stacked, update
 from lockstep.verify.causes.gradients import sums_by_rank
 
 NORM_TOLERANCE = 0.2
-"""Largest relative error of a gradient norm that is estimated from projections."""
+"""Largest relative error of a gradient norm that is estimated from random projections."""
 WRONG_UPDATE = 0.05
-"""A larger relative error of a parameter's update is no rounding, if the gradients agree a hundred
+"""A larger relative error of an update is not caused by rounding, if the gradients agree a hundred
 times better."""
 _BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -103,8 +103,8 @@ def earlier_update(evidence: Evidence) -> str | None:
 
 
 def _relative(found: Vector, expected: Vector) -> float:
-    """Return the distance relative to the norm of `expected`; 0 if there are no numbers, because a
-    step overflowed."""
+    """Return the distance relative to the norm of `expected`; 0 if a step overflowed and has no
+    numbers."""
     size, away = float(np.linalg.norm(expected)), float(np.linalg.norm(found - expected))
     return away / size if size and np.isfinite(away) else 0.0
 
