@@ -62,8 +62,8 @@ PACED_BY: dict[Divided, str] = {
     " slowest",
     "layers": "each microbatch passes through all of its ranks, however fast they are",
 }
-"""The reason why the ranks of an axis cannot each compute at a different speed, by the thing that
-the axis divides."""
+"""The reason why the ranks of an axis cannot each compute at a different speed, by the last thing
+that the axis divides."""
 NOT_IN_SLICES = {
     "context": "chunks of a sequence are computed in threads, and layers in slices are not",
     "expert": "layers are not computed in slices beside experts yet",

@@ -113,8 +113,8 @@ def is_aborted(within_seconds: float = 0.0) -> bool:
 
 class abortable:
     """Replaces the error of an aborted collective by `CollectivesAborted`. A lost peer may cause
-    the error before `abort_collectives` is called, so an abort up to `within_seconds` after the
-    error counts too. The new exception keeps no variables of the body alive."""
+    the error before `abort_collectives` is called. An abort up to `within_seconds` after the error
+    counts too. The new exception keeps no variables of the body alive."""
 
     def __init__(self, within_seconds: float = 0.0) -> None:
         self._within_seconds = within_seconds

@@ -62,7 +62,7 @@ Sums = dict[str, tuple[float, float]]
 
 
 class Findings(NamedTuple):
-    """The findings of one rank about the loss, as text for a warning."""
+    """The findings of one rank about the loss, as text for a warning. None without a finding."""
 
     kept: str | None = None
     """Text if the loss of the same microbatch changes from call to call."""

@@ -52,8 +52,7 @@ MIN_WINDOWS = 3  # ranks are compared over at least MIN_SECONDS and this many ex
 # them are skipped.
 EXCHANGE_SECONDS = 0.2
 _RANKS_AT_ONCE = 256
-"""Largest world size for which ranks exchange their times at every logging step. With n times as
-many ranks, they exchange them n times less often."""
+"""With n times this many ranks, the ranks exchange their times n times less often."""
 
 # shape (parts, ranks): seconds per step between two logging steps, in the order of `PARTS`
 Times = NDArray[np.float64]

@@ -387,8 +387,8 @@ class WorkerProcesses:
                 worker.failure = _failure(rank, worker)
 
     def _note_end(self, worker: LaunchedWorker, returncode: int) -> None:
-        """Kill the process group of a worker that has ended, because the group's id may later
-        belong to another process."""
+        """Kill the process group of a worker that has ended. The group's id may later belong to
+        another process."""
         if returncode != 0 or worker.is_stopped:
             with suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""Compares collectives across ranks before they start, for debugging. Each collective takes some
-requests to torch's store, and each torch operation a call of Python code."""
+"""Compares collectives across ranks before they start, for debugging. Each collective sends some
+requests to torch's store. Each torch operation calls Python code."""
 
 from __future__ import annotations
 
