@@ -109,7 +109,6 @@ class AreaResult:
         )
 
     def miss(self, reason: str) -> None:
-        """Add a reason why a check could not be made."""
         if all(_NUMBER.sub("", each) != _NUMBER.sub("", reason) for each in self.unseen):
             self.unseen.append(reason)
 
@@ -140,12 +139,10 @@ class Audit:
 
     @property
     def extent(self) -> str:
-        """Text with the numbers of processes and steps."""
         return f"{counted(self.processes, 'process')}, {counted(self.steps, 'step')}"
 
     @property
     def verdict(self) -> str:
-        """The result in a few words."""
         found = counted(len(self.findings), "finding") if self.findings else "nothing found"
         return f"{found}; the script failed" if self.error else found
 

@@ -212,8 +212,7 @@ def _dump_stacks(folder: Path) -> dict[int, str]:
 
 
 def waiting_lines(stacks: Mapping[int, str], root: str) -> dict[int, str]:
-    """Return the line of the script at which each process waits. `stacks` is the output of
-    `faulthandler` by process id."""
+    """Return the line of the script at which each process waits."""
     lines = {}
     for pid, text in stacks.items():
         main_thread = _THREAD.split(text)[-1]  # threads are listed from the youngest to the oldest

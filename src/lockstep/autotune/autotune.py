@@ -146,7 +146,6 @@ class _Autotuner:
         return model
 
     def run(self) -> tuple[Measurement, str]:
-        """Return the chosen values and their source: "rule", "cache" or "measurement"."""
         if self.context.overrides.bare:
             bare = {
                 "precision": "fp32",
@@ -213,7 +212,6 @@ class _Autotuner:
             )
 
     def _microbatches(self) -> list[Any]:
-        """Return the microbatch sizes up to a rank's even share of the global batch."""
         recipe = self.recipe
         assert recipe.global_batch is not None, "auto is refused with a batch_sampler"
         batch = (
@@ -251,7 +249,6 @@ class _Autotuner:
         return None if fields is None else Measurement(*fields), path
 
     def _fits(self, chosen: Mapping[str, Any]) -> bool:
-        """Return True if an earlier run chose the same settings, with allowed values."""
         return chosen.keys() == set(self.names) and all(
             (
                 value in self.candidates[name]
@@ -347,8 +344,6 @@ class _Autotuner:
     def _timed(
         self, timing: MicrobatchTiming, name: str, now: Mapping[str, Any]
     ) -> dict[Any, float | None]:
-        """Return the seconds of each candidate for the setting `name`; None if it ran out of
-        memory."""
         sizes = name == "microbatch"
         timings: dict[Any, float | None] = {}
         for each in (

@@ -25,7 +25,6 @@ def doubling_sizes(most: int) -> list[int]:
 
 
 def timing_order(sizes: Sequence[int], known: int) -> list[int]:
-    """Return `known`, then the larger sizes, then the smaller ones."""
     return sorted(sizes, key=lambda size: (size < known, abs(size - known)))
 
 

@@ -203,8 +203,6 @@ def _opened(source: str, module: int | None, part: float) -> _AveragedRun:
 
 
 def _weights(source: str, module: int | None) -> tuple[StateDictReader, str, Path | None]:
-    """Return the model weights, a description for messages, and the path of the safetensors file.
-    The path is None for a checkpoint."""
     path = Path(source)
     if path.is_file():
         if path.suffix != ".safetensors":

@@ -121,7 +121,6 @@ def _explained(
     *,
     folder: Path,
 ) -> Blame:
-    """Exit with the replay's status if a replay does not reach the step."""
     rows = rows_of(run)
 
     def again(name: str, at: int, **how: Any) -> Replay:

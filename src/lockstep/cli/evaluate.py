@@ -105,8 +105,6 @@ def measure(
     run_dir: Path,
     stdout: TextIO | None,
 ) -> tuple[int, list[Metrics]]:
-    """Return the exit status, and the metrics of each `ls.train` call of the script. There are no
-    metrics if the status is not 0."""
     options = options_from({**given, "run_dir": str(run_dir)})
     processes = count_processes(options.nproc, options.validate(), count_gpus, name="--nproc ")
     status = launch_script(

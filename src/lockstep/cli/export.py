@@ -163,7 +163,6 @@ def _check_new(path: Path) -> None:
 
 
 def check_out(path: Path) -> None:
-    """Raise `CheckpointError` if writing a model to `path` would overwrite a file."""
     if path.suffix != ".safetensors":
         raise CheckpointError(
             f"OUT is {str(path)!r}; models are exported as safetensors; name it"
@@ -213,8 +212,6 @@ def final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] |
 
 
 def saved_model(at: Target, module: int | None) -> tuple[StateDictReader, str]:
-    """Return the model of the newest intact checkpoint, and its description for messages. Warn of
-    each damaged checkpoint."""
     for name in reversed(at.names):
         try:
             stored = StoredCheckpoint(at.storage, name)
@@ -246,7 +243,6 @@ def _choose(modules: list[int], module: int | None) -> int:
 def write_model(
     model: StateDictReader, path: Path, metadata: Mapping[str, str] | None = None
 ) -> tuple[int, int]:
-    """Write the file atomically. Return its number of tensors and of bytes."""
     shards = [
         TensorShard(name, dtype, shape, (0,) * len(shape), shape)
         for name, (dtype, shape) in model.specs.items()

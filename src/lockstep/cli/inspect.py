@@ -50,7 +50,6 @@ class InspectedCheckpoint:
     name: str
     step: int
     state: str = "intact"
-    """`intact`, `damaged`, `unreadable` or `unreachable`."""
     reasons: list[str] = field(default_factory=list)
     saved: str | None = None
     size_bytes: int = 0

@@ -168,7 +168,6 @@ class _Found:
 
 
 def _check(target: str, plans: tuple[str, ...], memory: str | None) -> None:
-    """Raise `PlanError` for a wrong option, before the script runs."""
     from lockstep.planner.machines.hardware import cluster_of
 
     cluster = cluster_of(target)
@@ -196,7 +195,6 @@ def _predicted(
     *,
     shows_progress: bool,
 ) -> _Found:
-    """Predict the given plans. Without plans, search plans."""
     from lockstep.planner.machines.costs import Machine
     from lockstep.planner.machines.hardware import devices_here, named, parse_target
 

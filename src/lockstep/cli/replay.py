@@ -180,7 +180,6 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 def last_step(run: Path, target: Target) -> int:
-    """Return the last step that the run has begun."""
     if (ended := ended_in(run)) is not None:
         return ended
     rows = [*rows_of(run), *read_rows(run, EVENTS, _is_event, {})]
@@ -235,8 +234,6 @@ def replay(
     before: int | None = None,
     quiet: bool = False,
 ) -> tuple[int, Replay | None]:
-    """Replay a step. Return the exit status, and the measurements if the replay reached the
-    step."""
     run_dir = folder / "run"
     options = options_from({**given, "run_dir": str(run_dir)})
     processes = count_processes(options.nproc or 1, options.validate(), count_gpus, name="--nproc ")

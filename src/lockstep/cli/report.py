@@ -85,7 +85,6 @@ def command(
 
 
 Report = tuple[Any, Sequence[str], Callable[[float], str]]
-"""A report in three formats: JSON, text for a terminal, and HTML."""
 
 
 def _of_runs(run_dirs: Sequence[str]) -> Report:

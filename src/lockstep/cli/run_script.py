@@ -16,7 +16,6 @@ OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
 def script_of(run: Path | None, source: str, needs: str) -> ScriptLine:
-    """Return the command line of the script that made a run."""
     metadata = {} if run is None else read_metadata(run)
     environment = metadata.get("environment") or {}
     line = [str(word) for word in environment.get("command_line") or []]

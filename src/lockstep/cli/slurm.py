@@ -125,7 +125,6 @@ def command(
 
 
 def array_of(line: Sequence[str], options: Sequence[str], *, jobs: int, name: str) -> str:
-    """Return the batch script of a job array. Each job runs the command `line` on one node."""
     given = command.make_context("lockstep search --slurm", [*options, name]).params
     if given["nodes"] != 1 or given["run_options"] or given["output"] or given["is_sent"]:
         raise LaunchError(

@@ -53,7 +53,6 @@ class Target:
 
 @contextmanager
 def reachable(what: str) -> Iterator[None]:
-    """Convert `OSError` into a `CheckpointError` that says that `what` cannot be read."""
     try:
         yield
     except OSError as error:

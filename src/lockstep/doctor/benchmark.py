@@ -181,7 +181,6 @@ def _ping(group: RankGroup, peer: int) -> float:
 
 
 def _transfer(group: RankGroup, peer: int, count: int) -> float:
-    """Return the seconds until `count` bytes are acknowledged."""
     content = torch.zeros(count, dtype=torch.uint8, device=group.device)
     _send_count(group, peer, count)
     _receive(group, peer, 1)

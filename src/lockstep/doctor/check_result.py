@@ -25,7 +25,7 @@ class CheckResult:
     """`skipped` means that the check was not made, which is not a fault."""
     found: str
     remedy: str = ""
-    """Empty only if the verdict is `ok`."""
+    """The remedy is empty only if the verdict is `ok`."""
     machine: str = ""
     """Name of the machine; empty for a check of all machines together."""
 

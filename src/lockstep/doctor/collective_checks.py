@@ -50,7 +50,6 @@ class RankGroup:
     global_ranks: list[int]
     group_rank: int
     process_group: Any
-    """None for the default process group."""
     device: torch.device
     backend: str
 
@@ -113,7 +112,6 @@ def call(case: CollectiveCase, group: RankGroup) -> Tensor:
 def exchange(
     collective: Collective, own: Tensor, group: RankGroup, *, operation: Operation | None = "sum"
 ) -> Tensor:
-    """Call a collective on the tensor `own`, which may be overwritten."""
     size, process_group = len(group.global_ranks), group.process_group
     block = own.numel() // size
     root_rank = group.global_ranks[root(group.global_ranks)]

@@ -45,8 +45,6 @@ class ProbeCoordinator:
         deadline_seconds: float,
         on_abort: Callable[[list[RankStatus]], None],
     ) -> None:
-        """The watching thread calls `on_abort` with the statuses of the ranks if a rank gives up.
-        `on_abort` must end the process."""
         self.rank = rank
         self.world_size = world_size
         self._deadline_seconds = deadline_seconds

@@ -57,7 +57,6 @@ WORKER = ("-m", "lockstep.doctor")
 class Diagnosis:
     checks: list[CheckResult]
     results: Mapping[str, Any]
-    """JSON that a rank has written."""
     ending: Ending
 
     @property

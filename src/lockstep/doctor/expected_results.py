@@ -109,7 +109,6 @@ def rank_input(case: CollectiveCase, global_ranks: Sequence[int], group_rank: in
 def expected_output(
     case: CollectiveCase, global_ranks: Sequence[int], group_rank: int
 ) -> NDArray[Any] | None:
-    """Return None if the output is undefined on this rank."""
     block, own_block = (
         np.arange(BLOCK_SIZE),
         np.arange(BLOCK_SIZE * group_rank, BLOCK_SIZE * (group_rank + 1)),

@@ -37,7 +37,6 @@ class RankStatus:
 
 
 def summarize(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:
-    """Return the checks in the JSON `results` that a rank has written."""
     machines = results["machines"]
     names = machine_names(machines)
     checks = [

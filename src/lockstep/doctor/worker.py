@@ -45,7 +45,6 @@ def main(folder: Path, deadline_seconds: float) -> None:
         write_atomically(folder / f"results-{environment.rank}.json", json.dumps(values))
 
     def abort(statuses: list[RankStatus]) -> None:
-        """Write the results so far and end the process. Its main thread may hang."""
         values["statuses"] = [asdict(status) for status in statuses]
         write()
         os._exit(1)
@@ -110,7 +109,6 @@ def _run_probes(
 
 
 def _groups(coordinator: ProbeCoordinator, world: World, backend: str) -> list[RankGroup]:
-    """Create all process groups, on every rank. Return the groups that contain this rank."""
     everyone = list(range(world.size))
     groups = [RankGroup("all ranks", everyone, world.rank, None, world.device, backend)]
     for name, parts in subgroups(world.size).items():

@@ -23,7 +23,6 @@ class RowFile:
 
 
 def read_row_file(path: Path) -> list[Row]:
-    """Return the rows of a file. A row that was cut off ends the list."""
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

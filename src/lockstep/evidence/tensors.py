@@ -76,7 +76,6 @@ def distance(one: TensorSummary | None, other: TensorSummary | None) -> float:
 
 
 def added(parts: Sequence[Summaries]) -> Summaries:
-    """Return the summaries of the sums of tensors."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: _sum([part.get(name) for part in parts]) for name in names}
 
@@ -121,7 +120,6 @@ class Fit:
 
 
 def fit(columns: Sequence[Vector], target: Vector) -> Fit | None:
-    """Return None if the columns are too similar, all zero, or not finite."""
     if not columns:
         return None
     matrix = np.stack(columns, axis=1)

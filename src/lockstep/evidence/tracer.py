@@ -53,8 +53,6 @@ class Tracer:
         replicated: bool,
         writes: bool,
     ) -> None:
-        """`writes` is True if this rank writes a trace. `replicated` is True if every rank has the
-        full model."""
         self._folder = folder
         self._steps = steps
         self._rank = rank

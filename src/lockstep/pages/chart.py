@@ -118,8 +118,6 @@ class RenderedFigure:
 
 
 def render_chart(chart: Chart, *, index: int, last_step: int, columns: int) -> RenderedFigure:
-    """Render a chart with at most `columns` points in each curve. `index` is the number of the
-    chart on the page."""
     axis = "step" if chart.microseconds is None else "time"
     end = chart.microseconds or last_step
     points = [_points(line, end, columns) for line in chart.lines]

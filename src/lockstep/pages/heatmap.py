@@ -29,7 +29,6 @@ def render_heatmap(
     spoken: str,
     unit: Unit = "seconds",
 ) -> Html:
-    """Render values by row and column. NaN leaves a cell empty."""
     low, high = color_limits(rows)
     shades = [[shade(value, low, high) for value in row] for row in rows]
     light, dark = (
@@ -78,7 +77,6 @@ def color_limits(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def shade(value: float, low: float, high: float) -> int:
-    """Return the index of a value's colour, from 1 to `SHADES`. Return 0 without a value."""
     if not math.isfinite(value):
         return 0
     return 1 + round((SHADES - 1) * min(1.0, max(0.0, (value - low) / (high - low))))

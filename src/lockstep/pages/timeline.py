@@ -29,8 +29,6 @@ def timeline(
     keys: Sequence[tuple[str, str]],
     spoken: str,
 ) -> Html:
-    """Return a timeline from 0 to `seconds`. `keys` are the classes and texts of the legend.
-    `spoken` describes the timeline to readers who cannot see it."""
     x_scale = time_scale(seconds)
     named = len(lanes) > 1
     rows = [

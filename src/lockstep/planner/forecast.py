@@ -48,7 +48,7 @@ class Budget:
     device_hours: float
     cost: float | None
     goodput: float
-    """Fraction of the wall-clock time that failures and checkpoints do not cost."""
+    """Fraction of the wall-clock time that is not lost to failures and checkpoints."""
 
 
 def budget(

@@ -41,7 +41,7 @@ PCIE_BYTES_PER_SECOND = 25e9
 HOST_BYTES_PER_SECOND = 25e9
 """Memory bandwidth of the host for each of its eight devices, 200e9 / 8."""
 TRACED = 3
-"""A trace has a first, a middle and a last microbatch. The simulation repeats the middle one."""
+"""Number of microbatches in a trace. The simulation repeats the middle microbatch."""
 ROUNDS = 3
 
 
@@ -203,7 +203,6 @@ def _offload_seconds(trace: TracedStep, shape: _Shape) -> float:
 
 
 def _extended(step: StepTime, shape: _Shape) -> StepTime:
-    """Extend a pipeline's time from the traced microbatches to all microbatches."""
     more = shape.count / shape.traced - 1
     parts = step.by_limit.items()
     added = {name: 0.0 if name == "bubble" else seconds * more for name, seconds in parts}

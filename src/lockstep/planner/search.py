@@ -24,8 +24,8 @@ LESS_MEMORY: tuple[dict[str, Any], ...] = (
 """Changes to a plan that does not fit, in the order in which they are tried. Each needs less memory
 and more time than the previous one."""
 SMALLER: tuple[dict[str, Any], ...] = tuple({"microbatch_splits": splits} for splits in (1, 2, 4))
-"""Smaller microbatches, which are tried before `LESS_MEMORY`. They save memory without recomputing
-activations."""
+"""Smaller microbatches, which save memory without recomputing activations. They are tried before
+`LESS_MEMORY`."""
 FILLED = 4
 """Microbatches per pipeline stage, if the recipe does not set the microbatch."""
 SCHEDULED = 3

@@ -114,8 +114,6 @@ class _Rank:
 
 
 class Simulation:
-    """Simulates one rank, or the ranks of one pipeline."""
-
     def __init__(self, ranks: Sequence[_Rank], costs: Costs) -> None:
         self._ranks, self._costs = ranks, costs
         self._sent: dict[tuple[int, int, int], float] = {}

@@ -99,8 +99,6 @@ class Communicate:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Makes a stream wait for a collective."""
-
     number: int
     stream: int
 
@@ -113,8 +111,6 @@ class RecordEvent:
 
 @dataclass(frozen=True, slots=True)
 class AwaitEvent:
-    """Makes a stream wait for an event of another stream."""
-
     event: int
     stream: int
 

@@ -129,8 +129,6 @@ class _Evaluation:
         )
 
     def evaluate(self, plans: Sequence[Plan]) -> list[Outcome]:
-        """Predict each plan in a forked process, with at most `PlanRequest.slots` processes at a
-        time."""
         waiting, running = list(plans), dict[int, tuple[str, Path]]()
         outcomes: dict[str, Outcome] = {}
         while waiting or running:
@@ -250,7 +248,6 @@ class LoaderTime:
 
 
 def _ends(process: int, seconds: float) -> bool:
-    """Wait for a child process, and kill it after the timeout. Return True if it ended in time."""
     end = time.monotonic() + seconds
     while os.waitpid(process, os.WNOHANG) == (0, 0):
         if time.monotonic() > end:
@@ -274,7 +271,6 @@ def _seconds_of_a_sample(recipe: Recipe, seconds: float) -> float:
 
 
 def _microbatches(recipe: Recipe, size: int) -> Iterator[Microbatch]:
-    """Yield the microbatches of the recipe's data, epoch after epoch, without end."""
     in_step = -(-(recipe.global_batch or size) // size)
     spans = (
         Span(step=at // in_step, index=at % in_step, start=at * size, stop=(at + 1) * size)

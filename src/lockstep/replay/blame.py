@@ -47,7 +47,6 @@ class Spike:
 
 
 def spike_at(rows: Sequence[Mapping[str, Any]], index: int) -> Spike | None:
-    """Return None if too few rows precede `index`."""
     before = rows[max(0, index - WINDOW) : index]
     spikes = []
     for metric in ("loss", "gradient_norm"):
@@ -181,8 +180,6 @@ def cause_of(
     by_sample: Replay | None = None,
     later: Replay | None = None,
 ) -> Blame:
-    """Find the cause in a replay. `by_sample` is a replay with the gradient of each sample, `later`
-    a replay from a later checkpoint."""
     if (first := replay.first_unlike) is not None:
         text = f"from step {first.step} on, this machine computes other gradients than the run has"
         return _not_reproduced(replay, first.step, text, later)
@@ -299,7 +296,6 @@ def _microbatch(step: int, suspect: ReplayedMicrobatch, block: str | None, seen:
 def _whole_batch(
     step: int, rows: Sequence[Mapping[str, Any]], block: str | None, seen: str, text: str
 ) -> Blame:
-    """Blame a jump of the learning rate, or else the whole batch."""
     if (jump := learning_rate_jump(rows, step)) is None:
         return Blame(step=step, cause="all alike", block=block, text=text)
     before, after = ("{lr:.3g} in step {step}".format(**row) for row in jump)

@@ -115,7 +115,6 @@ def _between(progress: _Progress, begin: float, end: float) -> _Progress:
 def _loss(
     before: Sequence[RunEvent], after: Sequence[RunEvent], progress: _Progress
 ) -> WorkerLoss | None:
-    """Return the loss between two starts of the processes, or None."""
     if (recovered := _first(after, "recovered")) is not None:
         wait, opening = seconds_of(recovered, "wait_seconds"), seconds_of(recovered, "open_seconds")
         repeated = recovered.details.get("repeated_steps")
@@ -164,7 +163,6 @@ def _restart(
 
 
 def _repetition(loss: WorkerLoss, progress: _Progress, *, goes_on: bool) -> float | None:
-    """Return the time of the repeated steps; None if the run has not repeated all of them."""
     if not loss.repeated_steps:
         return None if loss.repeated_steps is None else 0.0
     reached, opened = loss.step + loss.repeated_steps, loss.end

@@ -25,8 +25,6 @@ _COLOURS = {"data": "line-1", "compute": "line-2", "communication": "line-3", "o
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Rows and columns of a heat map."""
-
     rows: list[tuple[int, int]]
     """The first and last rank, or expert, of each row."""
     columns: list[list[int]]
@@ -201,7 +199,6 @@ def _extremes(rows: Sequence[Sequence[float]], axes: Axes) -> str:
 def extremes(
     rows: Sequence[Sequence[float]], names: Sequence[Name]
 ) -> tuple[tuple[float, Name], tuple[float, Name]] | None:
-    """Return the highest and the lowest mean of a row, with the names of the rows."""
     finite = ([value for value in row if math.isfinite(value)] for row in rows)
     means = [(mean_of(row), name) for row, name in zip(finite, names, strict=True) if row]
     return (max(means), min(means)) if means else None

@@ -133,7 +133,6 @@ def _digits(run: RunHistory, after: str = "") -> Html | None:
 
 
 def flatten(value: Any, path: str = "") -> dict[str, Any]:
-    """Flatten nested JSON to dotted paths. Null and empty values are left out."""
     if isinstance(value, Mapping):
         flat = {}
         for name, item in value.items():
@@ -260,12 +259,10 @@ def _optional(value: float | None, unit: Unit = "") -> str:
 
 
 def breakable(text: str) -> Html:
-    """Let a browser wrap a text after commas and slashes."""
     return Html(joined(text).replace(",", ",<wbr>").replace("/", "/<wbr>").replace("._", ".<wbr>_"))
 
 
 def report_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
-    """Return a report as JSON. NaN and infinity become null."""
     page = {
         "runs": [
             {

@@ -55,7 +55,6 @@ class Search:
         processes: int,
         on_end: Callable[[int], None],
     ) -> None:
-        """`on_end` is called with the number of each trial that ends."""
         self._request, self._storage, self._server = request, storage, server
         self._processes, self._on_end = processes, on_end
         self.proposals = Proposals(request, storage)
@@ -73,8 +72,6 @@ class Search:
         self._ends_early = False
 
     def run(self) -> str | None:
-        """Return the signal, or `--timeout`, that ended the search early. Raise an error if several
-        trials fail because of the script."""
         numbers = signals("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
         with signals_handled(numbers, self._on_signal), reachable(self._storage.url):
             while True:
@@ -175,7 +172,6 @@ class Search:
         (folder / "copied").rename(folder / "checkpoints")
 
     def _on_message(self, running: RunningTrial) -> bool:
-        """Return False if no complete message has arrived."""
         message = running.channel.receive(0.0)
         if message is None:
             if running.channel.has_ended and running.channel in self._selector.get_map():

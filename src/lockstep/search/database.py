@@ -114,7 +114,6 @@ def _check_schema(url: str, tables: set[str]) -> None:
 
 @contextmanager
 def _studies(url: str) -> Iterator[None]:
-    """Convert errors of Optuna and the database into `LaunchError`."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     shown = without_password(url)
     try:
@@ -158,7 +157,6 @@ def alone(url: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def reachable(url: str) -> Iterator[None]:
-    """Raise `LaunchError` if the database fails inside the `with` block."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -262,7 +262,6 @@ def _end_height(trial: TrialResult, scale: Scale) -> float | None:
 
 
 def _stairs(steps: Sequence[Point]) -> list[Point]:
-    """Return the corners of a step curve."""
     ends = [x for x, _ in steps[1:]] + [1.0] * bool(steps)
     return [
         corner for (x, y), end in zip(steps, ends, strict=True) for corner in ((x, y), (end, y))
@@ -308,7 +307,6 @@ def _place_nearby(step: float, value: float, x_scale: Scale, y_scale: Scale) -> 
 def _axis_places(
     trial: TrialResult, axes: Sequence[ParameterAxis], scale: Scale
 ) -> list[Point | None]:
-    """Return the position of a trial on each axis; None if the trial lacks the value."""
     given = trial.parameters
     heights = [axis.position(given[axis.name]) if axis.name in given else None for axis in axes]
     heights.append(_end_height(trial, scale))
@@ -463,7 +461,6 @@ def format_value(value: Value) -> str:
 
 
 def shorten(text: str, longest: int = _LONGEST_LABEL) -> str:
-    """Replace the middle of a long text by an ellipsis."""
     half = (longest - 1) // 2
     return text if len(text) <= longest else f"{text[: longest - 1 - half]}…{text[-half:]}"
 

@@ -121,7 +121,6 @@ class ForkServer:
         return ours
 
     def signal(self, number: int, launch: int | None = None) -> None:
-        """Send a signal to one launch, or to all launches."""
         self.channel.send("signal", signal=number, number=launch)
 
     def close(self) -> None:
@@ -193,7 +192,6 @@ def _serve(channel: Channel) -> None:
 
 
 def _end(launchers: dict[int, int], selector: selectors.BaseSelector) -> None:
-    """Wait for the launchers, then terminate those that still run."""
     for seconds in END_SECONDS:
         deadline = time.monotonic() + seconds
         while selector.get_map() and (rest := deadline - time.monotonic()) > 0:

@@ -100,8 +100,7 @@ class FailuresAlike:
         self._is_right = False
 
     def note(self, outcome: TrialOutcome) -> bool:
-        """Return True if the search should end, because so many trials have failed with the same
-        cause."""
+        """Return True if so many trials have failed with one cause that the search should end."""
         self._is_right |= outcome.state in ("complete", "pruned")
         if outcome.alike is None or self._is_right:
             return False

@@ -39,8 +39,6 @@ _LONG = 40
 
 
 def search_page(results: SearchResults, importance: Mapping[str, float], made: float) -> str:
-    """`importance` maps parameters to their share of the metric's variance. `made` is the time of
-    creation."""
     over_time = joined(best_so_far(results), trial_curves(results))
     tips = {
         str(trial.number): trial_tip(trial, results.metric, results.varied)

@@ -111,8 +111,6 @@ class Population:
         parameters: Sequence[Parameter],
         seed: int,
     ) -> dict[str, Value]:
-        """Return the parent's values `given`. The values are changed if the parent is another
-        member."""
         if parent == number - self.members:
             return {each.name: given[each.name] for each in parameters}
         chance = random.Random(f"{seed}/{number}/values")

@@ -101,8 +101,6 @@ class Proposals:
         return self.population.parent(number, self._storage.results(), self._request.seed)
 
     def values(self, claimed: ClaimedTrial) -> Mapping[str, Value]:
-        """Return no values if the parameters are not known yet. The script then uses its
-        defaults."""
         distributions = {each.name: distribution_of(each) for each in self.searched}
         for name, texts in self._request.sweep:
             distributions[name] = CategoricalDistribution(texts)
@@ -110,7 +108,6 @@ class Proposals:
         return {name: trial._suggest(name, each) for name, each in distributions.items()}
 
     def _given(self, number: int) -> Mapping[str, Value] | None:
-        """Return None if a sampler chooses the trial's values."""
         if self._request.sweep:
             return dict(map(split_assignment, self._request.combinations[number]))
         if self._request.sampler == "grid":

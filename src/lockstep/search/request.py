@@ -67,8 +67,6 @@ class SearchRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialRequest(ScriptRequest):
-    """The request to the processes of a trial."""
-
     answered_by: ClassVar[str] = "lockstep.search.trial_hook"
     metric: str
     can_be_pruned: bool
@@ -88,7 +86,6 @@ def check_storage(url: str | None) -> None:
 
 
 def direction_of(metric: str, mode: str | None) -> Direction:
-    """Minimize a loss if `mode` is None."""
     if mode is not None:
         return "minimize" if mode == "min" else "maximize"
     if metric.rpartition("/")[2] == "loss" or "loss/" in metric:

@@ -230,7 +230,6 @@ class TrialStorage:
         return self.folder / f"trial-{number:04d}"
 
     def report(self, claimed: ClaimedTrial, step: int, value: float) -> bool:
-        """Return True if the trial should be pruned."""
         self._note_value(claimed, step, value)
         return bool(claimed.trial.should_prune())  # some pruners return numpy's bool
 
@@ -258,7 +257,6 @@ class TrialStorage:
         return any(trial.user_attrs.get("folder") == self._identity for trial in running)
 
     def note(self, name: str, value: Any) -> None:
-        """Do nothing if `value` is None, or if the value is stored already."""
         if value is not None and name not in self.study.user_attrs:
             self.study.set_user_attr(name, value)
 
@@ -306,7 +304,6 @@ def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) ->
 
 
 def results_of(study: optuna.Study) -> SearchResults:
-    """Include all trials up to the requested number, and trials beyond it that have started."""
     attributes = study.user_attrs
     identity, wanted = attributes["search"], attributes.get("wanted", 0)
     trials = [

@@ -173,7 +173,6 @@ class _Comparator:
     def _judge(
         self, found: Difference, *, distance: float, rounding: float, norm: float
     ) -> Iterator[Difference]:
-        """Yield `found` if `distance` exceeds the tolerance."""
         if distance == 0.0:
             return
         found = replace(

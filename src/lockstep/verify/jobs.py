@@ -121,7 +121,6 @@ FAST_REFERENCE = reference_plan(Plan())
 def reference_jobs(
     plans: Sequence[tuple[Plan, int]], steps: int, microbatch: int | None = None
 ) -> dict[Plan, Job]:
-    """Return the reference runs. The run with numerics=fast comes first."""
     references = sorted(
         {reference_plan(plan) for plan, _ in plans},
         key=lambda plan: (plan != FAST_REFERENCE, plan.compile, plan.logits, plan.slices),

@@ -297,7 +297,6 @@ class TraceHook(ControlHook):
             run.context.world.end_process()
 
     def _note(self, number: int, module: TrainModule, weight: float | None) -> bool:
-        """Write a step of one model. Return True after the last requested step."""
         result = self.run.training.results.get(number)
         if result is None:  # skipped
             return self._request.steps is not None and self._steps[number] >= self._request.steps

@@ -38,8 +38,6 @@ class Runner:
         begins: Callable[[str], None] = lambda _: None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`slots` is the largest number of processes at the same time. `begins` and `progress` are
-        called with a description of each run that begins or has ended."""
         self.line = line
         self._folder = folder
         self._timeout_seconds = timeout_seconds

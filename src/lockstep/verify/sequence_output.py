@@ -41,8 +41,6 @@ class SequenceOutput:
         return None
 
     def write(self, tracer: Tracer, module: int, index: int, gradient: Tensor | None) -> None:
-        """Write sketches of the output and of its gradient. `gradient` is None if the loss does not
-        use the output."""
         sketched = {"output": self.tensor}
         if gradient is not None:
             sketched["gradient"] = gradient

@@ -91,7 +91,8 @@ class Verdict:
     """Comparisons of the first step in float64, one for each model. Empty if float64 was not
     verified."""
     compression: list[CompressionEffect] = field(default_factory=list)
-    """One entry for each model. Empty if the recipe does not compress gradients."""
+    """The effect of gradient compression on each model. Empty if the recipe does not compress
+    gradients."""
     notes: list[str] = field(default_factory=list)
 
     @property

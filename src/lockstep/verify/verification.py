@@ -311,7 +311,6 @@ class _StartedRuns:
 
 
 def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Mismatch | None:
-    """Return None if runs with two microbatch sizes agree."""
     minimum = max(
         MICROBATCH_SIZE_MINIMUM, MICROBATCH_SIZE_ULPS * reference.metadata.get("eps", 0.0)
     )

@@ -108,8 +108,6 @@ def _check_left(result: AreaResult, records: Records) -> None:
 
 
 def _check_order(result: AreaResult, records: Records, *, broken: bool) -> int:
-    """Return the number of collectives that were compared. `broken` is True if the script hung or
-    failed in a collective."""
     by_rank = {rank.rank: _collectives(rank) for rank in records.ranks}
     compared = 0
     for group in sorted({tuple(row["ranks"]) for rows in by_rank.values() for row in rows}):
@@ -141,7 +139,6 @@ def _on_ranks(ranks: Sequence[Rank], counts: Sequence[int]) -> str:
 
 
 def _collectives(rank: Rank) -> list[Row]:
-    """Return the calls of collectives, with the reductions of DistributedDataParallel."""
     calls: list[Row] = []
     waiting: dict[int, Row] = {}
     for row in rank.of("collective", "ddp_forward", "backward"):
@@ -161,8 +158,6 @@ def _collectives(rank: Rank) -> list[Row]:
 def _mismatch(
     members: Sequence[Rank], calls: Sequence[Sequence[Row]], number: int
 ) -> tuple[str, str]:
-    """Describe a collective that differs between ranks, and return the line of the script that
-    causes the difference."""
     rows = [each[number] for each in calls]
     text = f"collective {number + 1}: {_texts(members, rows)}"
     kinds = Counter(map(_kind, rows))

@@ -176,7 +176,6 @@ def _check_factor(
     rows: Sequence[Row],
     others: Mapping[tuple[int, int], float | None],
 ) -> bool:
-    """Return True if the experts' gradients are scaled like all other gradients."""
     is_right = True
     for rank, row in enumerate(rows):
         expected = others.get((row["index"], rank))

@@ -204,7 +204,6 @@ def names_on_all_ranks(rows: Sequence[Row]) -> list[str]:
 
 
 def _check_reduction(result: AreaResult, rows: Sequence[Row]) -> bool:
-    """Return True if every rank applies all ranks' gradients with the same factor."""
     names = names_on_all_ranks(rows)
     is_right = True
     for rank, row in enumerate(rows):

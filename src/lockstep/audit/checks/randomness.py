@@ -89,7 +89,6 @@ def check_modes(records: Records) -> AreaResult:
 
 
 def _check_evaluation_mode(result: AreaResult, rank: Rank) -> int:
-    """Return the number of evaluation passes in eval mode."""
     training = {loader for loader, _ in training_passes(rank.rows)}
     reached = {row["mode"] for row in rank.of("mode_reached")}
     last_step = max((row["place"] for row in rank.steps), default=-1)
@@ -117,7 +116,6 @@ def _check_evaluation_mode(result: AreaResult, rank: Rank) -> int:
 
 
 def _check_training_mode(result: AreaResult, rank: Rank) -> int:
-    """Return the number of backward passes."""
     backwards = rank.of("modes")
     for calls in backwards:
         fewer = calls["train"] < backwards[0]["train"]
@@ -188,7 +186,6 @@ def _check_reset(result: AreaResult, records: Records, drawing: Sequence[Sequenc
 def _check_ranks(
     result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]], *, is_said: bool
 ) -> bool:
-    """Return True if all ranks draw different random numbers in the forward."""
     drew = [(number, rows) for number, rows in enumerate(drawing) if rows]
     is_compared = True
     for (first, one), (second, other) in combinations(drew, 2):

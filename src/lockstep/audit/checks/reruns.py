@@ -150,7 +150,6 @@ def _key(batch: Row) -> list[object]:
 def check_compare(
     reference: Records, perturbed: Sequence[Records], others: Mapping[int, Records], likely: str
 ) -> AreaResult:
-    """Compare runs on several numbers of processes (`others`) with the run on one process."""
     result = AreaResult(Area.COMPARE)
     steps = min(each.steps for each in [reference, *perturbed, *others.values()])
     if not steps:

@@ -48,7 +48,6 @@ def check_schedules(records: Records) -> AreaResult:
 
 
 def _check_speed(result: AreaResult, records: Records, optimizer: int, schedule: int) -> bool:
-    """Return True if the number of scheduler steps per optimizer step could be checked."""
     rank = records.ranks[0]
     between = _calls_between_steps(rank, optimizer, schedule)
     if len(between) < LEAST_STEPS:

@@ -221,7 +221,6 @@ def _leaves(batch: Any) -> Iterator[Any]:
 
 
 def _from_numpy(array: Any) -> Tensor:
-    """Convert an array without torch's warning about read-only arrays."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
@@ -257,7 +256,6 @@ def sampler_settings(loader: Any) -> dict[str, Any]:
 
 
 def describe(dataset: Any) -> dict[str, Any]:
-    """Return a description of a dataset. Its digest is empty if the data cannot be read."""
     if isinstance(dataset, Subset):
         inner = describe(dataset.dataset)
         indices = torch.as_tensor(list(dataset.indices), dtype=torch.int64)

@@ -107,8 +107,8 @@ class RecordWriter:
             return None
 
     def watch(self, owners: Any, name: str, probe: Probe, *, traced: bool = False) -> None:
-        """Replace a function by `probe(original, *args, **kwargs)`. If torch.compile or TorchScript
-        may trace the function, `traced` lets them use the original."""
+        """Replace a function by `probe(original, *args, **kwargs)`. `traced` is True for a function
+        that torch.compile or TorchScript may trace. A traced call uses the original."""
         owners = owners if isinstance(owners, list) else [owners]
         original = getattr(owners[0], name)
 

@@ -28,7 +28,6 @@ READS_ONE_ROW = frozenset({"embedding", "index_select", "gather", "index"})
 def kernel(
     function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any, phase: Phase
 ) -> Operation | None:
-    """Return None if the operation has no kernel."""
     name = function.overloadpacket.__name__
     if name in WITHOUT_KERNEL or function.is_view or function.namespace == "prim":
         return None

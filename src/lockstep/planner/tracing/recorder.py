@@ -158,7 +158,6 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peer: int | None = None,
         receives: bool = False,
     ) -> int:
-        """Record the start of a collective, and return the collective's number."""
         for each in buffers:
             number = self._note_storage(each.untyped_storage())
             if self.causes[number] in WITHOUT_LABEL:
@@ -263,8 +262,6 @@ class RecordedEvent:
 
 
 class Streams:
-    """The simulated streams of one process."""
-
     def __init__(self, note: Callable[[Item], object]) -> None:
         self.note = note
         self.events = count()

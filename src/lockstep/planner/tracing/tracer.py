@@ -363,7 +363,6 @@ class StepTraceHook(ControlHook):
         raise _Traced
 
     def end_recording(self) -> None:
-        """Stop recording. A second call does nothing."""
         self._stack.close()
 
     def trace(self) -> TracedStep:

@@ -48,8 +48,6 @@ class Evidence:
         return float(COMPUTE_EPS[self.reference.metadata.get("precision", "fp32")] ** 0.5)
 
     def tensors(self, kind: str, name: str) -> tuple[Vector, Vector] | None:
-        """Return the tensor of the reference and the tensor of the plan. Return None if a trace has
-        only a summary."""
         expected, actual = (
             trace.tensor(self.step, kind, name) for trace in (self.reference, self.plan)
         )
@@ -65,8 +63,6 @@ class Evidence:
 
 
 def differ(expected: Vector, found: Vector, tolerance: float) -> Wrong:
-    """Return True for each token whose sketch in `found` differs from `expected`. `tolerance` is
-    relative to a typical token."""
     typical = float(np.sqrt(np.mean(expected**2)))
     away = np.sqrt(np.mean((found - expected) ** 2, axis=-1))
     wrong: Wrong = ~(away <= tolerance * typical)

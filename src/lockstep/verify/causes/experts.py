@@ -253,8 +253,6 @@ def clipping(evidence: Evidence) -> str | None:
 
 
 def _norm_of(evidence: Evidence, rank: int, dense: float) -> float:
-    """Return the gradient norm of a rank's experts and all other parameters, whose norm is `dense`.
-    Return NaN if the trace lacks tensors."""
     total = dense**2
     for name, of in _layers(evidence).items():
         layer = _Layer.of(evidence, name)

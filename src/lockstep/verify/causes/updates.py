@@ -103,8 +103,6 @@ def earlier_update(evidence: Evidence) -> str | None:
 
 
 def _relative(found: Vector, expected: Vector) -> float:
-    """Return the distance relative to the norm of `expected`; 0 if a step overflowed and has no
-    numbers."""
     size, away = float(np.linalg.norm(expected)), float(np.linalg.norm(found - expected))
     return away / size if size and np.isfinite(away) else 0.0
 
