@@ -1,9 +1,8 @@
 """The weighted mean of several saved models, tensor by tensor (Wortsman et al., "Model soups",
 2022, arXiv:2203.05482).
 
-Floating-point and complex tensors are summed in float64 and rounded once; an element that is the
-same in all models keeps its bits. Other tensors (counters, tables of indices) are taken from the
-first model.
+Floating-point and complex tensors are summed in float64 and rounded once. An element that is the
+same in all models keeps its bits. All other tensors are taken from the first model.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COUNTER = "num_batches_tracked"
-"""BatchNorm's number of batches, which is not averaged."""
+"""BatchNorm's number of batches. It is not averaged."""
 _STATISTICS = ("running_mean", "running_var")
 _PIECE = 1 << 20
 
@@ -42,18 +41,17 @@ class WeightAverage:
             (member, share) for member, share in zip(members, shares, strict=True) if share > 0
         ]
         self.differing: dict[str, str] = {}
-        """Keys are tensors that are not averaged but differ; values are the first model that
-        differs."""
+        """Maps a tensor that is not averaged to the first model in which it differs."""
 
     @property
     def model(self) -> StateDictReader:
-        """Reading a tensor raises `CheckpointError` for NaN, and for infinities that not all models
-        have."""
+        """Reading a tensor raises `CheckpointError` for NaN, and for an infinity that some model
+        lacks."""
         return StateDictReader(self._members[0][0].model.specs, self.read)
 
     @property
     def statistics(self) -> list[str]:
-        """Averaged running statistics of BatchNorm, which are wrong for the mean model."""
+        """Names of averaged running statistics of BatchNorm, which are wrong for the mean model."""
         names = self._members[0][0].model.specs if len(self._members) > 1 else ()
         return [name for name in names if name.rpartition(".")[2] in _STATISTICS]
 
@@ -119,7 +117,7 @@ def check_alike(first: AverageMember, other: AverageMember) -> None:
 
 
 class _TensorMean:
-    """The weighted sum of one tensor in float64. The weights (shares) add up to 1."""
+    """The weighted sum of one tensor in float64. The weights add up to 1."""
 
     def __init__(self, first: Tensor, share: float) -> None:
         import torch
@@ -132,8 +130,7 @@ class _TensorMean:
             torch.mul(first[piece].to(self._wide), share, out=self._sum[piece])
 
     def add(self, tensor: Tensor, share: float) -> bool:
-        """Returns False if, at some element, only this tensor or only the sum so far is
-        infinite."""
+        """Return False if an element is infinite only in this tensor, or only in the sum so far."""
         for piece in _pieces(self._first):
             first, other = self._first[piece].to(self._wide), tensor[piece].to(self._wide)
             differs = first != other
@@ -152,12 +149,12 @@ class _TensorMean:
 
 
 def _pieces(tensor: Tensor) -> list[slice]:
-    """Keeps temporary copies small."""
+    """Splits the tensor to keep temporary copies small."""
     return [slice(start, start + _PIECE) for start in range(0, len(tensor), _PIECE)]
 
 
 def _tensor(member: AverageMember, name: str) -> Tensor:
-    """Returns a flattened tensor. Raises `CheckpointError` for NaN."""
+    """Return a flattened tensor. Raises `CheckpointError` for NaN."""
     import torch
 
     data, dtype = member.model.read(name), torch_dtype(member.model.specs[name][0])
@@ -175,8 +172,8 @@ def _tensor(member: AverageMember, name: str) -> Tensor:
 def greedy_soup(
     scores: Sequence[float], measure: Callable[[list[int]], float], mode: Literal["min", "max"]
 ) -> list[int] | None:
-    """Return the models, best first; None if every score is NaN. A model is kept if the average
-    with it scores better. `measure` scores the average of some models."""
+    """Return the models to average, best first. A model is kept if the average with it scores
+    better. Return None if every score is NaN. `measure` scores the average of some models."""
     sign = 1 if mode == "min" else -1
     ordered = sorted(
         (index for index, score in enumerate(scores) if not math.isnan(score)),

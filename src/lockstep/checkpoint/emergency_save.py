@@ -1,8 +1,8 @@
 """Writes a checkpoint without collectives, after an error or the loss of a process.
 
 Ranks with the same shards hold the same *part* of the state. The first rank that claims a part in
-the storage writes it; the rank that finds all parts written commits the checkpoint. So one
-surviving rank per part is enough, and no rank waits for another.
+the storage writes it. The rank that finds all parts written commits the checkpoint. One surviving
+rank per part is enough, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def emergency_save(
     metadata: JsonObject,
     is_unchanged: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Every surviving rank calls it. Returns False if another rank has written this part. Raises
-    `OSError` after removing its own files, and `StateChangedError` if `is_unchanged()` is false
-    after the copy."""
+    """Every surviving rank calls it. Return False if another rank has written this part. Raises
+    `OSError` after removing this rank's files. Raises `StateChangedError` if `is_unchanged()` is
+    false after the copy."""
     try:
         with discarding_after_failure(folder, name) as written:
             folder.begin(name)

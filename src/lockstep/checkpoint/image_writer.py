@@ -1,6 +1,7 @@
-"""In-memory checkpoints ("images"): every few steps each rank copies its shards of the state to
-host memory, which outlives the rank's process, because the launcher keeps it open through
-`/proc/<process>/fd/<descriptor>`. The two slots take twice the bytes of this rank's part."""
+"""In-memory checkpoints ("images"): every few steps, each rank copies its shards of the state to
+host memory. The memory outlives the rank's process, because the launcher keeps it open through
+`/proc/<process>/fd/<descriptor>`. Each rank has two slots, which take twice the bytes of its
+part."""
 
 from __future__ import annotations
 
@@ -27,11 +28,11 @@ from lockstep.comm.world import World
 
 
 class ImageWriter:
-    """Every rank makes one, and calls `prepare` and `write` at the same points."""
+    """Every rank creates one, and calls `prepare` and `write` at the same points."""
 
     def __init__(self, world: World, attempt: str, metadata: JsonObject) -> None:
-        """Each start that repeats steps needs a new `attempt`. `metadata` is used on rank 0
-        only."""
+        """Each start of a run that repeats steps needs a new `attempt`. `metadata` is used on rank
+        0 only."""
         require_linux("images of the state in memory")
         self._world = world
         self._attempt = attempt
@@ -45,7 +46,7 @@ class ImageWriter:
         self._described = b""
         self.size_bytes = 0
         self.sending_seconds = 0.0
-        """Time that the last write has waited for the network."""
+        """Time that the last write waited for the network."""
 
     @property
     def descriptors(self) -> list[int]:
@@ -54,8 +55,8 @@ class ImageWriter:
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Assign shards to ranks and allocate memory, unless the layout is unchanged. All ranks
-        call it, or none (then the first `write` does this). If one rank cannot allocate memory, all
-        raise `CheckpointError`."""
+        call it, or none. If none does, the first `write` calls it. If one rank cannot allocate
+        memory, all ranks raise `CheckpointError`."""
         self._agree(tensors, ())
 
     def write(
@@ -66,8 +67,8 @@ class ImageWriter:
         figures: Sequence[float] = (),
     ) -> list[float]:
         """Copy the state after `step` steps. Every rank calls it. After an error, the newest image
-        that all ranks have is still complete. Returns the maximum over the ranks of each of
-        `figures`, without an additional collective."""
+        that all ranks have is still complete. Return the maximum over the ranks of each of
+        `figures`."""
         common, largest = self._agree(tensors, figures)
         slot = self._memory.oldest_but(common)
         assert self._layout is not None
@@ -90,8 +91,8 @@ class ImageWriter:
     def _agree(
         self, tensors: Mapping[str, Tensor], figures: Sequence[float]
     ) -> tuple[int, list[float]]:
-        """Returns the newest step whose image all ranks have, which no rank may overwrite, and the
-        maximum of each figure over the ranks."""
+        """Return the newest step whose image all ranks have, and the maximum of each figure over
+        the ranks. No rank may overwrite the step's image."""
         # finding a DTensor's shard takes 100 µs; comparing the properties on which it depends takes
         # almost no time
         last = self._last
@@ -133,13 +134,13 @@ class ImageWriter:
 
 
 def image_interval(copy_seconds: float, step_seconds: float, limit: float) -> int:
-    """Copying takes at most the fraction `limit` of the training time. All ranks pass the seconds
-    of the slowest rank."""
+    """Return the number of steps between two copies. Copying takes at most the fraction `limit` of
+    the training time. All ranks pass the seconds of the slowest rank."""
     return max(1, math.ceil(copy_seconds / (limit * step_seconds)))
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """A tensor's shard depends on these properties."""
+    """Return the properties of a tensor that determine its shard."""
     layout = (tensor.placements, tensor.device_mesh) if is_distributed(tensor) else ()  # type: ignore[attr-defined]
     return tensor.dtype, tensor.shape, *layout
 
@@ -148,7 +149,7 @@ _HEADER_TAG, _FILE_TAG, _TEXT_TAG = range(3)
 
 
 def buddy_of_each(local_sizes: Sequence[int]) -> list[int]:
-    """Return, for each rank, a rank on the next host. There are at least two hosts."""
+    """Return, for each rank, a rank on the next host. There must be at least two hosts."""
     starts = [0, *accumulate(local_sizes)]
     buddies = []
     for host, size in enumerate(local_sizes):
@@ -158,10 +159,10 @@ def buddy_of_each(local_sizes: Sequence[int]) -> list[int]:
 
 
 class Buddies:
-    """Each rank sends its image to a *buddy* on the next host, so that the loss of a whole host
-    loses no state. The buddy keeps the image in two slots and writes the header last, so that
-    either process may be killed at any moment. Every rank makes the same calls; on a single host
-    they do nothing."""
+    """Each rank sends its image to a *buddy* on the next host: the loss of a whole host loses no
+    state. The buddy keeps the image in two slots and writes the header last, so that either process
+    may be killed at any moment. Every rank makes the same calls. On a single host they do
+    nothing."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -169,7 +170,7 @@ class Buddies:
         self._mine = buddies[world.rank] if buddies else None
         kept_for = [rank for rank, buddy in enumerate(buddies) if buddy == world.rank]
         self._kept = {rank: ImageMemory() for rank in kept_for}
-        """Keys are the ranks whose buddy is this rank."""
+        """Memory for the images of the ranks whose buddy is this rank, by rank."""
         self.size_bytes = 0
 
     @property
@@ -181,7 +182,7 @@ class Buddies:
         return [memory.newest for memory in self._kept.values()]
 
     def allocate(self, file_bytes: int) -> None:
-        """Raises `OSError`, perhaps on some ranks only."""
+        """May raise `OSError` on some ranks only."""
         if self._mine is None:
             return
         everyone = self._world.gather_values(file_bytes)
@@ -191,8 +192,8 @@ class Buddies:
             memory.allocate(everyone[rank])
 
     def exchange(self, own: Slot, text: bytes, header: Header, common: int) -> float:
-        """Images of the step `common`, which all ranks have, are not overwritten. Returns the
-        seconds spent waiting for data."""
+        """Does not overwrite images of the step `common`, which all ranks have. Returns the seconds
+        spent waiting for data."""
         if self._mine is None:
             return 0.0
         receiving = []

@@ -1,6 +1,6 @@
-"""Images: copies of the state in memory. Their layout, and reading them under any plan, on any
-number of ranks. Each rank has written one part of an image; a reading rank may see only the parts
-on its own machine.
+"""Images: copies of the state in memory. This module has their layout, and reads them under any
+plan, on any number of ranks. Each rank has written one part of an image. A reading rank may see
+only the parts on its own machine.
 
 The memory of one rank has two slots, one of which is always complete. The memory has no name, and
 exists as long as any process holds its descriptor. A slot starts at a multiple of `SLOT_BYTES`, and
@@ -11,9 +11,9 @@ consists of:
     file             the rank's file of a checkpoint (safetensors)
     text             JSON: positions of the shards, values, metadata
 
-A write first erases the header of its slot, and writes the new header last. So a killed process
-leaves the other slot intact. Nothing is hashed, because memory is more reliable than a disk. Linux
-only.
+A write first erases the header of its slot, and writes the new header last. A killed process
+leaves the other slot intact. Nothing is hashed, because memory is more reliable than a disk. Only
+Linux is supported.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
 SLOT_BYTES = 1 << 40
-"""Larger than any rank's part. Unwritten pages take no memory."""
+"""Larger than any rank's part of an image. Unwritten pages take no memory."""
 FILE_START = mmap.ALLOCATIONGRANULARITY
 NONE = -1
-"""A slot has this step if its image is incomplete."""
+"""Step of a slot whose image is incomplete."""
 _MAGIC = b"lockstp1"
 _HEADER = struct.Struct("<8s8sQIIQQ")
 _SUM = struct.Struct("<I")
@@ -76,7 +76,7 @@ class Slot:
         self._descriptor = descriptor
         self._start = number * SLOT_BYTES
         self.step = NONE
-        """`NONE` if the image is not complete."""
+        """`NONE` if the image is incomplete."""
         self.file = torch.empty(0, dtype=torch.uint8)
 
     def allocate(self, file_bytes: int) -> None:
@@ -102,7 +102,7 @@ class Slot:
             self._put(file_header, FILE_START)
 
     def complete(self, text: bytes, header: Header) -> None:
-        """The header is written last, because it makes the image complete."""
+        """Write the text, and then the header, which makes the image complete."""
         self._put(text, self.text_start)
         self._put(header.packed(), 0)
         self.step = header.name.step
@@ -123,8 +123,8 @@ class ImageMemory:
         return max(slot.step for slot in self.slots)
 
     def oldest_but(self, step: int) -> Slot:
-        """Return the slot to overwrite next: the one with the older image, but never the one with
-        the image of `step`."""
+        """Return the slot with the older image, which is overwritten next. Never return the slot
+        with the image of `step`."""
         free = (slot for slot in self.slots if slot.step != step or step == NONE)
         return min(free, key=lambda slot: slot.step)
 
@@ -140,7 +140,7 @@ class ImageMemory:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's part of an image, complete and mapped."""
+    """One rank's part of an image, complete and mapped into memory."""
 
     header: Header
     memory: mmap.mmap
@@ -172,10 +172,11 @@ def parts_in(path: str) -> list[Part]:
 
 
 class Images:
-    """The in-memory checkpoints ("images") of which every part is readable on some rank."""
+    """The in-memory checkpoints ("images") that are readable: each part is readable on some
+    rank."""
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
-        """Every rank makes one, from the parts that it can read, after all ranks that wrote images
+        """Every rank creates one from the parts that it can read, after all ranks that wrote images
         have ended."""
         self._world = world
         self._mine: dict[tuple[CheckpointName, int], dict[int, Part]] = {}
@@ -196,7 +197,7 @@ class Images:
             for (name, size), ranks in sorted(seers.items())
             if len(ranks) == size
         }
-        """For each image and each rank that wrote a part: the ranks that can read this part."""
+        """The ranks that can read each part of each image."""
 
     @property
     def names(self) -> list[CheckpointName]:
@@ -222,8 +223,6 @@ class ImageReader:
         seers: Sequence[Sequence[int]],
         world: World,
     ) -> None:
-        """`mine` has the parts that this rank can read, by the rank that wrote them. `seers` has,
-        for each rank that wrote a part, the ranks that can read it."""
         sources = {rank: by[0] for rank, by in enumerate(seers) if len(by) != world.size}
         texts = {rank: json.loads(part.text) for rank, part in mine.items()}
         if sources:
@@ -239,7 +238,7 @@ class ImageReader:
             metadata=in_order[0]["metadata"],
         )
         self._saved: dict[TensorShard, int | None] = {}
-        """The rank that sends each shard; None if all ranks can read the shard."""
+        """The rank that sends each shard. None if all ranks can read the shard."""
         self._seen: dict[TensorShard, Tensor] = {}
         for rank, text in enumerate(in_order):
             file = mine[rank].file if rank in mine else None
@@ -256,7 +255,7 @@ class ImageReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Tensors of `state` must all be saved with the same shapes. Every rank calls it. Ranks
+        """The tensors of `state` must all be saved with the same shapes. Every rank calls it. Ranks
         send each other the shards that some rank cannot read."""
         copies = copies_by_shard(state, list(self._saved))
         for shard, targets in copies.items():
@@ -283,7 +282,7 @@ class ImageReader:
 
 
 def open_images(paths: Sequence[str], world: World) -> Images:
-    """`paths` are such as /proc/4711/fd/12. Every rank calls it. Raises `OSError`."""
+    """Open images at paths such as /proc/4711/fd/12. Every rank calls it. Raises `OSError`."""
     return Images([part for path in paths for part in parts_in(path)], world)
 
 

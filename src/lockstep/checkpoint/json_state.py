@@ -14,8 +14,7 @@ from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.tensor_shards import DTYPES
 
 _TAG = "lockstep"
-"""Marks values of types that JSON lacks. A dict that itself has this key is encoded as a list of
-items."""
+"""Marks values of types that JSON lacks. A dict that has this key is encoded as a list of items."""
 
 
 REMEDY = "have its state_dict return those, or leave it out"

@@ -1,6 +1,6 @@
 """Loads and reshards a checkpoint. Each rank verifies the blocks that it needs, and a share of the
-blocks that no rank needs. If file and tensor have the same layout, bytes are read directly into the
-tensor and hashed there, else through a buffer."""
+blocks that no rank needs. If a file and a tensor have the same layout, bytes are read directly into
+the tensor and hashed there. Otherwise they are read through a buffer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ class _Span:
     def __init__(
         self, shard: TensorShard, at: int, wanted: Sequence[ShardCopy], state: Mapping[str, Tensor]
     ) -> None:
-        """`at` is the shard's first byte in its file."""
         self._dtype = torch_dtype(shard.dtype)
         self._strides = [math.prod(shard.lengths[dim + 1 :]) for dim in range(len(shard.lengths))]
         self._wanted = wanted
@@ -64,7 +63,8 @@ class _Span:
         return first, 1 + sum((side.stop - 1) * stride for side, stride in sides)
 
     def _in_place(self, elements: int) -> Tensor | None:
-        """Return the memory of the tensor to load, if bytes can be read directly into it."""
+        """Return the memory of the tensor to load, if bytes can be read directly into the
+        memory."""
         part = self._target[self._wanted[0].target]
         fits = (
             len(self._wanted) == 1
@@ -85,7 +85,7 @@ class _Span:
         return self._data
 
     def finish(self) -> None:
-        """Called once all bytes are read."""
+        """Call it once all bytes are read."""
         if self.own is None:
             values = self.data.view(self._dtype)
             for copy in self._wanted:
@@ -115,7 +115,7 @@ class CheckpointReader:
             for file, entry in self.manifest.files.items()
             for shard, start in entry.shards.items()
         }
-        """Each shard's file, and its first byte there."""
+        """The file of each shard, and the shard's first byte in the file."""
         self._spare: list[bytearray] = []
 
     @property
@@ -124,8 +124,8 @@ class CheckpointReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Tensors of `state` must all be saved with the same shapes. Every rank calls it. If any
-        rank raises `UnreadableError`, all ranks do; the state is then partly loaded."""
+        """The tensors of `state` must all be saved with the same shapes. Every rank calls it. If
+        any rank raises `UnreadableError`, all ranks raise it. The state is then partly loaded."""
         blocks = list(self._blocks(state))
         done: dict[str, list[int]] = {file: [] for file in self.manifest.files}
         for block in blocks:
@@ -208,7 +208,6 @@ class CheckpointReader:
 def copies_by_shard(
     state: Mapping[str, Tensor], saved: Sequence[TensorShard]
 ) -> dict[TensorShard, list[ShardCopy]]:
-    """An empty shard has no copies."""
     copies: dict[TensorShard, list[ShardCopy]] = {}
     for copy in plan_copies(state, saved):
         if math.prod(copy.shard.lengths):
@@ -217,7 +216,7 @@ def copies_by_shard(
 
 
 def fill(target: Tensor, source: Tensor) -> None:
-    """`target` may be expanded."""
+    """`target` may be an expanded tensor."""
     for dim, stride in enumerate(target.stride()):
         # expanded: all indices share one element, which is copied once
         if stride == 0 and target.shape[dim] > 1:

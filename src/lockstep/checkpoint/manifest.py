@@ -1,5 +1,5 @@
-"""The manifest of a checkpoint (hashes of blocks of its files, positions of shards, all other
-state), and verified reads. Needs no torch."""
+"""The manifest of a checkpoint, and verified reads. A manifest has the hashes of blocks of the
+files, the positions of shards, and all state that is not tensors. Needs no torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ JsonObject = Mapping[str, Any]
 FORMAT = 1
 BLOCK_BYTES = 4 << 20
 HASH_BYTES = 16
-"""Number of bytes that are kept of BLAKE3's 32."""
+"""Number of bytes that are kept of BLAKE3's 32 bytes."""
 MOST_BYTES = 1 << 30
 _HEAD_BYTES = 1 << 20
-"""Read first, to check that a large file begins as a manifest."""
+"""Number of bytes that are read first, to check that a large file begins like a manifest."""
 DAMAGE = (
     errno.ENOENT,
     errno.ENOTDIR,
@@ -54,7 +54,7 @@ class UnreadableError(LockstepError): ...
 
 
 class DamagedError(UnreadableError):
-    """The bytes are not those that were written."""
+    """The bytes differ from the bytes that were written."""
 
 
 class UnknownFormatError(UnreadableError): ...
@@ -67,7 +67,7 @@ class UnreachableError(UnreadableError): ...
 class BlockHashes:
     size_bytes: int
     blocks: tuple[str, ...]
-    """Hash of each `BLOCK_BYTES` in hexadecimal."""
+    """Hexadecimal hash of each block of `BLOCK_BYTES`."""
 
     def span(self, block: int) -> tuple[int, int]:
         return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self.size_bytes)
@@ -96,7 +96,7 @@ def hash_blocks(data: memoryview) -> BlockHashes:
 class FileEntry:
     hashes: BlockHashes
     shards: Mapping[TensorShard, int]
-    """Each shard's first byte in the file."""
+    """First byte of each shard in the file."""
 
     def to_json(self) -> dict[str, Any]:
         shards = [[*shard.to_json(), start] for shard, start in self.shards.items()]
@@ -132,7 +132,7 @@ class Manifest:
     step: int
     files: Mapping[str, FileEntry]
     values: JsonObject
-    """The state that is not tensors, as JSON."""
+    """State that is not tensors, as JSON."""
     metadata: JsonObject
     """Recipe, plan, processes, versions and time of the save."""
 
@@ -145,7 +145,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Raises `DamagedError`, and `UnknownFormatError` for another version."""
+        """Raises `DamagedError`, or `UnknownFormatError` for another version of the format."""
         head = _HEAD.match(data)
         if head is None or not data.endswith(b"}\n"):
             raise DamagedError(
@@ -182,8 +182,8 @@ class Manifest:
 
 
 def merge_objects(parts: Sequence[JsonObject]) -> dict[str, Any]:
-    """Merge the ranks' JSON objects recursively. The first rank's value is used if a value is no
-    object."""
+    """Merge the JSON objects of ranks recursively. For a value that is no object, use the first
+    rank's value."""
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
@@ -215,7 +215,8 @@ def read_block(
     block: int,
     parts: Sequence[memoryview],
 ) -> None:
-    """Read into `parts`, whose sizes add up to the block's, and check the hash."""
+    """Read a block into `parts`, and check its hash. The sizes of `parts` add up to the block's
+    size."""
     start, stop = hashes.span(block)
     length = 0
 
@@ -234,7 +235,7 @@ def read_block(
 
 
 def check(folder: Storage, name: CheckpointName) -> list[str]:
-    """Verify every byte, and describe each damage."""
+    """Verify every byte. Return a description of each damage."""
     try:
         manifest = read_manifest(folder, name)
     except DamagedError as error:

@@ -1,6 +1,8 @@
-"""Checkpoints in an object store such as S3, through fsspec. Needs no torch. A store has no rename:
-writing the manifest last commits a checkpoint. A killed upload may leave invisible parts that cost
-money; let a lifecycle rule of the bucket remove them."""
+"""Checkpoints in an object store such as S3, through fsspec. Needs no torch.
+
+An object store has no rename: writing the manifest last commits a checkpoint. A killed upload may
+leave invisible parts that cost money. A lifecycle rule of the bucket can remove them.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from lockstep.base.urls import has_password, without_password
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage, Storage
 
 PART_BYTES = 16 << 20
-"""One part of an upload, which is held in memory. S3 allows 10,000 parts."""
+"""Size of one part of an upload, which is held in memory. S3 allows 10,000 parts."""
 WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci")
-"""Protocols whose drivers would create a bucket if asked for a folder."""
+"""Protocols whose drivers would create a bucket when asked for a folder."""
 CALL_SECONDS = 120.0
 """Timeout of one driver call. The upload of a part exceeds it only below 140 KB/s."""
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -31,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         }
     }
 }
-"""Timeouts and retries, so that most failures are reported long before `CALL_SECONDS`."""
+"""Timeouts and retries of the drivers. Most failures are reported long before `CALL_SECONDS`."""
 OPTIONS["s3a"] = OPTIONS["s3"]
 PACKAGES = {"s3": "'lockstep-train[s3]'", "s3a": "'lockstep-train[s3]'"}
 
@@ -51,10 +53,10 @@ def open_storage(place: Path | str) -> Storage:
 class ObjectStorage:
     wait_seconds = 0.5
     readers = 16
-    """A store answers each request slowly, but many at the same time."""
+    """An object store answers a single request slowly, but many requests at the same time."""
 
     def __init__(self, url: str) -> None:
-        """Does not contact the store yet."""
+        """Does not contact the store."""
         import fsspec  # type: ignore[import-untyped]  # imported here to save memory in writer processes that write to a path
         from fsspec.registry import known_implementations  # type: ignore[import-untyped]
 
@@ -192,7 +194,7 @@ class ObjectStorage:
         return sorted(filter(None, map(CheckpointName.parse, lasts)))
 
     def _is_complete(self, name: CheckpointName) -> bool:
-        """The driver's `exists` would hide failures."""
+        """Does not use the driver's `exists`, which would hide failures."""
         try:
             self.size(name, MANIFEST)
         except FileNotFoundError:
@@ -203,7 +205,7 @@ class ObjectStorage:
         return f"{self.url}/{name}/{file}".rstrip("/")
 
     def _ask(self, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Call a function of the driver with a timeout, because some drivers wait for ever. Raises
+        """Call a function of the driver with a timeout, because some drivers wait forever. Raises
         `OSError`."""
         answer: Future[Any] = Future()
 

@@ -1,5 +1,5 @@
-"""Reads pretrained weights from safetensors and torch.save files, in parts, without running code
-that the files contain."""
+"""Reads parts of pretrained weights from safetensors and torch.save files. Runs no code that the
+files contain."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 @dataclass(frozen=True, slots=True)
 class TensorFiles:
     specs: Mapping[str, TensorSpec]
-    """Torch's dtype, if there is one, and shape."""
+    """Dtype and shape of each tensor."""
     read: Callable[[str, Box], Tensor]
     """Reads slices of a tensor to the CPU."""
     close: Callable[[], None]
 
 
 def open_tensors(path: str) -> TensorFiles:
-    """`path` is a safetensors or torch.save file, a checkpoint, or a Hugging Face folder."""
+    """Open a safetensors or torch.save file, a checkpoint, or a Hugging Face folder."""
     parent, _, last = path.rstrip("/").rpartition("/")
     if (name := CheckpointName.parse(last)) is not None:
         return _checkpoint(parent or ".", name)
@@ -86,7 +86,7 @@ def _in_folder(folder: Path) -> TensorFiles:
 
 
 def _checkpoint(folder: str, name: CheckpointName) -> TensorFiles:
-    """Every byte read is verified."""
+    """Verifies every byte that it reads."""
 
     @contextmanager
     def reading() -> Iterator[None]:
@@ -131,7 +131,7 @@ def _indexed(index: Path) -> TensorFiles:
 
 
 def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
-    """None reads all names of a file."""
+    """`files` maps each file to the tensors to read. None reads all tensors."""
     specs: dict[str, TensorSpec] = {}
     slices: dict[str, tuple[Path, Any]] = {}
     with ExitStack() as stack:
@@ -179,7 +179,7 @@ def _pickled(path: Path) -> TensorFiles:
 
 
 def _flat(value: Any, name: str, path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Paths are such as model.fc.weight."""
+    """Yield tensors by paths such as model.fc.weight."""
     holds = f"weights {str(path)!r} holds"
     if isinstance(value, Tensor):
         if not name or value.layout != torch.strided or value.is_quantized or value.is_meta:

@@ -27,18 +27,18 @@ from lockstep.checkpoint.tensor_shards import (
 )
 
 MODEL = "model.safetensors"
-"""The final model in a run directory."""
+"""File name of the final model in a run directory."""
 _MOST_HEADER_BYTES = 100_000_000
 _BLOCKS = 8
-"""Number of cached blocks: a block may contain many small tensors."""
+"""Number of cached blocks. One block may contain many small tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateDictReader:
     specs: Mapping[str, TensorSpec]
-    """Torch's dtype and the shape. Tied tensors appear under each of their names."""
+    """Dtype and shape of each tensor. A tied tensor appears under each of its names."""
     read: Callable[[str], memoryview]
-    """Reads a tensor's bytes, row-major."""
+    """Reads a tensor's bytes in row-major order."""
 
 
 class StoredCheckpoint:
@@ -59,7 +59,7 @@ class StoredCheckpoint:
 
     @property
     def other_state(self) -> list[str]:
-        """Names of the saved state that belongs to hooks and `session.include`."""
+        """Names of the saved state of hooks and `session.include`."""
         with self._parsing():
             return sorted(self.manifest.values["state"].keys())
 
@@ -125,7 +125,7 @@ class StoredCheckpoint:
 
 
 def read_safetensors(path: Path) -> StateDictReader:
-    """The bytes are not verified. Raises `DamagedError`, `OSError`."""
+    """Does not verify the bytes. Raises `DamagedError`, `OSError`."""
     return _safetensors(path.name, lambda: FileIO(open_named(path)))
 
 

@@ -1,7 +1,7 @@
-"""Asynchronous checkpoints: training waits only for a copy of the state into shared memory; a
-writer process hashes it, writes it to the storage, and commits the checkpoint. If that memory can
-be pinned (cudaHostRegister), copies are queued between the kernels of two steps, and the host does
-not wait for them."""
+"""Asynchronous checkpoints. Training waits only for a copy of the state into shared memory. A
+writer process hashes the copy, writes it to the storage, and commits the checkpoint. If the shared
+memory can be pinned (cudaHostRegister), copies are queued between the kernels of two steps, and the
+host does not wait for them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GROUP_BYTES = 16 << 20
 """Small shards are concatenated up to this size on the device, and then copied to the host at
 once."""
 END_SECONDS = 5.0
-"""The writer process is killed after this time."""
+"""Time after which a writer process that has not ended is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,15 @@ class SaveResult:
     error: str | None
     """None if the save succeeded."""
     not_deleted: str | None = None
-    """None if every old checkpoint that is not kept was deleted."""
+    """None if every checkpoint to delete was deleted."""
     device_seconds: float = 0.0
-    """Time from the device's last kernel before `Saver.begin` to the end of the copies; 0 if the
+    """Time from the device's last kernel before `Saver.begin` to the end of the copies. 0 if the
     host waited for the copies."""
 
 
 class Saver:
-    """Saves checkpoints, one at a time. Every rank makes one, and calls `prepare` and `save` at the
-    same points of the training."""
+    """Saves checkpoints, one at a time. Every rank creates one, and calls `prepare` and `save` at
+    the same points of the training."""
 
     def __init__(self, world: World, folder: Path | str, attempt: str) -> None:
         open_storage(folder)
@@ -71,12 +71,12 @@ class Saver:
         """For each device, an event after the last kernel before the save."""
         self._under_way: int | None = None
         self._waiting: dict[str, Any] | None = None
-        """The writer process's job, to be sent once the copies are complete."""
+        """The writer process's job, which is sent once the copies are complete."""
 
     def prepare(self, state: Mapping[str, Tensor]) -> str:
         """Assign shards to ranks, allocate memory and start the writer, unless the layout is
-        unchanged. All ranks call it between saves, or none (then the first `save` does this).
-        Returns an identifier that distinguishes the next save's notes from earlier ones."""
+        unchanged. All ranks call it between saves, or none. If none does, the first `save` calls
+        it. Return an identifier that distinguishes the next save's notes from earlier notes."""
         shards = local_shards(state)
         mine = torch.tensor([[shards != self._shards, secrets.randbits(32)]])
         rows = self._world.gather_rows(mine, [1] * self._world.size)
@@ -94,7 +94,7 @@ class Saver:
         return f"{rows[0, 1]:08x}"
 
     def begin(self) -> None:
-        """Marks where training stops for a save."""
+        """Mark the point at which training stops for a save."""
         if accelerator.can_register_memory(self._world.device):
             streams = self._memory.streams if self._memory is not None else ()
             self._began = {
@@ -111,9 +111,9 @@ class Saver:
         metadata: JsonObject,
         keep: JsonObject | None = None,
     ) -> None:
-        """Every rank calls it, between saves. `values` are merged over ranks; `metadata` is used on
-        rank 0 only. `keep` has the other arguments of `writer.checkpoints_to_delete`; None keeps
-        all checkpoints."""
+        """Every rank calls it, between saves. `values` are merged over ranks. `metadata` is used on
+        rank 0 only. `keep` has arguments of `writer.checkpoints_to_delete`. None keeps all
+        checkpoints."""
         assert self._under_way is None, "one save at a time"
         identifier = self.prepare(state)
         assert self._memory is not None
@@ -138,7 +138,7 @@ class Saver:
 
     @property
     def not_registered(self) -> str | None:
-        """Why memory could not be pinned, so that the host waits for slow copies."""
+        """Reason why memory could not be pinned. The host then waits for slow copies."""
         return None if self._memory is None else self._memory.not_registered
 
     @property
@@ -147,12 +147,12 @@ class Saver:
         return self._under_way is not None
 
     def abandon(self) -> None:
-        """Call it if another rank has failed, because that rank will never write its file."""
+        """Call it if another rank has failed: the other rank will never write its file."""
         self._close_writer()
         self._under_way = self._waiting = None
 
     def poll(self, timeout_seconds: float = 0.0) -> SaveResult | None:
-        """Return None if no save has ended in this time."""
+        """Return None if no save has ended within `timeout_seconds`."""
         step, writer = self._under_way, self._writer
         if step is None or writer is None or not self._send_if_copied(timeout_seconds):
             return None
@@ -202,7 +202,7 @@ class MappedShards:
 
     @torch.no_grad()
     def copy(self, state: Mapping[str, Tensor], *, non_blocking: bool = False) -> None:
-        """`non_blocking` only queues the copies."""
+        """With `non_blocking`, only queue the copies."""
         for group in self._groups:
             sources = [(shard, to_local(state[shard.name])) for shard in group]
             for device, neighbours in groupby(sources, lambda pair: pair[1].device):
@@ -218,7 +218,7 @@ class MappedShards:
 
 
 def _neighbours(layout: FileLayout) -> list[list[TensorShard]]:
-    """Small shards up to `GROUP_BYTES` are copied together, each large one alone."""
+    """Group small shards up to `GROUP_BYTES`. A large shard has its own group."""
     groups: list[list[TensorShard]] = []
     room = -1
     for shard in sorted(layout.starts, key=layout.span):
@@ -235,7 +235,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 _never_freed: list[tuple[SharedFile, Tensor]] = []
-"""A hanging device may still copy into this memory."""
+"""Memory into which a hanging device may still copy."""
 
 
 class _FileContent:
@@ -248,14 +248,15 @@ class _FileContent:
             "bytes": layout.bytes,
             "shards": [[*shard.to_json(), start] for shard, start in layout.starts.items()],
         }
-        """For the writer process."""
+        """The file layout that the writer process gets."""
         self.file = SharedFile(layout.bytes)
         everything = torch.frombuffer(self.file.mapped, dtype=torch.uint8)
         everything.zero_()  # page faults make the first write ten times slower than later ones
         self.file.mapped[: len(layout.header)] = layout.header
         self._device = device
         self._copies: list[tuple[torch.Event, torch.Event]] = []
-        """For each device: an event at which training stopped, and one at the end of the copies."""
+        """For each device, an event at which training stopped, and an event at the end of the
+        copies."""
         self.not_registered: str | None = None
         self._registered: Tensor | None = None
         self.streams: list[torch.device] = []
@@ -268,8 +269,7 @@ class _FileContent:
         self._shards: MappedShards | None = MappedShards(layout, everything)
 
     def copy(self, state: Mapping[str, Tensor], began: Mapping[torch.device, torch.Event]) -> None:
-        """Later computation does not affect the copies. `began` has each device's event at which
-        training stopped."""
+        """Later computation does not affect the copies."""
         assert self._shards is not None
         started = [
             began.get(device) or accelerator.recorded_event(device, timed=True)
@@ -295,7 +295,7 @@ class _FileContent:
             _never_freed.append((self.file, registered))
 
     def _is_unregistered(self, memory: Tensor) -> bool:
-        """Returns False if a device may still copy into the memory."""
+        """Return False if a device may still copy into the memory."""
         with suppress(RuntimeError):  # a device has failed
             return self.is_copied(END_SECONDS) and accelerator.unregister_memory(
                 memory, self._device, END_SECONDS
@@ -319,7 +319,7 @@ class _Writer:
         self.send(content.layout)
 
     def _read(self) -> None:
-        """Runs in a thread; the end of the writer process adds an empty answer."""
+        """Runs in a thread. At the end of the writer process, it adds an empty answer."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._answers.put(line)
@@ -359,8 +359,7 @@ class _Writer:
 
 
 def assign_to_this_rank(shards: Mapping[str, TensorShard], world: World) -> list[TensorShard]:
-    """Return the shards that this rank writes, so that one rank writes each shard. Every rank calls
-    it."""
+    """Return the shards that this rank writes. One rank writes each shard. Every rank calls it."""
     everyone = world.gather_values([shard.to_json() for shard in shards.values()])
     return assign_writes(
         [[TensorShard.from_json(shard) for shard in theirs] for theirs in everyone]

@@ -1,5 +1,7 @@
-"""The storage of checkpoints, and the implementation in a folder. Needs no torch. A checkpoint is
-written into a hidden folder, its files are synced, and one rename commits it."""
+"""The storage of checkpoints, and its implementation in a folder. Needs no torch.
+
+A checkpoint is written into a hidden folder, its files are synced, and one rename commits it.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,17 @@ from lockstep.base.system import BINARY
 MANIFEST = "manifest.json"
 PAGE_BYTES = 4096
 READ_BYTES = 1 << 20
-"""Small enough to stay in the processor's cache until hashed."""
+"""Size of one read. The bytes stay in the processor's cache until they are hashed."""
 _NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class CheckpointName:
-    """For example step-00000500-1c9e02d4."""
+    """Name of a checkpoint, for example step-00000500-1c9e02d4."""
 
     step: int
     attempt: str
-    """Eight hexadecimal digits for each start of the run, because a later start may repeat the
-    step."""
+    """Eight hexadecimal digits for each start of the run. A later start may repeat the step."""
 
     def __str__(self) -> str:
         return f"step-{self.step:08d}-{self.attempt}"
@@ -44,21 +45,21 @@ class CheckpointName:
 
 
 class Storage(Protocol):
-    """Every method may raise `OSError`."""
+    """Storage of checkpoints. Every method may raise `OSError`."""
 
     wait_seconds: float
-    """Time between two checks whether another process has written its file of a checkpoint."""
+    """Time between two checks if another process has written its file of a checkpoint."""
     readers: int
     """Number of reading threads."""
 
     def __str__(self) -> str:
-        """`open_storage` opens the same storage from this path or URL."""
+        """Return a path or URL from which `open_storage` opens the same storage."""
 
     def names(self) -> list[CheckpointName]:
-        """Return the complete checkpoints, in order."""
+        """Return the complete checkpoints in order."""
 
     def remove_uncommitted(self) -> None:
-        """Only the holder of the run's lock calls it, between saves."""
+        """Only the process that holds the run's lock calls it, between saves."""
 
     def free_bytes(self) -> int | None: ...
 
@@ -69,16 +70,16 @@ class Storage(Protocol):
         """Write a file of an uncommitted checkpoint."""
 
     def read_uncommitted(self, name: CheckpointName, file: str) -> bytes | None:
-        """None if the file does not exist."""
+        """Return None if the file does not exist."""
 
     def remove(self, name: CheckpointName, file: str) -> None: ...
 
     def claim(self, name: CheckpointName, file: str) -> bool:
-        """Create `<file>.claim` in an uncommitted checkpoint. Returns True if this process was
+        """Create `<file>.claim` in an uncommitted checkpoint. Return True if this process was
         first."""
 
     def commit(self, name: CheckpointName, manifest: bytes) -> None:
-        """Write the manifest, after all other files. One rank calls it."""
+        """Write the manifest after all other files. One rank calls it."""
 
     def size(self, name: CheckpointName, file: str) -> int: ...
 
@@ -169,8 +170,8 @@ class FolderStorage:
         sync(self.path)
 
     def discard(self, name: CheckpointName, files: Iterable[str]) -> None:
-        """Remove files of an uncommitted checkpoint as far as possible, and the folder if no other
-        rank has written to it."""
+        """Remove files of an uncommitted checkpoint as far as possible. Remove the folder if no
+        other rank has written to it."""
         with suppress(OSError):
             for file in files:
                 (self._temporary(name) / file).unlink(missing_ok=True)
@@ -217,8 +218,8 @@ class FolderStorage:
 
 @contextmanager
 def discarding_after_failure(folder: Storage, name: CheckpointName) -> Iterator[list[str]]:
-    """If the body raises `OSError`, remove the files that it has added to the list, because the
-    disk may be full. An object store, which may be down, is cleaned at the next start."""
+    """If the body raises `OSError`, remove the files that the body has added to the list: the disk
+    may be full. Files in an object store are removed at the next start instead."""
     files: list[str] = []
     try:
         yield files
@@ -229,7 +230,7 @@ def discarding_after_failure(folder: Storage, name: CheckpointName) -> Iterator[
 
 
 def _write_some(opened: int, data: memoryview) -> int:
-    """Write without the page cache if possible, which takes a tenth of the CPU time."""
+    """Write without the page cache if possible. This takes a tenth of the CPU time."""
     if sys.platform == "linux" and len(data) % PAGE_BYTES == 0:
         import fcntl
 

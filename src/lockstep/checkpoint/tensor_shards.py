@@ -1,9 +1,8 @@
-"""Shards of a state: the rank that writes each shard, its position in a file, and the saved shards
-that fill a rank's tensors.
+"""Plans the saving and loading of shards. A *shard* is a box-shaped part of a tensor, or the full
+tensor.
 
-Planning works as in `torch.distributed.checkpoint` (DCP), but ranks exchange JSON where DCP would
-pickle. A *shard* is a box-shaped part of a tensor, or the whole tensor. Torch is imported in
-functions only, so that checkpoints can be read without it.
+Planning works like in `torch.distributed.checkpoint` (DCP), but ranks exchange JSON instead of
+pickles. Torch is imported in functions only: checkpoints can be read without it.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
 
 Box = tuple[slice, ...]
 TensorSpec = tuple[str, tuple[int, ...]]
-"""(torch's name of the dtype, shape)."""
+"""Tuple of torch's name of the dtype, and the shape."""
 ALIGNMENT = 64
 SMALL_BYTES = 1 << 20
-"""Shards of up to this size are adjacent in a file and copied together, because starting a copy
-takes 20 µs, as long as copying this many bytes."""
+"""Shards of up to this size are adjacent in a file and copied together. Starting a copy takes 20
+µs, as long as copying this many bytes."""
 MOST_DIMS = 64
 _MOST_SPLIT_DIMS = 8
 _LARGEST = 2**62
@@ -42,13 +41,13 @@ DTYPES = {
     "complex64": "C64", "uint64": "U64",
     "int64": "I64", "float64": "F64",
 }  # fmt: skip
-"""Maps torch's names to safetensors' names."""
+"""Maps torch's dtype names to safetensors' dtype names."""
 TORCH_DTYPES = {theirs: ours for ours, theirs in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """The elements [offset, offset + length) along each dim."""
+    """A box of a tensor: the elements [offset, offset + length) along each dim."""
 
     name: str
     dtype: str
@@ -63,7 +62,7 @@ class TensorShard:
 
     @property
     def key(self) -> str:
-        """The name and, unless the shard is the full tensor, the box: `weight[0:4,8:16]`."""
+        """Text such as `weight[0:4,8:16]`. The name alone if the shard is the full tensor."""
         if self.lengths == self.shape:
             return self.name
         spans = zip(self.offsets, self.lengths, strict=True)
@@ -74,7 +73,7 @@ class TensorShard:
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> TensorShard:
-        """Raises `ValueError` for a box outside of its tensor, and for an unknown dtype."""
+        """Raises `ValueError` for a box outside of the tensor, or an unknown dtype."""
         name, dtype, *boxes = fields
         if not all(isinstance(box, list | tuple) for box in boxes):
             raise ValueError(f"a shard of {name!r} has boxes that are not lists")
@@ -93,9 +92,9 @@ class TensorShard:
 
 class FileLayout:
     """The layout of a safetensors file (https://huggingface.co/docs/safetensors), computed without
-    its data. Multiples of 64 bytes come first, then other shards by element size, largest first,
-    and the small ones at the end. So each shard is aligned for its dtype and can be used in
-    place."""
+    its data. Shards whose size is a multiple of 64 bytes come first. Shards of other sizes follow
+    by element size, largest first. Small shards are at the end. Each shard is aligned for its dtype
+    and can be used in place."""
 
     def __init__(
         self, shards: Sequence[TensorShard], metadata: Mapping[str, str] | None = None
@@ -148,8 +147,8 @@ def local_shards(state: Mapping[str, Tensor]) -> dict[str, TensorShard]:
 
 
 def assign_writes(everyone: Sequence[Sequence[TensorShard]]) -> list[list[TensorShard]]:
-    """One rank writes each shard; the bytes are balanced over ranks. Raises `CheckpointError`
-    unless the shards cover each tensor."""
+    """Choose one rank to write each shard, and balance the bytes over ranks. Raises
+    `CheckpointError` unless the shards cover each tensor."""
     try:
         check_cover(shard for shards in everyone for shard in shards)
     except ValueError as error:
@@ -195,7 +194,7 @@ def whole_number(value: Any) -> int:
 
 
 def check_cover(shards: Iterable[TensorShard]) -> None:
-    """Equal shards count once, because an emergency save may have them in several files."""
+    """Equal shards count once: an emergency save may write a shard to several files."""
     by_name: dict[str, set[TensorShard]] = {}
     for shard in shards:
         by_name.setdefault(shard.name, set()).add(shard)
@@ -208,9 +207,8 @@ def check_cover(shards: Iterable[TensorShard]) -> None:
 
 
 def _is_tiled(shape: Sequence[int], boxes: Iterable[TensorShard]) -> bool:
-    """The number of boxes that cover an element is determined by its differences along all dims,
-    which are nonzero only at corners of boxes. So the boxes tile the shape if and only if their
-    signed corners add up to the signed corners of the full shape."""
+    """The boxes tile the shape if and only if their signed corners add up to the signed corners of
+    the shape."""
     split = [
         dim for dim, size in enumerate(shape) if any(box.lengths[dim] != size for box in boxes)
     ]

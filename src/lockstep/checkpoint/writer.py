@@ -2,9 +2,9 @@
 MEMORY`. Does not import torch.
 
 MEMORY names the `SharedFile` that contains this rank's file. Standard input has the file's layout,
-then one save per line; standard output has one result per line, all in JSON. Every rank's writer
-writes the rank's file, and a note with its block hashes. Rank 0's writer waits for the notes,
-writes the manifest and commits.
+then one save per line. Standard output has one result per line. All lines are JSON. Every rank's
+writer writes the rank's file, and a note with the hashes of its blocks. Rank 0's writer waits for
+the notes, writes the manifest and commits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NICENESS = 10
 
 class SharedFile:
     """Memory shared with the writer process, initially zero. On Linux it is freed with the last
-    process that uses it; elsewhere it is a temporary file."""
+    process that uses it. Elsewhere it is a temporary file."""
 
     def __init__(self, size_bytes: int) -> None:
         self._path: str | None = None
@@ -61,12 +61,12 @@ class SharedFile:
 
     @property
     def name(self) -> str:
-        """For `map_shared_file`."""
+        """Argument for `map_shared_file`."""
         return str(self._descriptor) if self._path is None else self._path
 
     @property
     def inherited(self) -> list[int]:
-        """Descriptors that a process must inherit in order to map the file."""
+        """File descriptors that a process must inherit to map the file."""
         return [self._descriptor] if self._path is None else []
 
     def close(self) -> None:
@@ -84,7 +84,8 @@ def map_shared_file(name: str, size_bytes: int) -> mmap.mmap:
 
 
 def save(job: dict[str, Any], shards: Mapping[TensorShard, int], content: memoryview) -> None:
-    """Rank 0 also commits the checkpoint. After an `OSError`, each rank removes its own files."""
+    """Write this rank's file. Rank 0 also commits the checkpoint. After an `OSError`, each rank
+    removes its own files."""
     folder, name = open_storage(job["folder"]), _name(job)
     folder.begin(name)
     with discarding_after_failure(folder, name) as written:
@@ -132,7 +133,7 @@ def _name(job: dict[str, Any]) -> CheckpointName:
 
 
 def _awaited(folder: Storage, name: CheckpointName, file: str, save: str) -> tuple[Any, Any]:
-    """Wait for another rank's note. Returns the file's entry for the manifest, and the rank's
+    """Wait for another rank's note. Return the file's entry for the manifest, and the rank's
     values."""
     while True:
         if (text := folder.read_uncommitted(name, note(file))) is not None:
@@ -156,10 +157,10 @@ def checkpoints_to_delete(
     scores: Scores,
     mode: Literal["min", "max"],
 ) -> list[CheckpointName]:
-    """Keeps these checkpoints: the `last` newest (at least 1); multiples of `every` steps;
-    `sparse_steps`, if `sparse`; the newest with at most `agreed` steps; the earliest with the best
-    of `scores` (NaN counts as no score); and checkpoints later than `newest`, which were damaged
-    when the run was resumed."""
+    """Keeps the `last` newest checkpoints (at least 1), multiples of `every` steps, and
+    `sparse_steps` if `sparse`. Keeps the newest checkpoint with at most `agreed` steps. Keeps the
+    earliest checkpoint with the best of `scores`; NaN counts as no score. Keeps checkpoints later
+    than `newest`, which were damaged when the run was resumed."""
     ordered = sorted(name for name in names if name <= newest)
     kept = set(ordered[-last:])
     if every is not None:
@@ -176,10 +177,10 @@ def checkpoints_to_delete(
 
 
 def sparse_steps(steps: Sequence[int]) -> set[int]:
-    """A step is not kept if the distance between its neighbours is at most the distance from the
-    later neighbour to the last step. So distances between neighbours double with age, and about 2
-    log2(n) of n equidistant steps are kept. A step that is deleted now would also be deleted
-    later."""
+    """Return the steps to keep. A step is dropped if the distance between its neighbours is at most
+    the distance from the later neighbour to the last step. Distances between neighbours double with
+    age: about 2 log2(n) of n equidistant steps are kept. A step that is dropped now would also be
+    dropped later."""
     kept: list[int] = []
     for step, following in itertools.pairwise(steps):
         if not kept or following - kept[-1] > steps[-1] - following:
@@ -188,7 +189,7 @@ def sparse_steps(steps: Sequence[int]) -> set[int]:
 
 
 def _retire(job: dict[str, Any]) -> str | None:
-    """Returns the reason why deletion failed."""
+    """Return the reason why deletion failed."""
     if "keep" not in job:
         return None
     folder, keep = open_storage(job["folder"]), job["keep"]
@@ -208,7 +209,7 @@ def _words(error: OSError) -> str:
 
 
 def note(file: str) -> str:
-    """The name of a small file that says that `file` is written completely."""
+    """Name of a small file that marks `file` as complete."""
     return f"{file}.json"
 
 
@@ -238,7 +239,7 @@ def main() -> None:
 
 
 def _read_lines(lines: SimpleQueue[str]) -> None:
-    """This process ends at the end of its input."""
+    """Ends this process at the end of its input."""
     for line in sys.stdin:
         lines.put(line)
     os._exit(0)

@@ -11,9 +11,9 @@ from lockstep.base.nested import map_parts
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Copies tensors in dicts, lists, tuples and dataclasses, and objects by their method `to`. A
-    separate stream copies while the previous microbatch is computed; computation that is queued
-    later waits for the copy."""
+    """Copies tensors in dicts, lists, tuples and dataclasses. Objects with a method `to` are copied
+    by `to`. A separate stream copies while the previous microbatch is computed. Computation that is
+    queued later waits for the copy."""
     if device.type == "cpu":
         return batch
     if not accelerator.has_streams(device):

@@ -1,4 +1,4 @@
-"""Digests of a few samples of a dataset, to detect that ranks' datasets differ, or that samples
+"""Digests of a few samples of a dataset, to detect that the ranks' datasets differ, or that samples
 have changed since a checkpoint."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lockstep.base.errors import DataError, first_few
 
 SAMPLES = 16
 SECONDS = 0.5
-"""Time for fetching a rank's samples. Ranks compare only the samples that all of them have
+"""Time for fetching a rank's samples. Ranks compare only the samples that all ranks have
 fetched."""
 COLLATIONS = 5
 COLLATED = 4
@@ -26,19 +26,19 @@ _UNREAD = "not read"  # instead of a digest
 @dataclass(frozen=True, slots=True)
 class DigestRequest:
     again: bool = True
-    """Fetch and collate a second time, to detect random changes."""
+    """True: fetch and collate a second time, to detect random changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digests:
     samples: list[tuple[str, dict[str, str]]]
-    """The digests of each sample's parts, by path such as `[0].label`."""
+    """Digests of each sample's parts, by path such as `[0].label`."""
     changing: str | None
-    """The first part of a sample or batch that differs when it is made again."""
+    """The first part of a sample or batch that differs between two fetches."""
     unread: str | None = None
-    """The sample or batch that could not be made, and the error."""
+    """The sample or batch that could not be fetched, and the error."""
     counted: str | None = None
-    """The names of the dataset's numeric attributes that each fetch changes."""
+    """Names of the dataset's numeric attributes that each fetch changes."""
 
     @classmethod
     def of(
@@ -88,7 +88,7 @@ def _collated_again(collated: Callable[[], Any]) -> tuple[str | None, str | None
 
 
 def spread(length: int) -> list[int]:
-    """The first and the last sample are always included."""
+    """Includes the first and the last sample."""
     count = min(SAMPLES, length)
     indices = [place * (length - 1) // max(count - 1, 1) for place in range(count)]
     return [*indices[:1], *indices[:0:-1]]

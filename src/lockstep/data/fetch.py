@@ -23,7 +23,7 @@ from lockstep.keys import RandomStream, key
 CPU = torch.device("cpu")
 GATHERED_BYTES = 2**17
 GATHERED_REQUESTS = 16
-"""Rows of up to this number of microbatches of a TensorDataset are copied at once."""
+"""Rows of up to this many microbatches of a TensorDataset are copied at once."""
 ALIGNMENT_BYTES = 64
 """Torch's alignment. A matrix product may round differently on tensors with another alignment."""
 
@@ -33,7 +33,7 @@ class SampleRequest(NamedTuple):
     microbatch: int
     is_dummy: bool
     epochs: NDArray[np.int64]
-    """The epoch of each sample; a microbatch may span two epochs."""
+    """Epoch of each sample. A microbatch may span two epochs."""
     samples: NDArray[np.int64]
 
     def __str__(self) -> str:
@@ -46,12 +46,12 @@ class ShardRequest(NamedTuple):
     step: int
     microbatch: int
     are_dummies: tuple[bool, ...]
-    """One entry for each time that the rank computes the microbatch: True if only to take part in
-    collectives."""
+    """One entry for each computation of the microbatch: True if the rank computes it only to take
+    part in collectives."""
     shard: int
     size: int
     begin: Position | None
-    """The position at which to open the shard; None if it is open already."""
+    """The position at which to open the shard. None if it is open already."""
 
     def __str__(self) -> str:
         return f"after step {self.step}, microbatch {self.microbatch}"
@@ -116,8 +116,8 @@ class Fetcher:
     def gathered(
         self, requests: Iterator[SampleRequest]
     ) -> Iterator[tuple[SampleRequest, list[Tensor]]]:
-        """Copy the rows of several small microbatches at once, each into an aligned part of one
-        allocation."""
+        """Copy the rows of several small microbatches at once. Each microbatch gets an aligned part
+        of one allocation."""
         widths = [tensor[:1].nbytes for tensor in self._data.tensors]
         rows = max(GATHERED_BYTES // max(sum(widths), 1), 1)
 
@@ -207,7 +207,6 @@ def batch_of(
     request: SampleRequest | ShardRequest,
     describe: Callable[[], str],
 ) -> Any:
-    """`describe` names the samples, for errors."""
     if collate is None:
         try:
             return default_collate(samples)
@@ -240,7 +239,7 @@ def _pieces(columns: list[Tensor], sizes: list[int]) -> list[list[Tensor]]:
 def _some_requests(
     requests: Iterator[SampleRequest], rows: int, fits: Callable[[int], bool]
 ) -> Iterator[SampleRequest]:
-    """End after a request whose number of samples does not fit: the next request's rows would not
+    """End after a request whose number of samples does not fit. The next request's rows would not
     be aligned in memory."""
     for request in islice(requests, GATHERED_REQUESTS):
         yield request
@@ -250,14 +249,14 @@ def _some_requests(
 
 
 def _fetches_many(data: Any) -> bool:
-    """Torch's Subset always has `__getitems__`, even if the dataset inside has not."""
+    """Torch's Subset has `__getitems__` even if its dataset has none."""
     if type(data) is Subset:
         return _fetches_many(data.dataset)
     return getattr(data, "__getitems__", None) is not None
 
 
 def _reason(samples: list[Any], error: Exception) -> str:
-    """In a loader worker, torch's own `error` may be about shared memory instead of the samples."""
+    """In a loader worker, torch's error may be about shared memory instead of the samples."""
 
     def stack(batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
         return torch.stack(batch)

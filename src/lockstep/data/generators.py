@@ -1,4 +1,4 @@
-"""Seeds and preserves the default random generators of Python, numpy and torch."""
+"""Seeds and restores the default random generators of Python, numpy and torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.base import accelerator
 
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the instance behind the functions of `random`
 _seed_python = super(random.Random, _python).seed
-"""`random.seed` for an int, without type checks. Does not reset `gauss_next`."""
+"""`random.seed` for an int, without type checks. It does not reset `gauss_next`."""
 
 
 def seed_generators(key: int, device: torch.device) -> None:
@@ -25,8 +25,9 @@ def seed_generators(key: int, device: torch.device) -> None:
 
 
 class PreservedGenerators:
-    """Restores the default CPU random generators of Python, numpy and torch on exit, in 20 µs.
-    Inside, numpy's default generator is another one, because saving its state would take 90 µs."""
+    """Restores the default CPU random generators of Python, numpy and torch on exit, in 20 µs. In
+    the context, numpy's default generator is another one, because saving its state would take 90
+    µs."""
 
     def __init__(self) -> None:
         self._own = np.random.MT19937(0)

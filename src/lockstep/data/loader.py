@@ -32,7 +32,7 @@ CHUNK_POSITIONS = 4096
 
 @dataclass(slots=True)
 class Span:
-    """A microbatch that a rank is to compute: the positions [start, stop) in the run's order of
+    """A microbatch that a rank computes: the positions [start, stop) in the run's order of
     samples."""
 
     step: int
@@ -40,7 +40,7 @@ class Span:
     start: int
     stop: int
     is_dummy: bool = False
-    """True if this rank computes the microbatch only to take part in collectives; its gradient is
+    """True if this rank computes the microbatch only to take part in collectives. Its gradient is
     discarded."""
 
 
@@ -62,13 +62,13 @@ class SamplesLeftOut:
     """Samples of a map-style dataset that one step leaves out of its global batch."""
 
     step: int
-    """Number of steps done before this one."""
+    """Number of steps done before the step."""
     samples: frozenset[int]
-    """Indices in the dataset."""
+    """Indices of the samples in the dataset."""
 
 
 class _BatchLoader:
-    """Fetches batches in order, ahead of time if there are `workers`."""
+    """Fetches batches in order. If there are `workers`, they fetch batches ahead of time."""
 
     def __init__(
         self, fetcher: Fetcher | StreamFetcher, workers: int, device: torch.device, *, prefetch: int
@@ -120,10 +120,8 @@ class _BatchLoader:
 
 
 class Loader(_BatchLoader):
-    """Fetches one rank's microbatches of a map-style dataset. `order` is the order of a user's
-    sampler. Each of `workers` processes prefetches `prefetch` microbatches. `ahead` is the number
-    of positions for which sample indices are computed at once. If `device` has streams, batches are
-    pinned."""
+    """Fetches one rank's microbatches of a map-style dataset. Each of `workers` processes
+    prefetches `prefetch` microbatches. If `device` has streams, batches are pinned."""
 
     def __init__(
         self,
@@ -234,7 +232,7 @@ class StreamLoader(_BatchLoader):
             yield ShardRequest(step, index, are_dummies, shard, span.stop - span.start, begin)
 
     def _round_robin(self, requests: Iterator[ShardRequest]) -> Iterator[ShardRequest | None]:
-        """Insert None so that one worker process gets all requests for a shard: torch's DataLoader
+        """Insert None so that one worker process gets all requests for a shard. torch's DataLoader
         gives requests to its workers in turn."""
         places: dict[int, int] = {}
         turn = 0
@@ -258,8 +256,8 @@ def _some_spans(spans: Iterator[Span], most: int) -> Iterator[Span]:
 
 def structure(value: Any, *, is_batch: bool = True) -> Any:
     """Return a value that is equal for batches with the same containers, keys and dtypes. A list
-    whose parts have equal structures has one entry for all of them, and so has a tuple inside a
-    batch, because it may have one part per sample, as in torchvision's `tuple(zip(*samples))`."""
+    whose parts have equal structures has one entry for all of them. So has a tuple in a batch,
+    because it may have one part per sample: torchvision's `tuple(zip(*samples))`."""
     if isinstance(value, Tensor):
         return value.dtype
     kind = type(value)

@@ -1,11 +1,9 @@
 """Packs tokenized documents of different lengths into rows of one length.
 
 Each group of `TOGETHER` consecutive documents is packed by best-fit decreasing. Documents keep
-their order in a row, and rows are in the order of their first documents.
-
-A document longer than a row is cut into pieces, each a document to the model. A piece begins with
-the last token of the piece before it, so that each token but the document's first is predicted
-exactly once.
+their order in a row, and rows are in the order of their first documents. A document longer than a
+row is cut into pieces, which the model sees as documents. A piece begins with the last token of the
+previous piece: each token but the document's first is predicted exactly once.
 
 Do not change the rows: a run that is resumed, or repeated years later, must get the same rows.
 """
@@ -48,7 +46,7 @@ class Piece(NamedTuple):
 
 
 class Document(NamedTuple):
-    """One label for each token (not shifted)."""
+    """The tokens of a document, and one label for each token (not shifted)."""
 
     tokens: Integers
     labels: Integers
@@ -144,17 +142,17 @@ def _integers(value: Any, name: str) -> Integers:
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
-    """A map-style dataset of rows, into which the documents of another one are packed."""
+    """A map-style dataset of rows, into which the documents of another dataset are packed."""
 
     def __init__(self, data: Any, length: int, lengths: Any) -> None:
-        """If `lengths` is None, the dataset is asked for its documents' lengths, or all documents
-        are read."""
+        """If `lengths` is None, the dataset's method `lengths()` is called. Without the method, all
+        documents are read."""
         self._data, self._length = data, length
         self._lengths = self._checked(lengths)
         self._latest: tuple[int, list[list[Piece]]] = (-1, [])
         counts = [len(self._packed(group)) for group in range(-(-len(data) // TOGETHER))]
         self._bounds = np.cumsum([0, *counts])
-        """The index of the first row of each group of documents."""
+        """Index of the first row of each group of documents."""
 
     def __len__(self) -> int:
         return int(self._bounds[-1])
@@ -240,21 +238,23 @@ def pack(data: Any, length: int, *, lengths: Any = None) -> PackedDataset: ...
 
 
 def pack(data: Any, length: int, *, lengths: Any = None) -> Stream | PackedDataset:
-    """Pack documents into rows of `length` tokens: a dataset whose samples are rows, or for a
-    `Stream` a stream of rows.
+    """Pack documents into rows of `length` tokens. Returns a dataset whose samples are rows, or for
+    a `Stream`, a stream of rows.
 
     A document is a list, an array or a tensor of token ids, or a dict with `input_ids` and perhaps
     `labels`. Every 256 documents, in the order of `data`, are packed among themselves: longest
-    first, each into the fullest row that has room for it. Each document is in exactly one row; one
-    that is longer than a row is cut into pieces, each of which begins with the last token of the
-    piece before. A row is a dict of tensors with `length` elements: `input_ids`; `labels`, not
-    shifted, -100 at the first token of each document; `document_ids`, which count from 0;
-    `position_ids`, which restart with each document. The rest of a row has the token id 0, the
-    label -100 and the document id -1.
+    first, each into the fullest row that has room for it. A document that is longer than a row is
+    cut into pieces, each of which begins with the last token of the previous piece. Every other
+    document is in exactly one row.
 
-    `lengths`: number of tokens of each document of a dataset. None: call the dataset's method
-    `lengths()`; if it has none, every process reads all documents once. Raises `RecipeError` and
-    `DataError`.
+    A row is a dict of tensors with `length` elements: `input_ids`; `labels`, not shifted, -100 at
+    the first token of each document; `document_ids`, which count from 0; `position_ids`, which
+    restart with each document. The rest of a row has the token id 0, the label -100 and the
+    document id -1.
+
+    `lengths`: number of tokens of each document of a dataset. None: the dataset's method
+    `lengths()` is called. If it has no such method, every process reads all documents once. Raises
+    `RecipeError` and `DataError`.
     """
     check_count("pack(length)", length, "tokens")
     if length < 2:

@@ -10,19 +10,19 @@ from lockstep.recipe.data import Mixture, PackedStream, Stream
 class ShardPosition(NamedTuple):
     epoch: int = 0
     seen: int = 0
-    """Number of samples that were read in that epoch."""
+    """Number of samples read in that epoch."""
 
 
 class MixturePosition(NamedTuple):
     seen: int
-    """Number of samples that were read."""
+    """Number of samples read."""
     streams: dict[str, Position]
 
 
 class PackedPosition(NamedTuple):
     documents: Position
-    """The position of the first document of the current group (documents that are packed
-    together)."""
+    """Position of the first document of the current group. The documents of a group are packed
+    together."""
     rows: int
     """Number of the group's rows that were read."""
 

@@ -19,8 +19,8 @@ from lockstep.keys import RandomStream, key
 
 Indices = NDArray[np.int64]
 EPOCH_STRIDE = 2**40
-"""Positions reserved for an epoch under a batch sampler: more than any epoch's number of
-samples."""
+"""Number of positions reserved for an epoch with a batch sampler. It exceeds the number of samples
+of any epoch."""
 PURE = (
     "it is a function of epoch and seed alone, so that a resumed run has the same samples; draw"
     " from torch's or NumPy's default generators"
@@ -34,13 +34,14 @@ def _digest(*parts: Indices) -> str:
 
 class SampleOrder(ABC):
     """The order of a user's sampler. The sample at position p of the run is number p % `stride` of
-    epoch p // `stride`. Every rank makes one."""
+    epoch p // `stride`. Every rank creates one."""
 
     digest: str
-    """Digest of the indices of epoch 0, to compare ranks and a resumed run."""
+    """Digest of the indices of epoch 0. Ranks compare it, and a resumed run compares it with the
+    saved one."""
     field: str
     wants: str
-    """Says in errors what the sampler should return."""
+    """Text for error messages about the values that the sampler should return."""
     stride: int
 
     def __init__(self, sampler: Callable[[int, int], Any], seed: int, samples: int) -> None:
@@ -50,7 +51,7 @@ class SampleOrder(ABC):
     def indices(self, epoch: int) -> Indices: ...
 
     def samples(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Return, for each position of the run, the epoch and the dataset index of the sample."""
+        """Return the epoch and the dataset index of the sample at each position of the run."""
         epochs, offsets = np.divmod(positions, np.int64(self.stride))
         chosen = np.empty_like(offsets)
         for epoch in np.unique(epochs).tolist():
@@ -59,7 +60,7 @@ class SampleOrder(ABC):
         return epochs, chosen
 
     def _sampled(self, epoch: int) -> Any:
-        """The default random generators are seeded by (seed, epoch), and restored."""
+        """Seeds the default random generators by (seed, epoch), and restores them afterwards."""
         with PreservedGenerators():
             seed_generators(key(self._seed, RandomStream.SAMPLER, epoch), CPU)
             return self._sampler(epoch, self._seed)
@@ -114,9 +115,9 @@ class SampledOrder(SampleOrder):
 
 class _Epoch(NamedTuple):
     indices: Indices
-    """For all microbatches, concatenated."""
+    """Indices of all microbatches, concatenated."""
     batches: list[list[tuple[int, int]]]
-    """For each global batch, the span [start, stop) in `indices` of each of its microbatches."""
+    """For each global batch, the range [start, stop) in `indices` of each of its microbatches."""
 
 
 class BatchOrder(SampleOrder):
@@ -147,8 +148,8 @@ class BatchOrder(SampleOrder):
         return epoch * EPOCH_STRIDE + spans[0][0], epoch * EPOCH_STRIDE + spans[-1][1]
 
     def microbatches(self, step: int) -> list[tuple[int, int]]:
-        """Return each microbatch's [start, stop), counted from the first sample of the step's
-        global batch."""
+        """Return the range [start, stop) of each microbatch, counted from the first sample of the
+        step's global batch."""
         epoch, batch = divmod(step, self.batches)
         spans = self.epoch(epoch).batches[batch]
         return [(start - spans[0][0], stop - spans[0][0]) for start, stop in spans]

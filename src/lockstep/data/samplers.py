@@ -17,19 +17,16 @@ from lockstep.order import Order, hashed
 Sampler = Callable[[int, int], NDArray[np.int64]]
 BatchSampler = Callable[[int, int], list[list[NDArray[np.int64]]]]
 LENGTH_GROWTH = 1.1
-"""In `by_length`, the largest ratio of the lengths of the longest and the shortest sample in a
-bucket; a difference of one token is always allowed."""
+"""In `by_length`, the largest ratio between the lengths of the longest and the shortest sample in a
+bucket. A difference of one token is always allowed."""
 
 
 def weighted(
     weights: Sequence[float], *, samples: int | None = None, replacement: bool = True
 ) -> Sampler:
-    """Draw `samples` indices per epoch (None: as many as there are weights), each with a
-    probability proportional to its weight.
-
-    `replacement=False`: an epoch has no index twice (Efraimidis and Spirakis, 2006). Raises
-    `RecipeError`.
-    """
+    """Draw `samples` indices per epoch, each with a probability proportional to its weight.
+    `samples=None`: as many indices as there are weights. `replacement=False`: no index occurs twice
+    in an epoch (Efraimidis and Spirakis, 2006). Raises `RecipeError`."""
     given = np.asarray(weights, dtype=np.float64)
     count = len(given) if samples is None else samples
     if given.ndim != 1 or not np.isfinite(given).all() or (given < 0).any() or not given.sum() > 0:
@@ -59,20 +56,18 @@ def weighted(
 
 
 def balanced(labels: Sequence[Hashable], *, samples: int | None = None) -> Sampler:
-    """Draw indices so that each label is equally likely. `labels`: one for each sample. `samples`:
-    as in `weighted`. Raises `RecipeError`."""
+    """Draw indices so that each label is equally likely. `labels` has one label for each sample.
+    `samples` is as in `weighted`. Raises `RecipeError`."""
     counts = Counter(labels)
     return weighted([1 / counts[label] for label in labels], samples=samples)
 
 
 def mixture(sizes: Sequence[int], ratios: Sequence[float], *, samples: int) -> Sampler:
-    """Mix datasets: each epoch has `samples` samples, of which each dataset provides its ratio,
-    rounded to a whole number of samples.
-
-    Use it with a `torch.utils.data.ConcatDataset` of datasets of these `sizes`. Each dataset has
-    its own shuffled order, which continues from epoch to epoch: every sample is seen once before
-    any is seen again. Raises `RecipeError`.
-    """
+    """Mix datasets. Each epoch has `samples` samples. Each dataset provides its ratio of them,
+    rounded to a whole number of samples. Use it with a `torch.utils.data.ConcatDataset` of datasets
+    of these `sizes`. Each dataset has its own shuffled order, which continues from epoch to epoch.
+    Every sample of a dataset is seen once before any of them is seen again. Raises
+    `RecipeError`."""
     if (
         len(sizes) != len(ratios)
         or not sizes
@@ -105,11 +100,11 @@ def mixture(sizes: Sequence[int], ratios: Sequence[float], *, samples: int) -> S
 
 
 def by_length(lengths: Sequence[int], *, tokens: int, microbatches: int = 1) -> BatchSampler:
-    """Batches of samples of similar length, for `Recipe.batch_sampler`: a microbatch, padded to its
-    longest sample, has at most `tokens` tokens; a longer sample is a microbatch alone.
+    """Batches of samples of similar length, for `Recipe.batch_sampler`. A microbatch, padded to its
+    longest sample, has at most `tokens` tokens. A longer sample is a microbatch alone.
 
     `lengths`: number of tokens of each sample. `microbatches`: number of microbatches in a global
-    batch; an epoch's last batch may have fewer. Each epoch has every sample once. The grouping of
+    batch. An epoch's last batch may have fewer. Each epoch has every sample once. The grouping of
     samples and the order of microbatches change from epoch to epoch. Raises `RecipeError`.
     """
     given = np.asarray(lengths)

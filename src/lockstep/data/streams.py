@@ -1,7 +1,7 @@
 """Reads the samples of a stream (`ls.Stream`) shard by shard, and makes microbatches of them.
 
-Samples are shuffled within windows of W consecutive samples: position p of an epoch is in window p
-// W, and the permutation of each window is derived from the seed. So (epoch, position) is the whole
+Samples are shuffled within windows of W consecutive samples. Position p of an epoch is in window p
+// W, and the seed determines the permutation of each window. So (epoch, position) is the whole
 state of a shard, and a resumed run reads only one window again.
 """
 
@@ -32,8 +32,8 @@ from lockstep.order import Order, hashed
 from lockstep.recipe.data import Mixture, PackedStream, Stream
 
 BLOCK = 1024
-"""Within this number of consecutive samples, each stream of a mixture contributes in proportion to
-its weight."""
+"""In each group of this many consecutive samples, each stream of a mixture has its share by
+weight."""
 
 
 class SampleName(NamedTuple):
@@ -61,7 +61,7 @@ class Origin(NamedTuple):
     shard: int
     samples: list[SampleName]
     after: Position
-    """The position in the shard from which a resumed run continues."""
+    """Position in the shard from which a resumed run continues."""
 
     def __str__(self) -> str:
         parts = [
@@ -149,8 +149,7 @@ class StreamFetcher:
 def shard_samples(
     stream: Stream, shard: int, *, seed: int, begin: Position, called: str = ""
 ) -> Iterator[Sample]:
-    """Yield samples epoch after epoch, without an end. `called` is text for errors: in a mixture, a
-    space and the stream's name."""
+    """Yield samples epoch after epoch, without an end."""
     match stream.open, begin:
         case Mixture() as mixture, MixturePosition():
             return _mixed(mixture, shard, seed, begin, called)
@@ -164,7 +163,7 @@ def shard_samples(
 def _in_windows(
     stream: Stream, shard: int, seed: int, begin: ShardPosition, called: str
 ) -> Iterator[Sample]:
-    """One window is in memory at a time."""
+    """Keeps one window in memory."""
     epoch, position = begin
     place = _place(shard, called)
     while True:
@@ -196,7 +195,7 @@ def _in_windows(
 def _mixed(
     mixture: Mixture, shard: int, seed: int, begin: MixturePosition, called: str
 ) -> Iterator[Sample]:
-    """All streams are opened first, so that an empty one raises at once."""
+    """Opens all streams first: an empty stream raises at once."""
     positions = dict(begin.streams)
     names = list(mixture.streams)
     opened: list[Iterator[Sample]] = []
@@ -220,8 +219,7 @@ def _mixed(
 
 
 def chosen_streams(weights: NDArray[np.float64], seed: int) -> list[int]:
-    """Return a stream's index for each of `BLOCK` consecutive samples, in proportion to the
-    weights, rounded up or down."""
+    """Choose a stream for each of `BLOCK` consecutive samples, in proportion to the weights."""
     places = Order(BLOCK, seed).samples(np.arange(BLOCK))[1]
     offset = (hashed(np.zeros(1, np.int64), seed) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     bounds = np.cumsum(weights / weights.sum())[:-1]
@@ -257,7 +255,7 @@ def _packed(
 def _rows_of(
     values: Sequence[Any], length: int, names: Sequence[str]
 ) -> list[tuple[int, dict[str, Tensor]]]:
-    """Returns (index of the row's first document in the group, row)."""
+    """Return each row after the index of its first document in the group."""
     documents = list(map(document_of, values, names))
     rows = packed_rows([len(document.tokens) for document in documents], length)
     return [
@@ -288,7 +286,7 @@ def _unordered(stream: Stream, shard: int, seed: int) -> Iterator[Any]:
 
 
 def _seed_of_stream(seed: int, name: str) -> int:
-    """The result does not depend on the mixture's other streams."""
+    """The result does not depend on other streams of the mixture."""
     hashed_name = blake2b(name.encode(), digest_size=8).digest()
     return key(seed, RandomStream.MIXTURE, int.from_bytes(hashed_name, "big"))
 
@@ -307,7 +305,7 @@ def _place(shard: int, called: str) -> str:
 def _opened(
     stream: Stream, shard: int, seed: int, epoch: int, start: int, called: str = ""
 ) -> Iterator[Any]:
-    """The default random generators are seeded before each sample."""
+    """Seeds the default random generators before each sample."""
     seed_generators(key(seed, RandomStream.SAMPLE, epoch, shard), CPU)
     number = start
     try:

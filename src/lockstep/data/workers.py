@@ -30,15 +30,14 @@ from lockstep.data.fetch import Fetcher
 from lockstep.data.streams import StreamFetcher
 
 _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
-"""Longest path in the system's `sockaddr_un`."""
+"""Maximum length of a path in the system's `sockaddr_un`."""
 _FOLDER = "pymp-"
-"""Multiprocessing's prefix for a folder with sockets."""
+"""Multiprocessing's prefix for folders with sockets."""
 REST_SECONDS = 0.01
-"""Sleep before the workers are forked, so that Gloo's threads, which finish shortly after a
-collective, are done. In Python 3.11.7, a child that is forked while a thread frees a tensor hangs
-(python/cpython#112275)."""
+"""Sleep before the workers are forked. Gloo's threads finish shortly after a collective. In Python
+3.11.7, a child that is forked while a thread frees a tensor hangs (python/cpython#112275)."""
 LATER_SECONDS = 30
-"""Time after SIGTERM after which a worker process ends."""
+"""A worker process ends this long after SIGTERM."""
 
 
 class LoaderWorkers:
@@ -66,8 +65,8 @@ class LoaderWorkers:
         self._batches: Any = None
 
     def fetch(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Requests are read ahead. A call ends the previous one. An error of a worker has the
-        worker's traceback as its cause."""
+        """The DataLoader takes requests ahead of time. A new call ends the previous call. An error
+        of a worker has the worker's traceback as its cause."""
         self._current.requests = requests
         if self._batches is None:
             time.sleep(REST_SECONDS)
@@ -109,7 +108,7 @@ class LoaderWorkers:
 @dataclass(frozen=True, slots=True)
 class WorkerException:
     error: bytes | None
-    """The pickled exception; None if it cannot be pickled."""
+    """The pickled exception. None if it cannot be pickled."""
     text: str
 
     @classmethod
@@ -147,7 +146,7 @@ class _RequestDataset(Dataset[Any]):
 
 
 class _RequestSampler:
-    """Yields the requests of the current `fetch`, because the DataLoader persists."""
+    """Yields the requests of the current `fetch` to a persistent DataLoader."""
 
     def __init__(self) -> None:
         self.requests: Iterable[Any] = ()
@@ -176,9 +175,9 @@ def _new_folder() -> str:
 
 def _set_up_worker(folder: str, parent: int, worker: int) -> None:
     """The kernel kills the worker together with the training process, because the worker holds
-    copies of sockets on which other ranks wait. After SIGTERM the worker continues for
-    `LATER_SECONDS`, so that the training step can end. The worker ends if a batch cannot be sent:
-    the queue would just skip the batch, and the training process would wait for ever."""
+    copies of sockets on which other ranks wait. After SIGTERM, the worker continues for
+    `LATER_SECONDS`, so that the training step can end. The worker ends if it cannot send a batch.
+    Otherwise the queue would skip the batch, and the training process would wait forever."""
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     die_with_parent(parent)
     for number in signals("SIGUSR1", "SIGINT"):

@@ -19,35 +19,39 @@ Scores = Literal["softmax", "sigmoid"]
 @with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Balance:
-    """Keeps the load of experts (the number of tokens that each gets) even, and measures it. Each
-    balance term is added to the loss with its own denominator. Raises `RecipeError`."""
+    """Keeps the load of experts even, and measures it. An expert's load is the number of tokens
+    that it gets. Each balance term is added to the loss with its own denominator. Raises
+    `RecipeError`."""
 
     coefficient: float = 0.0
     """Factor of each layer's balance loss, E Σ f P over its E experts. f is the number of tokens
-    that choose the expert, divided by the number of tokens; P is the router's mean probability of
-    the expert. 0: no balance loss."""
+    that choose the expert, divided by the number of tokens. P is the mean of the router's
+    probability for the expert. 0: no balance loss."""
     over: Over = "microbatch"
-    """The tokens over which f and P are measured: `microbatch`, `step` (the global batch, exact for
-    any size of microbatch), or `sample` (each sample). `previous`: f is measured over the previous
+    """The tokens over which f and P are measured. `microbatch`: the microbatch. `step`: the global
+    batch, exact for any size of microbatch. `sample`: each sample. `previous`: f over the previous
     step's global batch, P over this step's."""
     bias_rate: float = 0.0
-    """Change of the router's bias after each step: up for experts with fewer tokens of the global
-    batch than the mean, down for the other experts (DeepSeek-V3). 0: the bias is unchanged."""
+    """Change of the router's bias after each step (DeepSeek-V3). The bias rises for experts with
+    fewer tokens of the global batch than the mean, and falls for the other experts. 0: the bias is
+    unchanged."""
     z: float = 0.0
     """Factor of the router z-loss of each layer, the mean over tokens of logsumexp(logits)**2. 0:
     no z-loss."""
     per_layer: bool = True
     """True: the sum of the layers' balance losses. False: one loss of f and P averaged over the
-    layers (`aux_loss` of transformers), in which one layer can make up for another."""
+    layers (`aux_loss` of transformers). One layer can then make up for another."""
     routers: abc.Sequence[str] | None = None
-    """Names of the modules that return the routers' logits, in the order of the layers; `*` stands
-    for any text. None: the module beside each module of experts whose weight has a row for each
+    """Names of the modules that return the routers' logits, in the order of the layers. `*` stands
+    for any text. None: the sibling of each module of experts whose weight has a row for each
     expert."""
     scores: Scores = "softmax"
-    """Probabilities from logits: `softmax`, or `sigmoid` divided by its sum, as in DeepSeek-V3."""
+    """Function that turns logits into probabilities: `softmax`, or `sigmoid` divided by its sum
+    (DeepSeek-V3)."""
     tokens: Callable[[Any], Any] | None = None
-    """(collated batch) -> True for each token that counts, of shape (samples, tokens). None: the
-    `attention_mask` that `inputs` returns, or else every token, padding too."""
+    """Function of the collated batch that returns a mask of shape (samples, tokens), True for each
+    token that counts. None: the `attention_mask` that `inputs` returns. Without an
+    `attention_mask`, every token counts, including padding."""
 
     def __post_init__(self) -> None:
         for name in ("coefficient", "bias_rate", "z"):
@@ -77,7 +81,7 @@ class Balance:
 
     @property
     def is_of_microbatches(self) -> bool:
-        """True if the balance loss depends on the microbatch that a sample is in."""
+        """True if the balance loss depends on the grouping of samples into microbatches."""
         return self.coefficient > 0 and self.over == "microbatch"
 
 

@@ -1,4 +1,4 @@
-"""Checks of a recipe's values. Pure."""
+"""Checks of a recipe's values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ def check_length(steps: Any, epochs: Any, *, of: str = "") -> None:
 
 
 def check_drop_last(value: Any, epochs: Any, samples: int | None, global_batch: int) -> None:
-    """`samples`: number of samples in an epoch; None: unknown."""
     if not isinstance(value, bool):
         raise RecipeError(
             f"drop_last={value!r}; it must be True to leave out the last batch of an epoch if it"
@@ -122,7 +121,7 @@ def powersgd_rank(gradient_compression: str) -> int | None:
 
 
 def has_error_feedback(gradient_compression: str) -> bool:
-    """The next step adds the error of this step's compression."""
+    """True if the next step adds the error of this step's compression."""
     return gradient_compression == "int8" or gradient_compression.startswith("powersgd")
 
 

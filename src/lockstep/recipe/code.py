@@ -1,5 +1,5 @@
-"""Digests of a recipe's functions: a resumed run, and processes that join, compare them to find
-edited code."""
+"""Digests of a recipe's functions. Resumed runs and joining processes compare them to find edited
+code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.recipe.recipe import Recipe
 
 @functools.cache
 def texts() -> Mapping[str, str]:
-    """Source of the script (as `__main__`) and of each module of the user."""
+    """Return the source of the script (as `__main__`) and of each module of the user."""
     by_name: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
         # includes the script; in a process that was a spare, `__main__` is lockstep's own file
@@ -48,8 +48,7 @@ def programs(names: Iterable[str]) -> dict[str, str]:
 
 
 def note_source(file: str, source: bytes) -> None:
-    """Make `texts` use `source` as the file's text, because the file may be edited while it
-    runs."""
+    """Make `texts` use `source` as the file's text. The file may be edited while it runs."""
     with suppress(SyntaxError, UnicodeDecodeError):
         text = decode_source(source)
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
@@ -88,20 +87,21 @@ FIELDS = (
     "batch_sampler",
 )
 MOST_BYTES = 2**26
-"""Larger tensors and arrays are read only at their beginning and end."""
+"""Only the beginning and the end of larger tensors and arrays are read."""
 _PARTS = 64
 
 Digests = Mapping[str, Mapping[str, str]]
-"""Field of the recipe -> name -> digest of the function's code or of a value that it uses."""
+"""Maps a recipe's field and a name to the digest of the function's code, or of a value that the
+function uses."""
 
 
 class RecipeCode(NamedTuple):
     """Digests of a recipe's functions, to compare with a saved run's or another process's."""
 
     digests: Mapping[str, str]
-    """Without the contents of objects that the functions use."""
+    """Digests without the contents of objects that the functions use."""
     with_objects: Digests
-    """With the contents of objects that the functions use."""
+    """Digests with the contents of objects that the functions use."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> RecipeCode:
@@ -112,8 +112,8 @@ class RecipeCode(NamedTuple):
 
 
 def code_and_objects_of(recipe: Recipe, unread: Collection[Any] = ()) -> Digests:
-    """Digest each function of the recipe, with the objects that it uses except those in
-    `unread`."""
+    """Digest each function of the recipe and the objects that it uses. Objects in `unread` are
+    skipped."""
     ids = frozenset(map(id, unread))
     return {
         name: parts(function, objects=True, unread=ids)
@@ -137,9 +137,9 @@ def _functions(recipe: Recipe) -> dict[str, Any]:
 def parts(
     function: Any, *, objects: bool = False, unread: frozenset[int] = frozenset()
 ) -> dict[str, str]:
-    """Digest a function's code and what it uses. Line numbers and docstrings are ignored; trained
-    parameters count only by dtype and shape. `objects`: include the contents of the user's
-    objects."""
+    """Digest a function's code and the values that it uses. Line numbers and docstrings are
+    ignored. Trained parameters count only by dtype and shape. With `objects`, the contents of the
+    user's objects are included."""
     return digest_parts(_RecipeReader(objects, unread).parts(function), _PARTS)[0]
 
 

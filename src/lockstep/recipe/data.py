@@ -20,8 +20,8 @@ MOST_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Files of any lengths as `shards` shards, whose lengths differ by at most one sample. Shard k
-    has the samples [k * total // shards, (k + 1) * total // shards) of the concatenated files."""
+    """Files of any lengths, read as `shards` shards. Shard k has the samples [k * total // shards,
+    (k + 1) * total // shards) of the concatenated files."""
 
     paths: Sequence[Any]
     read: Callable[[Any, int], Iterable[Any]]
@@ -56,7 +56,7 @@ class HuggingFaceStream:
 
 @dataclass(frozen=True, slots=True)
 class EveryNth:
-    """Any iterable as `shards` shards: shard k has the samples k, k + shards, and so on. Every
+    """An iterable, read as `shards` shards. Shard k has the samples k, k + shards, and so on. Every
     shard reads the whole iterable."""
 
     data: Iterable[Any]
@@ -85,11 +85,11 @@ class StreamOfStreams:
 
 @dataclass(frozen=True, slots=True)
 class Mixture(StreamOfStreams):
-    """Streams mixed into one: each sample of shard k comes from shard k of one of the streams. A
+    """Streams mixed into one. Each sample of shard k comes from shard k of one of the streams. A
     stream that ends continues with its next epoch."""
 
     streams: Mapping[str, Stream]
-    """In the order of names."""
+    """Sorted by name."""
     weights: Mapping[str, float]
 
 
@@ -104,13 +104,13 @@ class PackedStream(StreamOfStreams):
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Data without a length or without random access, in logical shards whose number does not
-    depend on the world size.
+    """Data without a length or without random access. It is read in logical shards, whose number
+    does not depend on the world size.
 
     The ranks that compute a shard's microbatches read the shard from beginning to end, then start
-    its next epoch. Each sample is thus seen exactly once in each epoch of its shard. With M
-    microbatches in a global batch, microbatch i of step s reads from shard i + M * (s mod (shards /
-    M)). A resumed run continues at each shard's position and reads at most `window` samples of it
+    its next epoch. Each sample is seen exactly once in each epoch of its shard. With M microbatches
+    in a global batch, microbatch i of step s reads from shard i + M * (s mod (shards / M)). A
+    resumed run continues at each shard's position. It reads at most `window` samples of a shard
     again.
 
     The default generators of Python, NumPy and torch are seeded by (seed, epoch, shard, sample)
@@ -118,10 +118,11 @@ class Stream:
     """
 
     open: Callable[[int, int, int], Iterable[Any]]
-    """(shard, epoch, start) -> an iterable of the shard's samples in that epoch, without the first
-    `start`. The samples and their order must depend on shard and epoch only. A source that cannot
-    seek reads and discards the first `start` samples. `start` is 0 unless a run is resumed, then it
-    is a multiple of `window`, or the shard's length."""
+    """Function of (shard, epoch, start) that returns an iterable of the shard's samples in that
+    epoch, without the first `start` samples. The samples and their order must depend on shard and
+    epoch only. A source that cannot seek reads and discards the first `start` samples. `start` is 0
+    unless a run is resumed. In a resumed run, it is a multiple of `window`, or the shard's
+    length."""
     shards: int = field(kw_only=True)
     """Number of logical shards, a multiple of the microbatches in a global batch. `open` is called
     with shards 0 to `shards` - 1."""
@@ -144,12 +145,13 @@ class Stream:
         counts: Sequence[int] | None = None,
         window: int = 1,
     ) -> Stream:
-        """A stream of files, which may have different numbers of samples: the lengths of its shards
-        differ by at most one sample.
+        """A stream of files. The files may have different numbers of samples: the lengths of the
+        shards differ by at most one sample.
 
-        `paths`: in the same order in every process. `read`: (path, start) -> an iterable of the
-        file's samples without the first `start`. `counts`: number of samples in each file; None:
-        each process reads all files once to count them. Raises `RecipeError` and `DataError`.
+        `paths`: the files, in the same order in every process. `read`: function of (path, start)
+        that returns an iterable of the file's samples without the first `start` samples. `counts`:
+        number of samples in each file. None: each process reads all files once to count them.
+        Raises `RecipeError` and `DataError`.
         """
         check_callable("Stream.files(read)", read, optional=False)
         lengths = (
@@ -168,10 +170,11 @@ class Stream:
         """A stream made from an iterable dataset: Hugging Face streaming, torch's
         `IterableDataset`, WebDataset.
 
-        The dataset must not be split by rank or worker. Every iteration (or every one after the
-        same `set_epoch`) must give the same samples. A Hugging Face dataset is read with its own
-        `shard` and `skip`. For any other, each shard reads all samples and keeps every `shards`-th,
-        and a resumed run reads from the beginning again. Raises `DataError`.
+        The dataset must not be split by rank or worker. Every iteration must give the same samples.
+        If the dataset has `set_epoch`, this holds for iterations after the same `set_epoch`. A
+        Hugging Face dataset is read with its own `shard` and `skip`. For any other dataset, each
+        shard reads all samples and keeps every `shards`-th, and a resumed run reads from the
+        beginning again. Raises `DataError`.
         """
         if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
             raise DataError(
@@ -198,11 +201,11 @@ class Stream:
         """Mix streams by name, such as `{"web": web, "code": code}`. Each stream provides samples
         in proportion to its weight.
 
-        The stream of each sample depends only on seed, shard and position. Of every 1,024 samples
-        of a shard, each stream provides its share, rounded up or down to a whole number. The order
-        of a stream's samples is the same as without the other streams. If a stream's shard ends,
-        the stream continues with its next epoch, so the proportions stay the same. Raises
-        `RecipeError` and `DataError`.
+        The stream of each sample depends only on seed, shard and position. In every 1,024 samples
+        of a shard, each stream has its share, rounded up or down to a whole number. The order of a
+        stream's samples does not depend on the other streams. If a stream's shard ends, the stream
+        continues with its next epoch: the proportions stay the same. Raises `RecipeError` and
+        `DataError`.
         """
         shares = checked_mixture(streams, weights)
         names = sorted(streams)
@@ -259,7 +262,7 @@ def checked_mixture(streams: Any, weights: Any) -> dict[str, float]:
 
 
 def _weight(value: Any) -> float:
-    """Return `inf` for too large a number, NaN for a value that is no number."""
+    """Return `inf` for a number that is too large, and NaN for a value that is not a number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
         return math.nan
     try:
@@ -269,7 +272,7 @@ def _weight(value: Any) -> float:
 
 
 def _short_text(value: Any) -> str:
-    """A whole number may have thousands of digits."""
+    """Shortens the text, because an integer may have thousands of digits."""
     try:
         text = repr(value)
     except ValueError:  # Python prints no more than 4,300 digits

@@ -21,7 +21,7 @@ Value = bool | int | float | str | None
 T = TypeVar("T", bool, int, float, str, None)
 
 ASSIGNMENTS = "LOCKSTEP_SET"
-"""Environment variable: a JSON list of texts `name=value`."""
+"""Environment variable with a JSON list of texts `name=value`."""
 RUN_DIR = "LOCKSTEP_RUN_DIR"
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
@@ -36,9 +36,10 @@ class Parameter:
     high: float | None = None
     log: bool = False
     step: float | None = None
-    """Distance between allowed values, counted from `low`. None: any value; 1 for an int."""
+    """Distance between allowed values, counted from `low`. None: any value is allowed, and for an
+    int any whole number."""
     choices: tuple[Value, ...] = ()
-    """All allowed values; empty: every value between the bounds."""
+    """All allowed values. Empty: every value between the bounds is allowed."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
@@ -218,16 +219,17 @@ def param(
     choices: Sequence[T] | None = None,
 ) -> T:
     """Return the value of a hyper-parameter: from `--set name=value`, the trial of a search, or the
-    resumed run; else `default`. It is the same on every rank.
+    resumed run. Otherwise return `default`. The value is the same on every rank.
 
-    - `low`, `high`: bounds, both inclusive. `choices`: all allowed values, instead. With neither, a
-      search does not vary it.
-    - `log`: a search samples its logarithm. `step`: distance between values.
+    - `low`, `high`: bounds, both inclusive.
+    - `choices`: all allowed values, instead of bounds. Without bounds and choices, a search does
+      not vary the parameter.
+    - `log`: a search samples the logarithm of the value. `step`: distance between values.
     - With an int `default`, all values are whole numbers.
 
-    Call it on every rank, before the `Recipe` is made; the values are written to `run.json`. Raises
-    `RecipeError` for contradictory values, for a parameter that is declared twice in different
-    ways, and after the recipe was made.
+    Call it on every rank, before the `Recipe` is created. The values are written to `run.json`.
+    Raises `RecipeError` for contradictory values, for a parameter that is declared twice in
+    different ways, and after the recipe was created.
     """
     if choices is not None and len(choices) == 0:
         raise RecipeError(

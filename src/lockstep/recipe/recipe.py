@@ -1,8 +1,5 @@
-"""The recipe: everything that decides what is learned.
-
-It never names a rank, a world size, a device or a host. Those belong to `lockstep.plan.Plan`, which
-says how the recipe is executed.
-"""
+"""The recipe: everything that decides what is learned. It never names a rank, a world size, a
+device or a host. They belong to `lockstep.plan.Plan`, which says how the recipe is executed."""
 
 from __future__ import annotations
 
@@ -46,11 +43,9 @@ if TYPE_CHECKING:
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A loss term that is a sum over one microbatch. `Recipe.weight` returns its denominator.
-
-    If the loss is a dict of terms, `weight` returns a dict too, with the denominator of each `Sum`
-    by its name.
-    """
+    """A loss term that is a sum over one microbatch. `Recipe.weight` returns its denominator. If
+    the loss is a dict of terms, `weight` returns a dict with the denominator of each `Sum`, by its
+    name."""
 
     total: Tensor
     """Scalar tensor with a gradient."""
@@ -59,11 +54,8 @@ class Sum:
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss whose denominator is known only after the forward.
-
-    The step minimises Σ `total` / Σ `weight`, where both sums run over all microbatches of the step
-    on all ranks.
-    """
+    """A loss whose denominator is known only after the forward. The step minimises Σ `total` / Σ
+    `weight`. Both sums run over all microbatches of the step on all ranks."""
 
     total: Tensor
     """Scalar tensor with a gradient: the sum over this microbatch."""
@@ -79,22 +71,22 @@ class Mean:
     Each sample counts once."""
 
     values: Callable[[Any, Any], Tensor]
-    """(output, batch), or without `Recipe.inputs` (model, batch), -> a tensor with a value per
-    sample (or token)."""
+    """Function of (output, batch) that returns a tensor with a value per sample or token. Without
+    `Recipe.inputs`, its arguments are (model, batch)."""
 
 
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A metric that is not a mean over samples (AUC, F1), or a `Recipe.batch_loss`: it is computed
+    """A metric that is not a mean over samples (AUC, F1), or a `Recipe.batch_loss`. It is computed
     from tensors collected for all samples, in the order of the samples."""
 
     collect: Callable[[Any, Any], tuple[Tensor, ...]]
-    """(output, batch) -> tensors whose first dim is the samples of this microbatch. Called with
-    (model, batch) if the recipe has no `inputs`."""
+    """Function of (output, batch) that returns tensors whose first dim is the samples of this
+    microbatch. Without `Recipe.inputs`, its arguments are (model, batch)."""
     compute: Callable[..., Any]
-    """(*tensors) -> value. Called on every rank with the collected tensors of all samples. A metric
-    gets tensors of the evaluation data, on the CPU; a `batch_loss` gets tensors of the global
+    """Called on every rank with the collected tensors of all samples. Returns the value. A metric
+    gets tensors of the evaluation data, on the CPU. A `batch_loss` gets tensors of the global
     batch, on the rank's device."""
 
 
@@ -111,21 +103,22 @@ class Evaluation:
     """A map-style dataset. It is read in order. Random augmentation is the same in every
     evaluation."""
     every: int | Literal["epoch"] | None = None
-    """Steps between evaluations, or "epoch": after each epoch. None: only after the last step,
-    which is always evaluated."""
+    """Number of steps between evaluations, or "epoch" for an evaluation after each epoch. None:
+    only after the last step. The last step is always evaluated."""
     metrics: Mapping[str, Mean | Gathered] = field(default_factory=dict)
-    """Name -> metric. A metric's functions get (output, batch), or (model, batch) if the recipe has
-    no `inputs`. The loss is always measured, as `loss`."""
+    """Maps names to metrics. A metric's functions get (output, batch), or (model, batch) if the
+    recipe has no `inputs`. The loss is always measured, as `loss`."""
     microbatch: int | None = None
     """Number of samples in one forward. None: `Recipe.microbatch`, or 1 with a `batch_sampler`."""
     collate: Callable[[list[Any]], Any] | None = None
-    """(samples) -> batch. None: torch's `default_collate`. `Recipe.collate` is not used, because it
-    may augment: a function that only pads can be given to both."""
+    """Function of a list of samples that returns a batch. None: torch's `default_collate`.
+    `Recipe.collate` is not used, because it may augment. A function that only pads can be given to
+    both."""
     loss: Callable[[Any, Any], Any] | None = None
     """The loss to measure, with the arguments of `Recipe.loss`. It returns a scalar, an `ls.Loss`,
-    or a dict of scalars; `Recipe.weight` is not used. None: `Recipe.loss`."""
+    or a dict of scalars. `Recipe.weight` is not used. None: `Recipe.loss`."""
     weights: Literal["current", "average"] = "current"
-    """The weights to measure: the model's own, or the moving average of the run's
+    """The weights to measure: the model's weights, or the moving average of the run's
     `ls.ExponentialMovingAverage`."""
 
     def __post_init__(self) -> None:
@@ -176,16 +169,17 @@ class Weights:
     """Pretrained weights that replace the initial values of a model. Raises `RecipeError`."""
 
     path: str
-    """A .safetensors file; a Hugging Face folder, with model.safetensors or
-    model.safetensors.index.json, or that index; or a torch.save file (.pt, .pth, .bin, .ckpt) with
-    a state dict, or nested dicts, whose keys are then joined by dots."""
+    """A .safetensors file, a Hugging Face folder, or a torch.save file (.pt, .pth, .bin, .ckpt). A
+    Hugging Face folder has model.safetensors or model.safetensors.index.json; the path of the index
+    works too. A torch.save file has a state dict, or nested dicts, whose keys are joined by
+    dots."""
     names: Mapping[str, str | None] = field(default_factory=dict)
-    """Names in the file -> names in the model, or None to skip the tensor. `*` stands for any text,
-    once on each side: {"module.*": "*"}. The first matching pattern is used; a name that matches
-    none is unchanged."""
+    """Maps names in the file to names in the model, or to None to skip the tensor. `*` stands for
+    any text, once in each name: {"module.*": "*"}. The first matching pattern is used. A name
+    without a match is unchanged."""
     missing: Literal["refuse", "keep"] = "refuse"
-    """Tensors of the model that the file lacks: `refuse` raises an error, `keep` keeps their
-    initial values."""
+    """Action for tensors of the model that the file lacks: `refuse` raises an error, `keep` keeps
+    their initial values."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
@@ -232,72 +226,73 @@ class Weights:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """Everything that decides what is learned: model, loss, data, batches, optimizer, precision,
-    seed, length, evaluation.
-
-    Values are checked when the recipe is made; checks that need a model or a batch are made when
-    training starts. Raises `RecipeError` and `DataError`.
-    """
+    seed, length, evaluation. Values are checked when the recipe is created. Checks that need a
+    model or a batch run when training starts. Raises `RecipeError` and `DataError`."""
 
     model: Callable[[], Any]
-    """() -> torch.nn.Module. Called on every rank after seeding, so that all ranks start with the
-    same values."""
+    """Function that returns a torch.nn.Module. Called on every rank after seeding: all ranks start
+    with the same values."""
     data: Any
-    """A map-style dataset, with `len(data)` and `data[i]`, or a `Stream`, which needs `microbatch`
-    and `steps`. If the dataset has `__getitems__(indices)`, it is called once for each microbatch:
-    a list that it returns is collated; any other value is used as the batch."""
+    """A map-style dataset, with `len(data)` and `data[i]`, or a `Stream`. A `Stream` needs
+    `microbatch` and `steps`. If the dataset has `__getitems__(indices)`, it is called once for each
+    microbatch. A list that it returns is collated. Any other value is used as the batch."""
     loss: Callable[[Any, Any], Any] | None = None
-    """(output, batch) -> a scalar tensor, a `Sum`, or a dict of them. Without `inputs`: (model,
-    batch) -> one of these, or a `Loss`. A scalar is the mean over this microbatch's samples. Give
-    this or `batch_loss`."""
+    """Function of (output, batch) that returns a scalar tensor, a `Sum`, or a dict of them. Without
+    `inputs`, its arguments are (model, batch), and it may also return a `Loss`. A scalar is the
+    mean over this microbatch's samples. Give this or `batch_loss`."""
     batch_loss: Gathered | None = None
-    """A loss that compares samples with each other: `collect` returns rows for each microbatch;
+    """A loss that compares samples with each other. `collect` returns rows for each microbatch.
     `compute` gets the rows of the whole global batch and returns a scalar tensor. Each microbatch
-    is computed twice, so that only one microbatch's activations are in memory."""
+    is computed twice: only one microbatch's activations are in memory."""
     optimizer: Callable[[Any], Any]
-    """(model) -> a torch optimizer, or a list of them. Every trainable parameter belongs to exactly
-    one."""
+    """Function of the model that returns a torch optimizer, or a list of optimizers. Every
+    trainable parameter belongs to exactly one optimizer."""
     global_batch: int | None = None
-    """Samples in one optimizer step, over all ranks. None only with `batch_sampler`."""
+    """Number of samples in one optimizer step, over all ranks. None is allowed only with
+    `batch_sampler`."""
     microbatch: int | Literal["auto"] | None = None
-    """Samples in one forward and backward. None: one microbatch per rank; dropout then depends on
-    the plan. `auto`: the fastest size, measured at the start of the run; a resumed run keeps it."""
+    """Number of samples in one forward and backward. None: one microbatch per rank; dropout then
+    depends on the plan. `auto`: the fastest size, measured at the start of the run. A resumed run
+    keeps the measured size."""
     steps: int | None = None
     """Number of optimizer steps. Batches may span two epochs. Give this or `epochs`."""
     epochs: int | None = None
     """Number of passes over the data. The last batch of each pass may be short. Give this or
     `steps`."""
     drop_last: bool = False
-    """With `epochs`: leave out the last batch of each epoch if it is short. The samples left out
+    """With `epochs`, leave out the last batch of each epoch if it is short. The samples left out
     differ from epoch to epoch."""
     sampler: Callable[[int, int], Any] | None = None
-    """(epoch, seed) -> the indices of an epoch's samples, in order: weighted, balanced, a
-    curriculum. All epochs must have the same length. It must be a pure function; the default random
-    generators are seeded with (epoch, seed) before it is called. None: each sample once per epoch,
-    in a shuffled order that follows from the seed. See `ls.samplers`."""
+    """Function of (epoch, seed) that returns the indices of an epoch's samples, in order: weighted,
+    balanced, a curriculum. All epochs must have the same length. The function must be pure. The
+    default random generators are seeded with (epoch, seed) before each call. None: each sample once
+    per epoch, in a shuffled order that follows from the seed. See `ls.samplers`."""
     batch_sampler: Callable[[int, int], Any] | None = None
-    """(epoch, seed) -> the global batches of an epoch. A global batch is a list of microbatches,
-    and a microbatch a list of indices. Like `sampler`, but it replaces `global_batch` and
-    `microbatch`. All epochs must have the same number of batches."""
+    """Function of (epoch, seed) that returns the global batches of an epoch. A global batch is a
+    list of microbatches, and a microbatch a list of indices. The function must be pure, like
+    `sampler`. It replaces `global_batch` and `microbatch`. All epochs must have the same number of
+    batches."""
     inputs: Callable[[Any], Any] | None = None
-    """(batch) -> the model's arguments: a tuple, a dict of keyword arguments, or one tensor."""
+    """Function of the batch that returns the model's arguments: a tuple, a dict of keyword
+    arguments, or one tensor."""
     weight: Callable[[Any], Any] | None = None
-    """(collated batch on the CPU) -> the denominator of a `Sum`, a number. If the loss is a dict: a
-    dict of the denominators of its `Sum`s, by name. Terms that are plain scalars have no
-    denominator."""
+    """Function of the collated batch on the CPU that returns the denominator of a `Sum`, a number.
+    If the loss is a dict, it returns a dict of the denominators of its `Sum`s, by name. Terms that
+    are plain scalars have no denominator."""
     collate: Callable[[list[Any]], Any] | None = None
-    """(samples) -> batch, used for training only; for evaluations see `Evaluation.collate`. None:
-    torch's `default_collate`."""
+    """Function of a list of samples that returns a batch, used for training only. For evaluations,
+    see `Evaluation.collate`. None: torch's `default_collate`."""
     schedule: Callable[[Any], Any] | None = None
-    """(step) -> multiplier of all learning rates, a pure function; or (optimizer) -> a torch
-    LRScheduler. A ReduceLROnPlateau follows the evaluations' `loss`, or the metric of
-    `ls.OnMetric`. None: constant rates."""
+    """Pure function of the step that returns a multiplier of all learning rates, or function of the
+    optimizer that returns a torch LRScheduler. A ReduceLROnPlateau follows the evaluations' `loss`,
+    or the metric of `ls.OnMetric`. None: constant rates."""
     clip_norm: float | None = None
-    """Maximum norm of the gradient of all parameters together; a larger gradient is scaled down to
+    """Maximum norm of the gradient of all parameters together. A larger gradient is scaled down to
     it. None: no clipping."""
     precision: Precision | Literal["auto"] = "fp32"
     """Precision of the forward: `fp32`, or autocast to `bf16` or `fp16` (with loss scaling).
-    Parameters keep their dtype. `auto`: the fastest that the device supports in hardware, measured
-    at the start of the run; a resumed run keeps it."""
+    Parameters keep their dtype. `auto`: the fastest precision that the device supports in hardware,
+    measured at the start of the run. A resumed run keeps the measured precision."""
     gradient_compression: str = "none"
     """Compression of gradients between replicas, for slow networks: `none`, `bf16`, `fp16`, `int8`
     or `powersgd:RANK`. On more than one process, compression changes what is learned."""
@@ -306,34 +301,36 @@ class Recipe:
     - 1."""
     blocks: abc.Sequence[str] | None = None
     """Names of the modules that a plan wraps one by one for FSDP2, activation checkpointing or
-    compilation; `*` stands for any text: `["blocks.*"]`. None: the members of every `ModuleList` or
+    compilation. `*` stands for any text: `["blocks.*"]`. None: the members of every `ModuleList` or
     `Sequential` whose members have one class."""
     tensor: Mapping[str, str] | None = None
-    """Tensor-parallel plan: module name -> style, such as `colwise` or `rowwise`; `*` in a name
-    stands for any text. None: the model's `tensor_plan`, or the plan of a Hugging Face model."""
+    """Tensor-parallel plan: maps module names to styles, such as `colwise` or `rowwise`. `*` in a
+    name stands for any text. None: the model's `tensor_plan`, or the plan of a Hugging Face
+    model."""
     stages: abc.Sequence[str] | None = None
-    """Names of the modules between which a pipeline may be cut; `*` stands for any text:
+    """Names of the modules between which a pipeline may be cut. `*` stands for any text:
     `["embedding", "blocks.*", "head"]`. The forward must call them in this order, each with the
     output of the previous one. Each module has its own random stream. None: the members of an
     `nn.Sequential`; other models cannot be pipelined."""
     experts: abc.Sequence[str] | None = None
-    """Names of the modules that hold a layer's experts, in stacked parameters; `*` stands for any
+    """Names of the modules that hold a layer's experts, in stacked parameters. `*` stands for any
     text: `["blocks.*.experts"]`. Their forward takes tokens (S, D), the chosen experts (S, k) and
     their weights (S, k). None: the modules whose parameters and forward have this form."""
     sequence: Sequence | None = None
     """The sequences that context parallelism (the plan's `context`) divides among ranks, their
-    documents and positions. None: `ls.Sequence()`, for a model that draws no random numbers."""
+    documents and positions. None: `ls.Sequence()`. The model then must not draw random numbers."""
     balance: Balance | None = None
-    """Balances the load of a mixture of experts, and measures it. None: neither."""
+    """Balances the load of a mixture of experts, and measures it. None: the load is neither
+    balanced nor measured."""
     head: str | None = None
     """Name of the `nn.Linear` that computes the logits, for `logits=chunked`. None: the head of a
     Hugging Face model."""
     weights: Weights | str | PathLike[str] | None = None
-    """Pretrained weights to start from, or just their path. None: the initial values that `model`
+    """Pretrained weights to start from, or only their path. None: the initial values that `model`
     sets."""
     evaluation: Evaluation | Mapping[str, Evaluation] | None = None
-    """Evaluation during and after training, or a dict of several by name; their metrics are then
-    called `name/loss` and so on. None: no evaluation."""
+    """An evaluation during and after training, or a dict of several evaluations by name. The
+    metrics of a dict are called `name/loss` and so on. None: no evaluation."""
 
     def __post_init__(self) -> None:
         check_factory("Recipe.model", self.model, remedy="model=lambda: Net()")
@@ -477,8 +474,8 @@ class Recipe:
 
     @property
     def evaluations(self) -> dict[str, Evaluation]:
-        """All evaluations, by the prefix of their metrics' names, such as "valid/"; "" for a single
-        one."""
+        """All evaluations, by the prefix of their metrics' names, such as "valid/". The prefix of a
+        single evaluation is empty."""
         if isinstance(self.evaluation, Mapping):
             return {f"{name}/": evaluation for name, evaluation in self.evaluation.items()}
         return {} if self.evaluation is None else {"": self.evaluation}

@@ -18,16 +18,17 @@ class Sequence:
     cuts them. Raises `RecipeError`."""
 
     dim: int = 1
-    """The dim of tokens in the model's inputs and output. Dim 0 is the dim of samples."""
+    """The dim of tokens in the model's inputs and output. Dim 0 is the samples."""
     chunks: int = 16
     """Number of chunks in each sequence. Each chunk has its own random numbers, which do not depend
     on the plan. The axis `context` can have at most half as many ranks as chunks."""
     documents: Callable[[Any], Any] | None = None
-    """(collated batch) -> the id of each token's document: integers of shape (samples, tokens).
-    Tokens attend only to tokens of the same document. None: each sample is one document."""
+    """Function of the collated batch that returns the id of each token's document: integers of
+    shape (samples, tokens). Tokens attend only to tokens of the same document. None: each sample is
+    one document."""
     positions: str | None = None
     """The model's keyword argument that takes the positions of tokens, such as `position_ids`.
-    None: the model makes the positions itself."""
+    None: the model computes the positions itself."""
 
     def __post_init__(self) -> None:
         check_count("Sequence.dim", self.dim, "dims before that of the tokens (dim 0: samples)")

@@ -1,5 +1,5 @@
-"""Counts the tokens that each expert of a model gets (its load), and computes loss terms that
-balance these loads."""
+"""Counts the tokens that each expert of a model gets, and computes loss terms that balance the
+counts."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Routed:
     choices: list[Choices]
     samples: int
     counted: Tensor | None
-    """Shape (tokens,): True for tokens that count in the balance. None if all do."""
+    """Mask of shape (tokens,): True for tokens that count in the balance loss. None if all tokens
+    count."""
     loads: Tensor | None = None
-    """Shape (samples, columns of all layers). None until computed."""
 
 
 class ExpertBalance:
-    """Measures and balances one model's experts. In each step, every rank calls `begin`, then
-    `count` and `terms` for each microbatch, `reduce`, and `commit`."""
+    """Balances the experts of one model. In each step, every rank calls `begin`, then `count` and
+    `terms` for each microbatch, then `reduce` and `commit`."""
 
     def __init__(
         self,
@@ -69,7 +69,6 @@ class ExpertBalance:
         *,
         counts_first: bool,
     ) -> None:
-        """`biases`: for each layer on this rank, the router's bias to update, or None."""
         self.balance = balance
         self.counts_first = counts_first
         self.recorder = recorder
@@ -79,22 +78,16 @@ class ExpertBalance:
         self._inputs = inputs
         self._widths = [layer.experts.count + MORE for layer in self.layers]
         self.loads = self._zeros()
-        """Tokens of each expert in the latest step's global batch, one layer after another."""
+        """Number of tokens of each expert in the latest global batch, layer by layer."""
         self._own_loads = self._zeros()
         # of the latest step that updated the model
         self._previous_loads = self._zeros()
         self._idle_steps = self._zeros()
         self._global_loads: Tensor | None = None
-        """Loads of the step's global batch. None unless they were counted before the first
-        backward."""
         self._microbatch_loads: dict[int, Tensor] = {}
-        """Index of a microbatch of this rank -> loads of each of its samples, over all pipeline
-        stages."""
         self._has_seen_logits = False
         self.is_watched = False
         self._of_f: dict[int, dict[str, Tensor]] = {}
-        """For each microbatch, by layer: the loads from which its balance loss computed f, the
-        fraction of tokens that chose each expert."""
 
     def check_recomputation(self, every: int) -> None:
         over = self.balance.over
@@ -107,8 +100,8 @@ class ExpertBalance:
             )
 
     def counts_of_f(self, microbatch: int) -> dict[str, list[int]]:
-        """Return the token counts from which a microbatch's balance loss computed f, by layer.
-        Waits for the device."""
+        """Return, for each layer, the token counts that the microbatch's balance loss used. Waits
+        for the device."""
         loads = self._of_f.get(microbatch, {})
         return {name: load[:-MORE].tolist() for name, load in loads.items()}
 
@@ -134,8 +127,8 @@ class ExpertBalance:
         return denominators
 
     def _shape(self, batch: Any) -> tuple[int, int, Tensor | None]:
-        """Return the number of samples, the tokens in each, and a mask of shape (samples, tokens).
-        None if all tokens count."""
+        """Return the number of samples, the number of tokens per sample, and a mask of shape
+        (samples, tokens). The mask is None if all tokens count."""
         arguments = None if self._inputs is None else self._inputs(batch)
         counted = None
         if self.balance.tokens is not None:
@@ -202,7 +195,7 @@ class ExpertBalance:
             self._microbatch_loads = dict(zip(self._microbatch_loads, parts, strict=True))
 
     def terms(self, loss: Any, routed: Routed) -> Any:
-        """All ranks that share the microbatch's tokens call it."""
+        """Every rank that computes a part of the microbatch calls it."""
         self.check_own(loss)
         if not self.balance.has_terms:
             return loss
@@ -220,7 +213,6 @@ class ExpertBalance:
             _joined(loss, dict.fromkeys(self.term_names))
 
     def _counted(self, batch: Any, choices: Sequence[Choices]) -> tuple[int, Tensor | None]:
-        """None if all tokens count."""
         samples, tokens, counted = self._shape(batch)
         places = next((each.places for each in choices if each.places is not None), None)
         if places is not None:
@@ -255,7 +247,6 @@ class ExpertBalance:
                 )
 
     def _loads_of(self, routed: Routed) -> Tensor:
-        """Shape (samples, columns of all layers)."""
         if routed.loads is not None:
             return routed.loads
         device, columns = self._mesh.world.device, []
@@ -273,7 +264,7 @@ class ExpertBalance:
         return routed.loads
 
     def terms_of(self, routed: Routed) -> dict[str, Sum]:
-        """All ranks that share the microbatch's tokens call it."""
+        """Every rank that computes a part of the microbatch calls it."""
         self._check_logits(routed.choices)
         terms = {}
         if self.balance.coefficient:
@@ -285,8 +276,6 @@ class ExpertBalance:
         return terms
 
     def _balance_term(self, routed: Routed) -> Tensor:
-        """Return this rank's part of the balance loss Σ f · P, not yet divided by its
-        denominator."""
         by_sample = self.balance.over == "sample"
         loads = self.of_layers(self._loads_of_f(routed))
         if self.is_watched:
@@ -374,7 +363,6 @@ class ExpertBalance:
                 )
 
     def commit(self, *, applied: bool | Tensor) -> None:
-        """`applied`: True if the step updated the model; a tensor if only the device knows."""
         gate = torch.as_tensor(applied, device=self.loads.device)
         self._idle_steps = torch.where(self.loads > 0, 0, self._idle_steps + 1)
         self._previous_loads = torch.where(gate, self.loads, self._previous_loads)
@@ -506,7 +494,6 @@ def _joined(own: Mapping[str, Any], terms: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """The scalars may be on several devices."""
     if not parts:
         raise LossError(
             "Recipe.balance: a forward called no router, so the balance of its tokens has no"

@@ -1,8 +1,8 @@
 """A loss over the whole global batch, such as CLIP's, with the memory of one microbatch.
 
-A first forward without gradients collects the rows of all microbatches. A second forward of each
-microbatch carries the gradient of its rows to the parameters: gradient caching, from Gao et al.,
-"Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
+The method is gradient caching (Gao et al., "Scaling Deep Contrastive Learning Batch Size under
+Memory Limited Setup", 2021). A first forward without gradients collects the outputs of all
+microbatches. A second forward and a backward then run for each microbatch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.recipe.recipe import Gathered, Sum
 from lockstep.training.microbatches import Spans
 
 Columns = tuple[Tensor, ...]
-"""Tensors that an `ls.Gathered` collected from one microbatch, each with one row per sample."""
+"""Tensors that `ls.Gathered.collect` returned for one microbatch, with one row per sample."""
 
 
 def checked_columns(what: str, collected: Any, samples: int) -> Columns:
@@ -54,7 +54,7 @@ def gather_columns(
     parts: Mapping[int, Columns],
     sizes: Sequence[int],
 ) -> list[Tensor]:
-    """Concatenate the rows of all microbatches in the order of the samples, on the CPU. Every rank
+    """Concatenate the rows of all microbatches on the CPU, in the order of the samples. Every rank
     of `data` calls it."""
     mine, count = list(parts.values()), _count(data, what, parts)
     return [
@@ -85,8 +85,8 @@ def _count(data: World, what: str, parts: Mapping[int, Columns]) -> int:
 
 
 def distinct_kinds(data: World, kinds: Mapping[int, Any]) -> list[tuple[int, Any]]:
-    """Return (first microbatch that has it, value) for each distinct value of any rank. Every rank
-    of `data` calls it."""
+    """Return (first microbatch with the value, value) for each distinct value of all ranks. Every
+    rank of `data` calls it."""
     everyone = data.gather_values(_firsts(kinds.items()))
     return _firsts(sorted(chain.from_iterable(everyone), key=itemgetter(0)))
 
@@ -108,15 +108,12 @@ WHAT = "the batch loss"
 
 
 class BatchLoss:
-    """A loss over the rows of a whole global batch. After `collect`, it is called for each
-    microbatch, and returns a term whose gradient is the microbatch's part of the loss's
-    gradient."""
+    """A loss over the whole global batch. Call it for each microbatch, after `collect`. It returns
+    a loss term that carries the microbatch's part of the gradient."""
 
     def __init__(
         self, loss: Gathered, spans: Spans, current: Callable[[], Microbatch], *, watched: bool
     ) -> None:
-        """`watched`: True to check, which takes time, that the loss's `compute` calls no
-        collective."""
         self._watched = watched
         self._loss = loss
         self._spans = spans

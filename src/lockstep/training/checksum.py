@@ -9,7 +9,7 @@ from torch import Tensor
 
 _WORD_BYTES = 8
 _MIX = 0x9E3779B97F4A7C15 - 2**64
-"""Odd, so that a combined checksum depends on the order of the tensors."""
+"""Odd factor that makes a combined checksum depend on the order of the tensors."""
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def on_cpu(sums: Sequence[Tensor]) -> Tensor:
-    """Takes one copy from each device."""
+    """Copy the checksums to the CPU, with one copy per device."""
     gathered = torch.empty(len(sums), dtype=torch.int64)
     for device in {each.device for each in sums}:
         indices = [index for index, each in enumerate(sums) if each.device == device]

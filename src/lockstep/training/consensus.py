@@ -1,4 +1,4 @@
-"""Lets all ranks agree, between two steps, to stop, to save a checkpoint, or to end the run and
+"""Lets all ranks agree between two steps to stop, to save a checkpoint, or to end the run and
 resume it later."""
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def merge(requests: Sequence[Request]) -> Request:
 
 @dataclass(slots=True)
 class Consensus:
-    """Lets the ranks agree on requests after each step. Only if a rank's flag, which is exchanged
-    with the gradients, is set, all ranks exchange their requests."""
+    """Lets the ranks agree on requests after each step. Each rank's flag is exchanged with the
+    gradients. Only if a flag is set, all ranks exchange their requests."""
 
     mesh: Mesh
     phases: Phases
@@ -56,7 +56,6 @@ class Consensus:
         self._flags_reach_all_ranks = self.mesh.summed().size == self.mesh.world.size
 
     def flag(self, *, may_stop: bool) -> bool:
-        """`may_stop`: True if a request to stop counts in this step."""
         return bool(self._mine(may_stop))
 
     def agree(self, results: Sequence[StepResult], *, may_stop: bool) -> Request:
@@ -81,8 +80,8 @@ class Consensus:
         return mine if may_stop or mine.stop is None else Request(None, mine.save, mine.end)
 
     def _any_flag(self, flags: Sequence[Tensor | bool], *, wait: bool) -> bool:
-        """True if any rank's flag was set in this step. On a GPU, unless `wait`, in the previous
-        step, so that the host need not wait for the device."""
+        """Return True if any rank set its flag. On a GPU without `wait`, use the flags of the
+        previous step, which the host can read without waiting."""
         on_gpu = [
             flag
             for flag in flags

@@ -24,31 +24,30 @@ class Probe(Protocol):
     """Observes the forward and the backward of each microbatch, for `lockstep verify`."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """The returned context is left when the next microbatch is requested."""
+        """The returned context exits when the next microbatch is requested."""
 
     def before_backward(
         self, module: int, microbatch: int, total: Tensor, grad_output: Tensor
     ) -> None:
-        """Called before the backward of `grad_output * total`. `module`: index of the model in the
-        session."""
+        """Called before the backward of `grad_output * total`. `module` is the index of the model
+        in the session."""
 
     def without_backward(self, module: int, microbatch: int) -> None:
-        """Called instead of `before_backward` if a pipeline's schedule has computed the
-        backward."""
+        """Called instead of `before_backward` if a pipeline schedule has computed the backward."""
 
     def result(self, name: str, value: float) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeginAt:
-    """The checkpoint of another run from which this run begins. `auto` settings get the values of
-    that run."""
+    """The checkpoint of another run from which this run starts. `auto` settings of this run get the
+    other run's values."""
 
     folder: str
-    """A path or a URL, which is only read."""
+    """Path or URL of the other run's folder, which is only read."""
     before: int | None
-    """Begin at the newest undamaged checkpoint with fewer steps than this. None: begin at step 0,
-    without a checkpoint."""
+    """Start from the newest undamaged checkpoint with fewer steps than this number. None: start at
+    step 0, without a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +69,7 @@ class Overrides:
     left_out: SamplesLeftOut | None = None
     without_values: bool = False  # parameters and buffers are left empty, for `lockstep plan`
     bare: bool = False
-    """No checkpoints, autotuning or loggers, and only the hooks that training itself needs."""
+    """True: no checkpoints, autotuning or loggers, and only the hooks that training needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,5 @@
-"""Torch's deterministic mode, which numerics=bitwise uses on accelerators: explains its errors, and
-stops it from filling new tensors."""
+"""Explains the errors of torch's deterministic mode, and stops the mode from filling new tensors.
+numerics=bitwise uses the mode on accelerators."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INSTEAD = {
     "median": "x.sort(dim).values.select(dim, (n - 1) // 2) is the same",
     "put_": "x.view(-1).index_copy_(0, indices, values) is the same",
 }
-"""Part of an operation's name -> deterministic code to write instead."""
+"""Maps a part of an operation's name to deterministic code that replaces the operation."""
 
 
 def error_of_determinism(error: BaseException | None, plan: object) -> PlanError | None:
@@ -45,9 +45,9 @@ def error_of_determinism(error: BaseException | None, plan: object) -> PlanError
 
 
 class FillsInFirstStep(Hook):
-    """Stops torch from filling new tensors with NaN after the first step, because filling takes a
-    tenth of a step. If code reads a tensor before writing it, the first step's loss is NaN, which
-    is refused."""
+    """Stops torch from filling new tensors with NaN after the first step. Filling takes a tenth of
+    the step time. If code reads a tensor before writing it, the first step's loss is NaN, which
+    raises an error."""
 
     def after_step(self, run: Run) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is a module's property

@@ -1,9 +1,9 @@
-"""Tracks which of the steps that the host has queued an accelerator has computed.
+"""Tracks which steps an accelerator has computed.
 
-The host may be steps ahead of its device, and its state (step, schedule, position in the data) does
-not match the device's tensors then. One event is recorded at the end of each step, and another
-before the next change of the state. While the device is between the two, its tensors have the
-values of that step.
+The host may be several steps ahead of its device. The host's state (step, schedule, data position)
+then does not match the device's tensors. One event is recorded at the end of each step, and another
+before the next change of the model. While the device is between the two events, its tensors have
+the values of that step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.training.step_result import StepResult
 from lockstep.training.train_module import HostValues
 
 _KEPT = 3
-"""Number of ended steps that are kept: the device may be at any of them."""
+"""Number of ended steps in memory. The device may be at any of them."""
 _POLL_SECONDS = 0.005
 
 
@@ -46,7 +46,7 @@ class StreamMark:
 
 @dataclass(eq=False, slots=True)
 class EndedStep:
-    """A step that is queued on the device to its end, with the host's values after the step."""
+    """A step whose kernels are all queued, with the host's values after the step."""
 
     step: int
     metrics: dict[str, float]
@@ -57,7 +57,7 @@ class EndedStep:
     modules: list[HostValues]
     end: StreamMark = field(init=False)
     change: StreamMark = field(init=False)
-    """Mark before the first change of models or optimizers after the step."""
+    """Recorded before the first change of models or optimizers after the step."""
 
     def is_certain(self) -> bool:
         return self.end.is_reached() and not self.change.may_be_passed()
@@ -113,7 +113,7 @@ class DeviceProgress:
         return ended.is_certain() and ended in self._ended
 
     def newest(self, within_seconds: float) -> EndedStep | None:
-        """Return the newest step whose values the device's tensors certainly have, or None. Waits
+        """Return the newest step after which the device's tensors have not changed, or None. Waits
         up to `within_seconds` for the device to reach the latest step."""
         deadline = time.monotonic() + within_seconds
         while self._ended:

@@ -33,9 +33,10 @@ class Ensemble(nn.Module):
     ) -> None:
         """Build the members.
 
-        - `model`: as in `Recipe`, together with `runs`; or the list of members, without `runs`.
+        - `model`: function that returns a member, as in `Recipe`, together with `runs`. Or the list
+          of members, without `runs`.
         - `runs`: for each member, the folder of a run that has ended, or a .safetensors file.
-        - `combine`: function from the list of the members' outputs to one output. None: take the
+        - `combine`: function of the list of the members' outputs that returns one output. None: the
           mean of each tensor, also in nested tuples, lists and mappings.
 
         Raises `RecipeError`.

@@ -1,4 +1,4 @@
-"""Evaluates a model on held-out data: every sample counts exactly once, at any world size."""
+"""Evaluates a model on held-out data. Every sample counts exactly once at any world size."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ALONE = (
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """On exit, restores each module's mode and frees parameters that forwards have all-gathered."""
+    """On exit, restores the mode of each module and frees all-gathered parameters."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -84,7 +84,7 @@ class Evaluator:
         self._is_first = True
 
     def measure(self, step: int, speeds: tuple[float, ...]) -> dict[str, float]:
-        """Every rank calls it. Seeds the default generators before each microbatch."""
+        """Every rank calls it. Seeds the default random generators before each microbatch."""
         plan = self.plan
         self.assignment = MicrobatchAssignment(plan.data_ranks, plan.has_rounds, speeds=speeds)
         with in_evaluation_mode(self.module.model), torch.no_grad():
@@ -160,8 +160,6 @@ class Evaluator:
         return sums, _ToHost(columns, self.module.device)
 
     def _loss_of(self, item: Microbatch, loss: Any) -> Sums:
-        """Return metric name -> (total, weight). If ranks share the microbatch's tokens, only the
-        first has their weight; for an `ls.Loss`, each has its own."""
         if loss is None:
             return {}
         weighs = self.recipe.weight if self.evaluation.loss is None else None
@@ -253,8 +251,8 @@ class Evaluator:
 
 
 class _ToHost:
-    """Copies rows to the host without waiting. `take` waits for them, once the next microbatch has
-    begun, so that the host is at most one microbatch ahead of the device."""
+    """Copies tensors to the host without waiting. `take` waits for the copies, and keeps the host
+    at most one microbatch ahead of the device."""
 
     def __init__(self, columns: Mapping[str, Columns], device: torch.device) -> None:
         devices = {device, *(tensor.device for each in columns.values() for tensor in each)}
@@ -282,8 +280,7 @@ def _arrive(index: int, parts: _ToHost, collected: Mapping[str, dict[int, Column
         collected[name][index] = part
 
 
-def _no_loss(output: Any, batch: Any) -> None:
-    """For a `batch_loss`, which is computed from all microbatches."""
+def _no_loss(output: Any, batch: Any) -> None: ...
 
 
 def _one_number(name: str, computed: Any) -> float:

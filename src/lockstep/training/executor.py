@@ -1,4 +1,4 @@
-"""Executors, which compute a rank's microbatches of one model."""
+"""Executors compute a rank's microbatches of one model."""
 
 from __future__ import annotations
 
@@ -37,71 +37,67 @@ T = TypeVar("T")
 Inputs = Callable[[Any], Any] | None
 Loss = Callable[[Any, Any], Any]
 Score = Callable[[Microbatch, Any, Any, Any], T]
-"""(microbatch, batch, output, loss) -> the numbers that the microbatch adds to an evaluation."""
+"""Function of (microbatch, batch, output, loss) that returns the microbatch's part of an
+evaluation."""
 EVALUATED_TOGETHER = 2
-"""Microbatches that a pipeline stage evaluates before the next stage begins. Their activations are
-in memory at the same time."""
+"""Number of microbatches that a pipeline stage evaluates before the next stage begins. Their
+activations are in memory at the same time."""
 
 
 class Accumulation(Protocol):
-    """The part of `Step` that executors use."""
+    """The methods of `Step` that executors call."""
 
     def batches(self) -> Iterator[tuple[Microbatch, Any]]:
-        """Yields this rank's microbatches and their batches on the device, after seeding the random
-        generators for each."""
+        """Yields this rank's microbatches and their batches on the device. Seeds the random
+        generators before each microbatch."""
 
     def accumulate(self, loss: Any) -> None: ...
 
-    def fetched(self) -> list[tuple[Microbatch, Any]]:
-        """For executors that call `record` instead of `accumulate`."""
+    def fetched(self) -> list[tuple[Microbatch, Any]]: ...
 
     def random_position(self, microbatch: Microbatch) -> tuple[int, ...]:
         """Return the key that seeds the microbatch's random generators."""
 
-    def comparing(self, microbatches: Sequence[Microbatch]) -> AbstractContextManager[None]:
-        """Records or discards the gradients of backwards, if ranks recompute each other's
-        microbatches."""
+    def comparing(self, microbatches: Sequence[Microbatch]) -> AbstractContextManager[None]: ...
 
     @property
     def is_recomputing(self) -> bool:
         """True while this rank recomputes another rank's microbatch."""
 
     def without_backward(self) -> AbstractContextManager[None]:
-        """Raises `LossError` if the user's loss function calls `backward` inside."""
+        """In this context, `LossError` is raised if the user's loss function calls `backward`."""
 
     def contribution(self, loss: Any, microbatch: Microbatch) -> Contribution: ...
 
     def grad_output(self, part: Contribution) -> Tensor:
-        """The gradient that the backward of `part.total` starts with, times the loss scale."""
+        """Return the gradient that the backward of `part.total` starts with, times the loss
+        scale."""
 
     def record(
         self, microbatch: Microbatch, value: Any, weight: Any, part: Contribution | None
-    ) -> None:
-        """`part`: None if another rank computes the loss."""
+    ) -> None: ...
 
     def count_choices(self, microbatch: Microbatch, batch: Any) -> None:
-        """Count the tokens that each expert gets in the latest forward."""
+        """Count the tokens of each expert in the latest forward."""
 
     @property
     def balance_terms(self) -> Sequence[str]: ...
 
-    def balance_part(self, microbatch: Microbatch, batch: Any) -> Contribution | None:
-        """None if the pipeline's stage adds no loss term that balances experts."""
+    def balance_part(self, microbatch: Microbatch, batch: Any) -> Contribution | None: ...
 
 
 class Executor(Protocol):
     """Computes this rank's microbatches of one model. Every rank makes the same calls."""
 
     why_no_loop: str | None
-    """Reason why the script cannot loop over `Step.microbatches` itself; None if it can."""
+    """Reason why the script cannot loop over `Step.microbatches`. None if it can."""
     recorder: RoutingRecorder | None
     """Records the experts that routers choose. None if the model has no `balance`."""
 
     def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None: ...
 
     def forwards(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
-        """Compute forwards without gradients, with `step.count_choices` after each forward of the
-        model or of a pipeline's stage."""
+        """Compute forwards without gradients, and call `step.count_choices` after each."""
 
     def evaluate(
         self,
@@ -111,21 +107,20 @@ class Executor(Protocol):
         loss: Loss,
         score: Score[T],
     ) -> Iterable[tuple[Microbatch, T]]:
-        """Yields each microbatch and its `score`, on ranks that have the model's output.
-        `position`: returns the key that seeds a microbatch's random generators."""
+        """Yields each microbatch with its `score`, on ranks that have the model's output."""
 
     def whole(self, output: Any) -> Any:
-        """Return the output for all tokens of a microbatch from this rank's part."""
+        """Return a microbatch's output for all tokens, given this rank's part."""
 
     def on_output_rank(self, compute: Callable[[], Any]) -> Any:
-        """Call `compute`, which returns JSON, on the rank that has the model's output. All ranks
-        return its value, or raise its error."""
+        """Call `compute` on the rank that has the model's output. All ranks return its JSON value
+        or raise its error."""
 
 
 @dataclass(slots=True)
 class SerialExecutor:
-    """Computes one microbatch after another, under plans that split neither layers nor sequences
-    over ranks."""
+    """Computes one microbatch after another, for plans that split neither layers nor sequences over
+    ranks."""
 
     model: nn.Module
     device: torch.device
@@ -200,7 +195,7 @@ class SerialExecutor:
 
 @dataclass(slots=True, kw_only=True)
 class SequenceExecutor(SerialExecutor):
-    """Splits sequences: each rank of the `context` axis computes some tokens of every microbatch,
+    """Splits sequences. Each rank of the `context` axis computes some tokens of every microbatch,
     and their part of the loss."""
 
     cut: SequenceCut
@@ -372,8 +367,8 @@ class PipelineExecutor:
         term: Callable[[], StageTerm | None] = lambda: None,
         around_loss: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> PipelineMicrobatch:
-        """If sequences are split over ranks, the first microbatch checks that this does not change
-        the output."""
+        """If ranks split sequences, the first microbatch checks that splitting does not change the
+        output."""
         microbatch = PipelineMicrobatch(
             position,
             lambda: Arguments.of(model_arguments(inputs, batch)),
@@ -414,7 +409,7 @@ class PipelineExecutor:
 
 
 def call_model(inputs: Inputs, model: nn.Module, batch: Any) -> Any:
-    """Without `inputs`, return the model itself, which the loss function then calls."""
+    """Without `inputs`, return the model. The loss function then calls the model."""
     if inputs is None:
         return model
     arguments = model_arguments(inputs, batch)

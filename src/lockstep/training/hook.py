@@ -1,4 +1,4 @@
-"""The hook protocol: the moments at which users' hooks and lockstep's own are called."""
+"""The hook protocol: methods that lockstep calls at fixed moments of a run."""
 
 from __future__ import annotations
 
@@ -17,46 +17,42 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Base class of hooks. Each method is called on every rank, hook by hook in the given order,
-    and does nothing unless overridden.
-
-    A hook with `state_dict` and `load_state_dict` is saved with the run. `run.step` is the number
-    of optimizer steps done.
-    """
+    """Base class of hooks. Each method is called on every rank, and does nothing unless overridden.
+    Hooks are called in the given order. A hook with `state_dict` and `load_state_dict` is saved
+    with the run. `run.step` is the number of optimizer steps done."""
 
     def on_start(self, run: Run) -> None:
-        """Before the first step, and before a checkpoint is loaded."""
+        """Called before the first step, and before a checkpoint is loaded."""
 
     def before_step(self, run: Run) -> None:
-        """Before the first forward of each step."""
+        """Called before the first forward of each step."""
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
-        """After the last backward of a step. Each `.grad` of `model` is the sum over all ranks, not
-        yet clipped and, in fp16, not yet unscaled. Called once for each prepared model."""
+        """Called after the last backward of a step, once for each prepared model. Each `.grad` of
+        `model` is the sum over all ranks. It is not yet clipped and, in fp16, not yet unscaled."""
 
     def after_step(self, run: Run) -> None:
-        """After each step, even if fp16 overflowed and the model was not updated."""
+        """Called after each step, even if fp16 overflowed and the model was not updated."""
 
     def before_evaluation(self, run: Run) -> None:
-        """Before each evaluation."""
+        """Called before each evaluation."""
 
     def after_evaluation(self, run: Run, metrics: dict[str, float]) -> None:
-        """After each evaluation, with its metrics, which are the same on every rank. A hook may add
-        values to `metrics`: they appear in the run's result, and `Saving(best=...)` can name them.
-        """
+        """Called after each evaluation. `metrics` is the same on every rank. A hook may add values
+        to `metrics`: they appear in the run's result, and `Saving(best=...)` can name them."""
 
     def on_finish(self, run: Run) -> None:
-        """After the last step and the last evaluation, before the result is written. Not called
-        after an error."""
+        """Called after the last step and the last evaluation, before the result is written. Not
+        called after an error."""
 
     def on_save(self, run: Run) -> None:
-        """After the final weights were written to the run directory."""
+        """Called after the final weights were written to the run directory."""
 
     def on_event(self, run: Run, event: Event) -> None:
-        """After an event was written to events.jsonl, but not before `on_start`."""
+        """Called after an event was written to events.jsonl, but not before `on_start`."""
 
     def on_error(self, run: Run, error: BaseException) -> None:
-        """When an error ends the run on this rank. Other ranks may be gone: do not call
+        """Called when an error ends the run on this rank. Other ranks may be gone: do not call
         collectives."""
 
     def on_end(self, run: Run) -> None:
@@ -64,25 +60,25 @@ class Hook:
 
 
 class ControlHook(Hook):
-    """A hook of lockstep itself, which may also stop, save or end the run."""
+    """A hook of lockstep that can also stop, save or end the run."""
 
     def request(self, run: Run) -> Request:
-        """Return this rank's request, which is exchanged with the other ranks. Called in each
-        step."""
+        """Called in each step. Return this rank's request, which is exchanged with the other
+        ranks."""
         return NOTHING
 
     def before_steps(self, run: Run) -> None:
-        """Before the first step of a loop, and after a checkpoint was loaded."""
+        """Called before the first step of a loop, and after a checkpoint was loaded."""
 
     def on_recomputation(self, run: Run, found: Recomputation) -> None:
-        """In a step in which ranks have recomputed each other's microbatches, before the summed
+        """Called in a step in which ranks recompute each other's microbatches, before the summed
         gradients are used."""
 
     def between_steps(self, run: Run) -> None:
-        """After each step, after all hooks' `after_step`."""
+        """Called after each step, after the `after_step` of all hooks."""
 
     def after_steps(self, run: Run) -> None:
-        """After the last step of a loop of steps."""
+        """Called after the last step of a loop of steps."""
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
         """Called on every rank with the requests that all ranks agreed on."""
@@ -92,7 +88,8 @@ MOMENTS = ("on_", "before_", "after_", "between_")
 
 
 def check_hooks(hooks: Any) -> None:
-    """Also refuse a method that is named like a hook's and that nothing would call."""
+    """Check that `hooks` is a list of hooks. Refuse a method with a hook's prefix, such as `on_`,
+    that lockstep would never call."""
     several = hooks if isinstance(hooks, Sequence) else [hooks]
     for hook in several:
         if not isinstance(hook, Hook):

@@ -1,5 +1,4 @@
-"""Finds parameters and buffers that a model's state dict leaves out and that have changed since the
-start."""
+"""Finds changed parameters and buffers that a model's state dict leaves out."""
 
 from __future__ import annotations
 
@@ -17,12 +16,11 @@ _PIECE = 1 << 20
 
 
 class LeftOut:
-    """The tensors of a model that neither its state dict nor an optimizer holds. Checkpoints
-    contain such a tensor once it has changed."""
+    """The tensors of a model that are neither in its state dict nor in an optimizer. Checkpoints
+    contain the changed ones."""
 
     def __init__(self, model: nn.Module, held: Collection[str]) -> None:
-        """Made before a checkpoint is loaded, because changes count from then on. `held`:
-        parameters that an optimizer holds."""
+        """Create it before a checkpoint is loaded. Changes count from its creation."""
         saved = dict(tensors_in_state(model, held))
         ours = set(map(id, saved.values()))
         named = (
@@ -47,8 +45,8 @@ class LeftOut:
         return left_out
 
     def agree(self, world: World) -> None:
-        """Make `changed` return a tensor on all ranks if it has changed on one. Every rank calls
-        it."""
+        """Make `changed` return a tensor on all ranks if the tensor has changed on any rank. Every
+        rank calls it."""
         for names in world.gather_values(sorted(self.changed())):
             self._agreed |= set(names)
 
@@ -68,8 +66,8 @@ class LeftOut:
 
 
 def tensors_in_state(model: nn.Module, held: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers that the state dict or an optimizer holds, under all of their
-    names."""
+    """Yield the tensors of the state dict and of the optimizers. A tied tensor occurs once per
+    name."""
     saved = model.state_dict().keys()
     for named in (model.named_parameters, model.named_buffers):
         yield from (
@@ -90,7 +88,7 @@ def not_persistent(model: nn.Module) -> set[str]:
 def complete_state_dict(
     model: nn.Module, held: Collection[str], changed: Mapping[str, Tensor], world: World
 ) -> dict[str, Any]:
-    """Return the state dict, plus tensors outside of it that an optimizer holds or that have
+    """Return the state dict, and the tensors outside of it that an optimizer holds or that have
     changed. Every rank calls it."""
     state = dict(model.state_dict())
     transient = not_persistent(model)
@@ -116,8 +114,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _checksum(tensor: Tensor) -> tuple[object, ...]:
-    """Depends on every byte of this rank's part and the byte's position. For a tensor without dense
-    bytes, the version counter counts instead."""
+    """Depends on every byte of this rank's part and on the byte's position. For a tensor without
+    dense storage, the version counter is used instead."""
     part, kind = to_local(tensor).detach(), (str(tensor.dtype), tuple(tensor.shape))
     if (
         type(part) is not Tensor

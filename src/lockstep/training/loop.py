@@ -59,7 +59,7 @@ SETTINGS = ("seed", "precision", "gradient_compression")
 
 @dataclass(slots=True)
 class LoopOptions:
-    """The arguments of `Session.steps`: as in `Recipe`."""
+    """The arguments of `Session.steps`."""
 
     data: Any
     global_batch: int | None
@@ -181,7 +181,7 @@ def _check_stream_and_slices(
 
 
 def _describe(training: Training, options: LoopOptions) -> None:
-    """Record the settings that a run that resumes this one must match."""
+    """Record the settings that a resumed run must not change."""
     context = training.context
     settings: dict[str, Any] = {"parameters": dict(declared.values)} if declared.values else {}
     settings |= {
@@ -245,7 +245,8 @@ def _order(training: Training, options: LoopOptions) -> SampleOrder | None:
 
 
 def order_and_samples(recipe: Recipe) -> tuple[SampleOrder | None, int]:
-    """The order is None without a sampler. A stream has 0 samples."""
+    """Return the sampler's order (None without a sampler) and the number of samples (0 for a
+    stream)."""
     if isinstance(recipe.data, Stream):
         return None, 0
     order = order_of(
@@ -267,7 +268,8 @@ def total_steps_of(recipe: Recipe) -> int:
 
 
 def interval_of(recipe: Recipe, evaluation: Evaluation) -> int | None:
-    """None if the evaluation is measured only at the end, or after epochs of different lengths."""
+    """Return the number of steps between two evaluations. None if the number varies, or if the
+    evaluation runs only at the end."""
     if evaluation.every != "epoch":
         return evaluation.every
     order, samples = order_and_samples(recipe)
@@ -352,8 +354,8 @@ def microbatches_of_steps(
 def compare_data(
     training: Training, name: str, digests: Digests, *, is_trained_on: bool = False
 ) -> None:
-    """Compare samples with the other ranks' samples, and training data also with the resumed run's.
-    Every rank calls it."""
+    """Compare samples of a dataset between ranks. Training data is also compared with the resumed
+    run's. Every rank calls it."""
     everyone = [
         Digests(**theirs) for theirs in training.context.world.gather_values(asdict(digests))
     ]

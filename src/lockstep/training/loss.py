@@ -23,8 +23,8 @@ _LISTS = (list, tuple)
 
 
 def rows_per_sample(name: str, batch: Any, samples: int) -> int:
-    """Return 1, or more if every sample is repeated (several views). Otherwise the mean over rows
-    is not the mean over samples."""
+    """Return the number of rows per sample. It is above 1 if the batch has several views of each
+    sample."""
     kind = type(batch)  # common cases first, for speed: called for each microbatch
     first = (
         batch[0]
@@ -50,8 +50,8 @@ def rows_per_sample(name: str, batch: Any, samples: int) -> int:
 
 
 def batch_rows(batch: Any, samples: int) -> int | None:
-    """Count the rows of the batch's tensors, or of its lists. -1 if its tensors have different
-    numbers of rows, none of them `samples`. None if nothing has rows."""
+    """Return the number of rows of the batch's tensors or lists. None: nothing has rows. -1: the
+    tensors have different numbers of rows, and none has `samples` rows."""
     if isinstance(batch, Tensor | np.ndarray):
         return len(batch) if batch.ndim else None
     if is_dataclass(batch):
@@ -87,12 +87,12 @@ def _tensor_rows(parts: Iterable[Any]) -> Iterable[int]:
 
 
 NAME = "loss_module"
-"""Attribute of the model that holds `Recipe.loss`, if the loss has parameters."""
+"""Name of the submodule that holds `Recipe.loss`, if the loss has parameters."""
 
 
 def with_loss_in_model(recipe: Recipe) -> Recipe:
-    """Make a loss with parameters a submodule of the model, so that optimizers and checkpoints find
-    them."""
+    """Make a loss that has parameters a submodule of the model. Optimizers and checkpoints then
+    find the parameters."""
     if not isinstance(recipe.loss, nn.Module) or not any(
         parameter.requires_grad for parameter in recipe.loss.parameters()
     ):
@@ -139,7 +139,7 @@ IGNORE_INDEX = -100  # torch's cross entropy ignores this label by default
 SINGLE = "loss"  # the name of the only term, if the loss is not a dict
 Weights = dict[str, float]
 Sums = dict[str, tuple[Number, Number]]
-"""Name of a loss term or metric -> (total, weight) of one microbatch."""
+"""Maps the name of a loss term or metric to its (total, weight) in one microbatch."""
 
 
 class LossKind(NamedTuple):
@@ -148,16 +148,16 @@ class LossKind(NamedTuple):
     has_weight: bool
     terms: list[str]
     repeats: int
-    """Rows per sample, if the loss is a mean over rows."""
+    """Number of rows per sample, if the loss is a mean over rows."""
 
 
 class Contribution(NamedTuple):
-    """One microbatch's part of a step: the gradient, which the backward of `grad_output * total`
-    computes, and numbers to record."""
+    """One microbatch's part of a step. The backward of `grad_output * total` computes its
+    gradient."""
 
     total: Tensor  # scalar with a gradient
     grad_output: Tensor
-    """NaN if the loss is not finite, so that the summed gradient tells all ranks."""
+    """NaN if the loss is not finite. The summed gradient is then NaN on all ranks."""
     # scalar: the microbatch's part of the step's loss; the unscaled total of an `ls.Loss`
     value: Tensor | float
     weight: Tensor | None  # scalar; for an `ls.Loss` only
@@ -181,8 +181,6 @@ def contribution(
     weights: Weights | None,
     prescale: Tensor,
 ) -> Contribution:
-    """`step_samples`: samples in the global batch. `weights`: denominators over the global batch.
-    `prescale`: divisor of an `ls.Loss`."""
     if isinstance(loss, Loss):
         return _forward_known(loss, weights, prescale)
     _check_terms(loss, weights)
@@ -211,7 +209,6 @@ def contribution(
 
 
 def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> Sums:
-    """Return metric name -> (total, weight)."""
     if isinstance(loss, Loss):
         part = _forward_known(loss, weights, torch.ones(()), learns=False)
         assert part.weight is not None
@@ -231,7 +228,7 @@ def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) ->
 
 
 def number_of(scalar: Tensor) -> Number:
-    """Leave the number on an accelerator, where reading it would make the host wait."""
+    """Return a tensor on an accelerator, because reading the number would make the host wait."""
     return (
         scalar.detach().double()
         if accelerator.has_streams(scalar.device)
@@ -240,7 +237,7 @@ def number_of(scalar: Tensor) -> Number:
 
 
 def numbers_on_host(numbers: Sequence[Number]) -> list[float]:
-    """The host waits once for all numbers that are on a device."""
+    """Wait once for all numbers that are on a device."""
     on_device = [number for number in numbers if isinstance(number, Tensor)]
     read = iter(
         torch.stack([number.to(on_device[0].device) for number in on_device]).tolist()
@@ -300,7 +297,6 @@ def _repeats(name: str, term: Any, batch: Any, samples: int) -> int:
 
 
 def _scale(name: str, term: Any, fraction: float, weights: Weights | None) -> float:
-    """`fraction`: this microbatch's share of the step's samples."""
     if not isinstance(term, Sum) or weights is None:
         return fraction
     return 1.0 / weights[name] if weights[name] else 0.0
@@ -386,7 +382,7 @@ def _forward_known(
 
 @lru_cache(maxsize=64)
 def _constant(value: float, dtype: torch.dtype) -> Tensor:
-    """Cached, because it is only read: the gradient that a backward starts with."""
+    """Return a cached scalar. Do not change it in place."""
     return torch.tensor(value, dtype=dtype)
 
 
@@ -442,8 +438,8 @@ def _number(name: Any, value: Any) -> float:
 
 
 def _ignore_index_in(batch: Any) -> str | None:
-    """Return the index expression ("", "[0]", "['labels'][1]") of a tensor that contains torch's
-    ignore index."""
+    """Return the index expression of a tensor that contains torch's ignore index, such as
+    "['labels'][1]". Return "" if the batch is the tensor."""
     if isinstance(batch, Tensor):
         if batch.dtype not in (torch.int64, torch.int32) or not batch.is_cpu or not batch.numel():
             return None

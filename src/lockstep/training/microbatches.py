@@ -1,4 +1,4 @@
-"""The microbatches of each step: of a dataset, of a stream, or (without data) ranges of indices."""
+"""The microbatches of each step. Without data, microbatches are ranges of indices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def count_steps(
     epochs: int | None,
     drop_last: bool,
 ) -> int:
-    """`samples`: number of samples in one epoch."""
     if isinstance(order, BatchOrder):
         return steps if steps is not None else order.batches * (epochs or 0)
     assert global_batch is not None, "a recipe has one, or a batch_sampler"
@@ -72,8 +71,6 @@ class Batching:
         seed: int = 0,
         recompute_every: int = 0,
     ) -> None:
-        """`order`: of the recipe's sampler; with a `BatchOrder`, `global_batch` is None.
-        `recompute_every`: steps between recomputations of other ranks' microbatches; 0: never."""
         self.seed, self._recompute_every = seed, recompute_every
         self.order = order
         self._batches = order if isinstance(order, BatchOrder) else None
@@ -81,7 +78,7 @@ class Batching:
         self.mesh = mesh
         self._assignments = [(0, assignment)]
         self.requested = -1
-        """Latest step whose microbatches this rank has requested from the loader."""
+        """The latest step that this rank has requested from the loader."""
         self._parts = 2**microbatch_splits
         self._drop_last = drop_last
         self.steps = count_steps(
@@ -109,7 +106,7 @@ class Batching:
 
     @property
     def assignment(self) -> MicrobatchAssignment:
-        """The latest assignment, for steps that were not yet requested from the loader."""
+        """The latest assignment, for steps that are not yet requested from the loader."""
         return self._assignments[-1][1]
 
     def assignment_in_step(self, step: int) -> MicrobatchAssignment:
@@ -119,8 +116,7 @@ class Batching:
         return next(each for first, each in reversed(self._assignments) if first <= step)
 
     def reassign(self, assignment: MicrobatchAssignment, *, first: int, done: int) -> None:
-        """Every rank calls it; no rank may have requested step `first`. `done`: the last step that
-        has ended."""
+        """Every rank calls it. No rank may have requested step `first` yet."""
         assert first > self.requested, "what a rank has requested, it computes"
         settled = max(0, min(done, self.requested))
         oldest = max(at for at, _ in self._assignments if at <= settled)
@@ -128,7 +124,8 @@ class Batching:
         self._assignments = [*kept, (first, assignment)]
 
     def span(self, step: int) -> tuple[int, int]:
-        """Returns [start, stop) of the global batch in the order of samples over all epochs."""
+        """Return the range [start, stop) of a global batch in the order of samples over all
+        epochs."""
         if self._batches is not None:
             return self._batches.span(step)
         return assignment.batch_span(
@@ -145,8 +142,8 @@ class Batching:
         return self.span(step)[0] // self.samples
 
     def spans(self, step: int) -> Spans:
-        """Return the span of each microbatch, or of each part of split ones, in the global
-        batch."""
+        """Return the span of each microbatch in the global batch. If ranks split microbatches,
+        return the span of each part."""
         if self._batches is not None:
             return tuple(
                 assignment.split_spans(self._batches.microbatches(step), self._most_parts())
@@ -154,7 +151,6 @@ class Batching:
         return self.spans_of(step, *self.span(step))
 
     def spans_of(self, step: int, start: int, stop: int) -> Spans:
-        """Return `spans(step)`, faster, from `span(step)`."""
         return self._uniform(stop - start) if self._batches is None else self.spans(step)
 
     def _uniform(self, size: int) -> Spans:
@@ -179,8 +175,8 @@ class Batching:
 
     @property
     def last_of_epoch(self) -> list[int]:
-        """Samples in each microbatch of an epoch's last global batch; with a `batch_sampler`, of
-        any."""
+        """Number of samples in each microbatch of an epoch's last global batch. With a
+        `batch_sampler`, of all global batches."""
         if self._batches is not None:
             return self._batches.sizes
         per_epoch = assignment.total_steps(
@@ -194,13 +190,13 @@ class Batching:
 
     @cached_property
     def counts(self) -> set[int]:
-        """Numbers of microbatches that steps have."""
+        """The possible numbers of microbatches in a step."""
         if self._batches is not None:
             return {len(self.spans(step)) for step in range(self._batches.batches)}
         return {len(self.spans(0)), len(self.last_of_epoch)}
 
     def mine(self, step: int) -> list[tuple[int, bool]]:
-        """Return (index in the step, is_dummy) of each microbatch that this rank computes."""
+        """Return (index in the step, is_dummy) for each microbatch that this rank computes."""
         return self.mine_among(self.assignment_in_step(step), len(self.spans(step)))
 
     def mine_among(self, assigned: MicrobatchAssignment, count: int) -> list[tuple[int, bool]]:
@@ -210,7 +206,7 @@ class Batching:
         return self._mine
 
     def recomputed(self, step: int, count: int) -> tuple[Recomputed, ...]:
-        """Return the microbatches whose gradients several ranks compute, to compare them."""
+        """Return the microbatches whose gradients several ranks compute and compare."""
         every, ranks = self._recompute_every, self.mesh.data.size
         if not every or ranks == 1 or (step % every and step + 1 < self.steps):
             return ()
@@ -220,8 +216,8 @@ class Batching:
         )
 
     def recomputed_here(self, step: int, count: int) -> list[int | None]:
-        """Return the microbatches of other ranks that this rank recomputes: one always, and one if
-        two other ranks got different gradients."""
+        """Return the microbatches of other ranks that this rank may recompute. The second is
+        recomputed only if two other ranks got different gradients."""
         several = self.recomputed(step, count)
         if not several:
             return []
@@ -233,7 +229,8 @@ class Batching:
         ]
 
     def mine_in_step(self, step: int) -> list[Span]:
-        """Begins with the microbatches of other ranks that this rank recomputes."""
+        """Return the spans that this rank computes. Microbatches that it recomputes for other ranks
+        come first."""
         start, stop = self.span(step)
         spans = self.spans_of(step, start, stop)
         again = [
@@ -252,7 +249,7 @@ class Batching:
         ]
 
     def request(self, first: int) -> Iterator[Span]:
-        """Yields `mine_in_step` of each step. The loader iterates it."""
+        """Yields the spans of each step. The loader iterates over them."""
         for step in range(first, self.steps):
             self.requested = step
             yield from self.mine_in_step(step)
@@ -260,8 +257,7 @@ class Batching:
 
 @dataclass(slots=True)
 class StepLayout:
-    """The samples and the rank of each microbatch of a step, for error messages. `index`: index of
-    a microbatch, or of a part if microbatches are split over ranks."""
+    """The samples and the rank of each microbatch of a step, for error messages."""
 
     step: int
     start: int  # the position of the first sample of the global batch
@@ -270,10 +266,10 @@ class StepLayout:
     assignment: MicrobatchAssignment
     order: Order | SampleOrder | None
     origins: dict[int, Origin] | None = None
-    """Microbatch -> the place in the stream from which this rank read it. None for a dataset."""
+    """Maps a microbatch to its place in the stream. None for a dataset."""
 
     def mine(self) -> range:
-        """Leaves out dummies."""
+        """Excludes dummy microbatches."""
         return self.assignment.indices(len(self.spans), self.mesh.data.rank)
 
     def name(self, index: int) -> str:
@@ -295,7 +291,6 @@ class StepLayout:
         )
 
     def full_microbatch(self, index: int) -> tuple[int, Sequence[int | str]]:
-        """Samples are dataset indices; for a stream, names that only the reading rank knows."""
         if self.origins is not None:
             return index, self.origins[index].names()
         split = self.assignment.slices or 1
@@ -304,8 +299,8 @@ class StepLayout:
         return whole, [sample for part in parts for sample in self.samples_of(part)]
 
     def words(self, index: int) -> str:
-        """Every rank of `mesh.data` calls it, because only the rank that has read a stream's
-        samples knows their names."""
+        """Every rank of `mesh.data` calls it, because only the reading rank knows the names of a
+        stream's samples."""
         if self.origins is None:
             return f"samples {self.samples_of(index)}"
         origin = self.origins.get(index)
@@ -313,7 +308,7 @@ class StepLayout:
         return str(next(name for name in everyone if name is not None))
 
     def samples_of(self, index: int) -> list[int]:
-        """Return dataset indices; without a dataset, indices in the global batch."""
+        """Return dataset indices, or indices in the global batch if there is no dataset."""
         start, stop = self.spans[index]
         if self.order is None:
             return list(range(start, stop))
@@ -335,8 +330,6 @@ class Microbatches:
         order: Order | SampleOrder | None,
         positions: Mapping[int, Position] | None = None,
     ) -> None:
-        """`items`: iterator over this rank's fetched microbatches. `positions`: stream shard ->
-        position before the step."""
         start, stop = batching.span(step)
         self.step = step
         self.samples = stop - start
@@ -351,9 +344,11 @@ class Microbatches:
         mine = batching.mine_among(assignment, self.count)
         self.own_count = sum([not is_dummy for _, is_dummy in mine])  # without dummies
         self.weights: Weights | None = None
-        """Term name -> denominator over the global batch. None without a weight function."""
+        """Maps a loss term to its denominator over the global batch. None without a weight
+        function."""
         self.positions = None if positions is None else dict(positions)
-        """Stream shard -> position after the step, once all microbatches are fetched."""
+        """Maps a stream shard to its position after the step. Valid once all microbatches are
+        fetched."""
         self.recomputed = batching.recomputed(step, self.count)
         self._indices = batching.recomputed_here(step, self.count)
         others = len(self._indices) - self._indices.count(None)
@@ -363,8 +358,8 @@ class Microbatches:
         self._kept: list[Microbatch] | None = None
 
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
-        """Set `weights` to the sums over all ranks, and return the terms' names. Every rank calls
-        it. `names`: in earlier steps."""
+        """Set `weights` to the sums over all ranks, and return the names of the loss terms. Every
+        rank calls it."""
         self.keep()
         assert self._kept is not None, "kept just now"
         try:
@@ -416,7 +411,7 @@ class Microbatches:
         self.samples -= len(samples)
 
     def keep(self) -> None:
-        """Keep the batches in memory, so that the microbatches can be computed again."""
+        """Keep the batches in memory to compute the microbatches again."""
         if self._kept is None:
             self._kept = list(self._items)
 
@@ -428,8 +423,8 @@ class Microbatches:
     def batches(
         self, passes: int, only: Microbatch | None = None
     ) -> Iterator[tuple[Microbatch, Any]]:
-        """Yields microbatches with their batches on the device, after seeding the random
-        generators. `passes`: times that the step has computed them before."""
+        """Yields microbatches with their batches on the device. Seeds the random generators before
+        each microbatch."""
         mine = self._kept if self._kept is not None else self._items
         for item in mine if only is None else [only]:
             batch = to_device(item.batch, self._device)
@@ -471,8 +466,7 @@ def from_data(
     first: int = 0,
     left_out: SamplesLeftOut | None = None,
 ) -> Iterator[Microbatches]:
-    """Fetches nothing for steps before `first`. `left_out`: samples that the loader leaves out of
-    one step."""
+    """Fetches nothing for steps before `first`."""
     if left_out is not None and first <= left_out.step < batching.steps:
         layout_only = Microbatches(left_out.step, batching, iter(()), order=loader.order)
         layout_only.leave_out(left_out.samples)
@@ -509,7 +503,6 @@ def from_stream(
     first: int = 0,
     positions: Mapping[int, Position] | None = None,
 ) -> Iterator[Microbatches]:
-    """`positions`: stream shard -> position before step `first`."""
     begin = positions or {}
     count = batching.max_microbatches
     mine = batching.mine(0)  # the same in all steps

@@ -18,14 +18,15 @@ from lockstep.recipe.checks import Precision
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS_TO_DOUBLE = 2000
-"""Steps without an overflow after which the fp16 loss scale doubles, as in torch's GradScaler."""
+"""Number of steps without an overflow after which the fp16 loss scale doubles, as in torch's
+GradScaler."""
 
 
 def autocast(
     precision: Precision, device: torch.device, *, keep_casts: bool = True
 ) -> AbstractContextManager[Any]:
-    """`keep_casts`: cast each weight once per forward. The gradients of its several uses are then
-    added in autocast's precision."""
+    """With `keep_casts`, each weight is cast once per forward. The gradients of the weight's uses
+    are then added in autocast's precision."""
     dtype = AUTOCAST.get(precision)
     if dtype is None:
         return nullcontext()
@@ -33,7 +34,8 @@ def autocast(
 
 
 class _Autocast:
-    """A reentrant context: entered twice, one torch.autocast object would leave autocast on."""
+    """A reentrant autocast context. One torch.autocast object that is entered twice would leave
+    autocast on."""
 
     def __init__(self, make: Callable[[], torch.autocast]) -> None:
         self._make = make
@@ -49,14 +51,14 @@ class _Autocast:
 
 
 def keeps_casts(plan: Plan) -> bool:
-    """Under `shard`, autocast would keep a cast copy of the full model. With bitwise numerics, all
-    plans must match `shard`."""
+    """Under `shard`, autocast would cache a cast copy of the full model. With numerics=bitwise,
+    every plan must compute what `shard` computes."""
     return not plan.divides("parameters") and plan.numerics == "fast"
 
 
 class LossScale:
-    """Keeps fp16 gradients from underflow: halved at an overflow, doubled after 2000 steps without
-    one."""
+    """Keeps fp16 gradients from underflow. The scale is halved at an overflow, and doubled after
+    2000 steps without an overflow."""
 
     def __init__(self) -> None:
         self.value = 2.0**16
@@ -65,7 +67,7 @@ class LossScale:
 
     @property
     def divisor(self) -> float | Tensor:
-        """A tensor if it is on the device, so that the host does not wait."""
+        """Return a tensor if the scale is on the device: the host does not wait for it."""
         return self.value
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
@@ -83,8 +85,7 @@ class LossScale:
 
 
 class DeviceLossScale(LossScale):
-    """A `LossScale` on the device, so that the host need not wait to know whether a step
-    overflowed."""
+    """A `LossScale` on the device. The host does not wait to learn if a step overflowed."""
 
     def __init__(self, device: torch.device) -> None:
         self._scale = torch.zeros((), device=device)
@@ -123,7 +124,6 @@ class DeviceLossScale(LossScale):
         return self._scale.clone()
 
     def update_by(self, found_inf: Tensor) -> None:
-        """`found_inf`: 1.0 if the gradient's norm overflowed, else 0.0."""
         update_loss_scale(self._scale, self._in_a_row, found_inf, steps_to_double=STEPS_TO_DOUBLE)
         self._overflows.add_(1.0).mul_(found_inf)
 

@@ -39,7 +39,7 @@ from lockstep.training.training import Training
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """Arguments of `Recipe` that say how its model is parallelized."""
+    """Arguments of `Recipe` for parallelizing the model."""
 
     blocks: Sequence[str] | None = None
     tensor: Mapping[str, str] | None = None
@@ -66,7 +66,8 @@ def build_model(
     exchange: SyncBatchNormExchange,
     weights: Weights | None,
 ) -> ParallelModel:
-    """Match the names of pretrained `weights`, but do not load them. Every rank calls it."""
+    """Build the model. The names of pretrained `weights` are matched, but the weights are not
+    loaded. Every rank calls it."""
     mesh = context.mesh
     check_sequence(context.plan, options.sequence)
 
@@ -192,8 +193,8 @@ def _build_optimizers(
     model: nn.Module,
     parallel: Parallelized,
 ) -> tuple[list[Optimizer], dict[int, Callable[[], None]]]:
-    """Return the optimizers, and `id` of an optimizer -> the function to call instead of its
-    `step()`."""
+    """Return the optimizers, and functions that replace the `step()` of some of them, by the `id`
+    of the optimizer."""
     context = training.context
 
     def build() -> tuple[list[Optimizer], list[Optimizer]]:

@@ -1,4 +1,5 @@
-"""Matches a file's pretrained weights with the model's tensors, and loads each rank's part."""
+"""Matches the tensors of a file of pretrained weights with the model's tensors, and loads each
+rank's part."""
 
 from __future__ import annotations
 
@@ -29,17 +30,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PretrainedWeights:
-    """Open files of pretrained weights, with their tensors matched to a model's."""
+    """An open file of pretrained weights, whose tensors are matched with a model's tensors."""
 
     weights: Weights
     tensors: TensorFiles
     theirs: Mapping[str, Sequence[str]]
-    """First name of a model's tensor -> its names in the file (several if it is tied)."""
+    """Maps a model's tensor to its names in the file. A tied tensor may have several names."""
     kept: Sequence[str]  # the model's tensors that are not in the file
 
     @classmethod
     def of(cls, weights: Weights, model: nn.Module, world: World) -> PretrainedWeights:
-        """Called before the model is parallelized. Every rank calls it."""
+        """Every rank calls it, before the model is parallelized."""
         with ExitStack() as stack:
 
             def opened() -> tuple[PretrainedWeights, Any]:
@@ -85,7 +86,7 @@ class PretrainedWeights:
         return self.tensors.specs[self.theirs[name][0]]
 
     def _filled(self, state: Mapping[str, Tensor]) -> dict[str, int]:
-        """Returns the checksum of each part of the file that this rank read."""
+        """Return the checksum of each part of the file that this rank read."""
         kinds = {name: self._kind(name) for name in state}
         full = [
             TensorShard(name, dtype, shape, (0,) * len(shape), shape)
@@ -118,8 +119,8 @@ class PretrainedWeights:
 def match_tensors(
     weights: Weights, theirs: Kinds, model: nn.Module
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Return first name of a model's tensor -> its names in the file, and the names of the model's
-    tensors that are not in the file."""
+    """Return the file's names for each tensor of the model, and the model's tensors that the file
+    lacks."""
     there = {_renamed(weights.names, name) for name in theirs}
     # parameters outside the state dict are loaded if they are trainable or in the file
     also = {
@@ -138,8 +139,6 @@ def match_tensors(
 def _match_names(
     weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Return first name of a model's tensor -> its names in the file. `tied`: other name -> first
-    name of a tied tensor."""
     found: dict[str, str] = {}
     for name in theirs:
         if (target := _renamed(weights.names, name)) is None:
@@ -183,7 +182,7 @@ def _match_names(
 
 
 def _renamed(names: Mapping[str, str | None], name: str) -> str | None:
-    """None if the user leaves the tensor out."""
+    """Return None if the user skips the tensor."""
     for pattern, target in names.items():
         if (text := _match(pattern, name)) is not None:
             return None if target is None else target.replace("*", text)
@@ -191,7 +190,7 @@ def _renamed(names: Mapping[str, str | None], name: str) -> str | None:
 
 
 def _match(pattern: str, name: str) -> str | None:
-    """Return the text that matches the `*` of the pattern; None without a match."""
+    """Return the text that matches the `*` of the pattern. Return None without a match."""
     before, star, after = pattern.partition("*")
     if not star:
         return "" if name == pattern else None
@@ -258,7 +257,6 @@ def _not_alike(path: str) -> str:
 
 
 def _exchange(call: Callable[[], tuple[T, Any]], world: World) -> tuple[T, list[Any]]:
-    """Return every rank's second item (JSON). The first `RecipeError` of any rank is raised on all
-    ranks."""
+    """Return the JSON values of all ranks. A `RecipeError` of any rank is raised on all ranks."""
     mine, told = raise_on_all_ranks(world, call, RecipeError)
     return mine, world.gather_values(told)

@@ -1,5 +1,5 @@
-"""Gradients that several ranks have computed for the same microbatches, to find ranks that compute
-wrong results."""
+"""Compares gradients that several ranks compute for the same microbatches, to find ranks that
+compute wrong results."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from lockstep.training.reducers.microbatch_checksums import MicrobatchChecksums
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """Checksums of the gradients that this rank computes for microbatches that other ranks compute
-    too."""
+    """Checksums of gradients that this rank and other ranks compute for the same microbatches."""
 
     chosen: Sequence[Recomputed]
     rank: int
     own: MicrobatchChecksums
     again: MicrobatchChecksums
-    """Checksums of another rank's microbatch."""
+    """Checksums of another rank's microbatch, which this rank recomputed."""
     decide: Callable[[], MicrobatchChecksums]
-    """If two other ranks got different gradients and this rank decides between them, computes that
-    microbatch. Every rank calls it. The summed gradients are lost."""
+    """Lets a third rank recompute a microbatch for which two ranks got different gradients. Every
+    rank calls it. The step's summed gradients are lost."""
     names: Sequence[str]
 
     @property
     def mine(self) -> int | None:
-        """The microbatch of `chosen` that is assigned to this rank."""
+        """Return this rank's own microbatch that another rank recomputes, or None."""
         own = (each.microbatch for each in self.chosen if each.ranks[0] == self.rank)
         return next(own, None)

@@ -34,21 +34,22 @@ from lockstep.training.state import Stateful, StateReader, state_of
 from lockstep.training.training import Training
 
 MOST_BYTES = 2**26
-"""Larger tensors in a hook's attributes are compared by their version counters, not by content."""
+"""Tensors above this size in a hook's attributes are compared by version counter, not by
+content."""
 
 
 @dataclass(frozen=True, slots=True)
 class HookState:
-    """Digests of the values that a user's hook holds or uses at one time."""
+    """Digests of the values that a user's hook holds or uses."""
 
     digests: Mapping[str, str]
-    """Path, such as an attribute's name -> digest."""
+    """Maps a path, such as an attribute's name, to a digest."""
     unread: list[str]
     """Paths of values that have no digest."""
 
 
 def hook_states(training: Training) -> dict[str, HookState]:
-    """Includes only users' hooks that have no state_dict."""
+    """Return the states of the users' hooks that have no state_dict."""
     hooks = [
         hook
         for hook in training.hooks.all
@@ -63,7 +64,7 @@ def hook_states(training: Training) -> dict[str, HookState]:
 
 
 def why_not_set_back(before: Mapping[str, HookState], now: Mapping[str, HookState]) -> str | None:
-    """Return the reason why a recovery cannot restore a hook. `before`: values before training."""
+    """Return the reason why a recovery cannot restore a hook. Return None if it can."""
     for name, state in before.items():
         current = now[name]
         changed = [
@@ -118,8 +119,8 @@ def _learned(training: Training) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """The full state of training after a step, held by a process that is not sharded. Its tensors
-    are not copies."""
+    """The full training state after a step, in a process that is not sharded. Its tensors are not
+    copies."""
 
     step: int
     tensors: Mapping[str, Tensor]
@@ -138,11 +139,11 @@ def values_to_hold(training: Training, values: Mapping[str, Any]) -> dict[str, A
 
 
 class ReplicaReader:
-    """Reads the newest state that ranks hold in memory. Ranks that do not have it get it by
+    """Reads the newest state in the memory of any rank. Ranks without the state get it by
     broadcast."""
 
     def __init__(self, held: HeldState | None, world: World) -> None:
-        """Every rank makes one."""
+        """Every rank creates one."""
         steps = world.gather_values(-1 if held is None else held.step)
         newest = max(steps)
         self._source = steps.index(newest)
@@ -157,7 +158,7 @@ class ReplicaReader:
             described = [kinds, dict(self._held.values)]
         kinds, values = world.value_of(self._source, described) or ({}, {})
         self.manifest = Manifest(step=newest, files={}, values=values, metadata={})
-        """Its step is -1 if no rank holds a state."""
+        """The manifest's step is -1 if no rank holds a state."""
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {
             name: (dtype, tuple(shape)) for name, (dtype, shape) in kinds.items()
         }
@@ -181,11 +182,10 @@ T = TypeVar("T")
 
 
 class Recovery:
-    """The recoveries in place of one run: after the loss of another process, the run is closed and
-    opened again in this process."""
+    """Recovers a run in place. After the loss of another process, the run is closed and opened
+    again in this process."""
 
     def __init__(self, rejoin: Rejoin, recipe: Recipe, watchers: Collection[Any] = ()) -> None:
-        """`watchers`: hooks and loggers."""
         self.rejoin, self._recipe, self._watchers = rejoin, recipe, watchers
         self.code = RecipeCode.of(recipe)
         rejoin.trainings += 1
@@ -200,7 +200,7 @@ class Recovery:
                 " again"
             )
         self.sizes: Sequence[int] = ()
-        """Numbers of processes with which the plan works."""
+        """Numbers of processes that the plan supports."""
         self.holder: dict[str, Any] | None = None
         """The process that writes the run directory."""
         self._held: HeldState | None = None
@@ -208,7 +208,7 @@ class Recovery:
         self.why_no_state = "no process holds the state, and there is no image"
         self._is_restored = False
         self.can_replace = False
-        """True once all processes can recover in place; the same on all ranks."""
+        """True once all processes can recover in place. All ranks have the same value."""
         # True if this process has the whole state: no tensor is sharded, and the data is no stream
         self.is_replica = False
         # the largest step that this process has reached since its state was last restored
@@ -217,8 +217,8 @@ class Recovery:
         self.times = 0
 
     def run(self, attempt: Callable[[], T]) -> T:
-        """Call `attempt`, which opens the run and trains, again after each loss of another process,
-        with the rank that the launcher assigns."""
+        """Call `attempt`, which opens the run and trains. Call it again after each loss of another
+        process, with the rank that the launcher assigns."""
         while True:
             self._is_restored = False
             prepare_process()
@@ -258,7 +258,8 @@ class Recovery:
         )
 
     def distrust(self) -> None:
-        """Make the next recovery use a checkpoint, because a rank has computed wrong results."""
+        """Make the next recovery use a checkpoint. Called when a rank has computed wrong
+        results."""
         self._distrusts = True
 
     def check_recipe(self, training: Training) -> None:
@@ -276,8 +277,7 @@ class Recovery:
                     )
 
     def announce(self, run: Run, data: Any) -> None:
-        """Tell the launcher whether all processes can recover in place from now on. Every rank
-        calls it."""
+        """Tell the launcher whether all processes can recover in place. Every rank calls it."""
         plan = run.context.plan
         self.is_replica = not plan.state_divided and not isinstance(data, Stream)
         self._hooks_before = hook_states(run.training)
@@ -293,8 +293,8 @@ class Recovery:
         self.rejoin.announce(reason, self.sizes)
 
     def reader(self, world: World, plan: Plan) -> tuple[str, StateReader] | None:
-        """Return the newest state in memory: "replica" of a surviving process, or "image" that
-        ranks gave to the launcher. Every rank calls it."""
+        """Return the newest state in memory: "replica" of a surviving process, or "image" from the
+        launcher. Every rank calls it."""
         held = ReplicaReader(self._held if not plan.state_divided else None, world)
         self._reached = max(world.gather_values(self._reached))
         if any(world.gather_values(self._distrusts)):
@@ -309,8 +309,8 @@ class Recovery:
         return ("replica", held) if held.manifest.step >= 0 else None
 
     def restored(self, step: int) -> dict[str, float]:
-        """Return the seconds until all processes were ready, the seconds since then, and the steps
-        to compute again."""
+        """Return the seconds until all processes were ready, the seconds since then, and the number
+        of steps to recompute."""
         lost_at, rejoined_at = self.rejoin.lost_at, self.rejoin.rejoined_at
         figures = {
             "wait_seconds": round(rejoined_at - lost_at, 3),
@@ -327,8 +327,7 @@ class Recovery:
     def rejoined(
         self, error: BaseException, run: Run | None, stop_watching: Callable[[], None] | None = None
     ) -> bool:
-        """Wait for a new rank if `error` came from the loss of another process. `stop_watching`:
-        keeps the watchdog from reporting a hang."""
+        """Wait for a new rank if `error` came from the loss of another process."""
 
         def hold() -> int | str:
             if stop_watching is not None:

@@ -1,5 +1,4 @@
-"""The `Run` that hooks get: the values of a run that they can read, and the calls by which they can
-influence it."""
+"""The `Run` that hooks get: values that they can read, and methods that influence the run."""
 
 from __future__ import annotations
 
@@ -31,28 +30,28 @@ class Run:
     def __init__(self, context: Context, training: Training) -> None:
         self.context = context
         self.training = training
-        """The private side of the run, for lockstep's own hooks."""
+        """Private state of the run, for lockstep's own hooks."""
         self.recipe: Recipe | None = None
-        """The recipe; None without `ls.train`."""
+        """The recipe. None without `ls.train`."""
         self.step = 0
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         self.metrics: dict[str, float] = {}
-        """The latest value of each metric of the evaluations."""
+        """Latest value of each evaluation metric."""
         self.metrics_at: dict[str, int] = {}
-        """Name of a metric -> the value of `step` when it was measured."""
+        """Maps a metric's name to the value of `step` at its latest measurement."""
         self.is_logging_step = False
         """True if the current step has a line in metrics.jsonl."""
         self.global_batch = 0
         """Number of samples in a global batch of the current loop."""
         self.microbatch: int | None = None
-        """Number of samples in a microbatch; None: one microbatch for each rank."""
+        """Number of samples in a microbatch. None: one microbatch for each rank."""
         self.total_steps = 0
-        """Number of steps in the current loop, including those done."""
+        """Number of steps in the current loop, including completed steps."""
 
     @property
     def model(self) -> nn.Module:
-        """The model, as the user's factory built it and lockstep parallelized it; the first
-        prepared one if there are several."""
+        """The model that the user's factory built and lockstep parallelized. If several models are
+        prepared, the first one."""
         return self.training.modules[0].model
 
     @property
@@ -67,7 +66,7 @@ class Run:
 
     @property
     def stopping(self) -> str | None:
-        """The reason why training stops, once all ranks have agreed to stop; None before."""
+        """The reason for stopping, once all ranks have agreed to stop. None before."""
         return self.training.stopping
 
     @property
@@ -77,37 +76,38 @@ class Run:
 
     @property
     def epoch(self) -> int | None:
-        """Number of epochs that the current loop has completed; in `before_step`, the epoch (from
-        0) of the step's first sample. None before the first step, and for data without a length."""
+        """Number of epochs that the current loop has completed. In `before_step`, the epoch of the
+        step's first sample, counted from 0. None before the first step, and for data without a
+        length."""
         epoch_of, before = self.training.epoch_of, self.training.loop.steps_before
         return None if epoch_of is None else epoch_of(self.step - before)
 
     @property
     def has_ended_epoch(self) -> bool:
-        """True if the latest step was the last one of an epoch."""
+        """True if the latest step was the last step of an epoch."""
         epoch_of, done = self.training.epoch_of, self.step - self.training.loop.steps_before
         return epoch_of is not None and done > 0 and epoch_of(done) > epoch_of(done - 1)
 
     @property
     def loss(self) -> float:
-        """The loss of the first model in the latest step that it did not skip: Σ total / Σ weight
+        """The loss of the first model in its latest step that was not skipped: Σ total / Σ weight
         over the global batch."""
         return self.training.loss
 
     def stop(self, reason: str) -> None:
-        """Ask all ranks to stop training. Any rank may call it; all ranks stop at the next logging
+        """Ask all ranks to stop training. Any rank may call it. All ranks stop at the next logging
         step, or after the current evaluation."""
         self.training.stop = reason
 
     def freeze(self, *patterns: str) -> None:
-        """Stop training the parameters of `model` with these names, from the next step on; `*`
-        stands for any text. Every rank calls it, between two steps. The optimizer keeps their
-        state. Raises `RecipeError`."""
+        """Stop training the parameters of `model` with these names, from the next step on. `*`
+        stands for any text. The optimizer keeps their state. Every rank calls it, between two
+        steps. Raises `RecipeError`."""
         self._set_trainable(patterns, to=False)
 
     def unfreeze(self, *patterns: str) -> None:
-        """Train the parameters of `model` with these names from the next step on. The optimizer
-        must hold them. Every rank calls it, between two steps. Raises `RecipeError`."""
+        """Train the parameters of `model` with these names, from the next step on. The optimizer
+        must hold the parameters. Every rank calls it, between two steps. Raises `RecipeError`."""
         self._set_trainable(patterns, to=True)
 
     def _set_trainable(self, patterns: Sequence[str], *, to: bool) -> None:
@@ -140,9 +140,9 @@ class Run:
             )
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the recipe's evaluations that were not yet measured after this step, and return
-        the metrics of all evaluations. Every rank calls it, between two steps. Raises `RecipeError`
-        if the recipe has none."""
+        """Run the recipe's evaluations that have not run after this step, and return the metrics of
+        all evaluations. Every rank calls it, between two steps. Raises `RecipeError` if the recipe
+        has no evaluation."""
         if self.training.measure is None:
             raise RecipeError(
                 "run.evaluate() without Recipe.evaluation; it measures the recipe's"
@@ -154,18 +154,16 @@ class Run:
         return dict(self.metrics)
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
-        """Record an event. Events of rank 0 are written to events.jsonl. `step`: number of
-        optimizer steps done at the event; None: the number done now."""
+        """Record an event. Events of rank 0 are written to events.jsonl. `step` is the number of
+        optimizer steps done at the event. None: the current number."""
         event = self.context.recorder.event(name, self.step if step is None else step, **details)
         if self.training.has_started:
             self.training.hooks.call("on_event", self, event)
 
     def log(self, values: Mapping[str, float]) -> None:
         """Add numbers to this step's line in metrics.jsonl and to the progress display. Only rank
-        0's numbers are written.
-
-        Raises `DataError` for a value that is not a number, or a name that the line already has.
-        """
+        0's numbers are written. Raises `DataError` for a value that is not a number, or for a name
+        that the line already has."""
         for name, value in values.items():
             if name in ROW_NAMES or name.startswith("lr/"):
                 raise DataError(
@@ -174,9 +172,10 @@ class Run:
             self.training.logged[name] = as_number(name, value)
 
     def full_state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
-        """Return a copy of the state dict of `model` with full tensors on the CPU, on every rank
-        and under every plan: for `save_pretrained`. Optimizers that have modes are put into
-        evaluation mode for the copy. Every rank calls it. `model=None`: the first model."""
+        """Return a copy of the state dict of `model` with full tensors on the CPU, for example for
+        `save_pretrained`. It is the same on every rank and under every plan. Optimizers that have
+        modes are in evaluation mode during the copy. Every rank calls it. `model=None`: the first
+        model."""
         with ExitStack() as stack:
             for module in self.training.modules:
                 stack.enter_context(module.modes.evaluating())
@@ -187,8 +186,8 @@ class Run:
             }
 
     def gradient_norms(self, model: nn.Module | None = None) -> dict[str, float]:
-        """Return the norm of the gradient of each parameter that has one, by name. Every rank calls
-        it, in `after_backward`. `model`: the hook's argument; None: the first."""
+        """Return the gradient norm of each parameter that has a gradient, by name. Every rank calls
+        it, in `after_backward`. `model` is the hook's argument. None: the first model."""
         modules = self.training.modules
         module = next(each for each in modules if model is None or each.model is model)
         named = zip(module.names, module.parameters, strict=True)
@@ -201,13 +200,13 @@ class Run:
 
     def save(self, name: str, state_dict: Mapping[str, Any]) -> None:
         """Write the tensors of `state_dict` to the safetensors file `name` in the run directory.
-        Every rank calls it; sharded tensors are written in full."""
+        Every rank calls it. Sharded tensors are written in full."""
         self.context.recorder.save_tensors(name, self.context.mesh.union(state_dict))
 
     def include(self, name: str, state: Stateful) -> None:
-        """Include the state of an object in the run's checkpoints, under `name`, and restore it
-        when the run is resumed. Every rank calls it, before a checkpoint is loaded: in `on_start`
-        at the latest. Raises `CheckpointError`."""
+        """Save the state of an object in the run's checkpoints, under `name`, and restore it when
+        the run is resumed. Every rank calls it, before a checkpoint is loaded: in `on_start` at the
+        latest. Raises `CheckpointError`."""
         if not isinstance(state, Stateful):
             raise CheckpointError(
                 f"include({name!r}, a {type(state).__name__}); it has no state_dict and"

@@ -48,7 +48,7 @@ OWN_GPU_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HI
 
 
 class Remark(NamedTuple):
-    """An event for the run's log, with an optional line for the terminal."""
+    """An event for the run's log, and an optional line for the terminal."""
 
     event: str
     details: dict[str, Any]
@@ -146,8 +146,8 @@ def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:
 
 
 def refuse_single_samples(models: Sequence[nn.Module], batching: Batching) -> None:
-    """Make the first forward raise if BatchNorm will get one value per channel in an epoch's last
-    global batch. torch would raise an error only then."""
+    """Make the first forward raise if an epoch's last global batch will give BatchNorm one value
+    per channel. torch would raise only at that batch."""
     sizes = batching.last_of_epoch
     if 1 not in sizes or batching.assignment.slices:
         return
@@ -245,7 +245,7 @@ def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | N
 
 
 RECOMPUTES = frozenset({"replicate", "shard", "pipeline", "tensor", "context"})
-"""Axes under which a rank can recompute another rank's microbatch."""
+"""Mesh axes under which a rank can recompute another rank's microbatch."""
 
 
 def check_recomputation(plan: Plan, every: int) -> None:
@@ -335,7 +335,7 @@ def _check_bitwise_sequence(plan: Plan, sequence: RecipeSequence | None) -> None
 
 
 def resolved(plan: Plan, world_size: int) -> str:
-    """Return the plan as text, without `auto` if the plan fits the world size."""
+    """Return the plan as text. `auto` is left out if the plan fits the world size."""
     try:
         return str(plan.resolve(world_size))
     except PlanError:
@@ -362,7 +362,6 @@ def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_same_devices(everyone: Sequence[Mapping[str, str]], numerics: str) -> Remark | None:
-    """`everyone`: `device_kind` of each rank."""
     first, differing = everyone[0], dict[int, dict[str, list[str | None]]]()
     for rank, other in enumerate(everyone):
         if other != first:
@@ -387,7 +386,6 @@ def check_same_devices(everyone: Sequence[Mapping[str, str]], numerics: str) -> 
 
 
 def check_same_programs(everyone: Sequence[Mapping[str, str]]) -> None:
-    """`everyone`: for each rank, the digests of the user's modules."""
     for rank, other in enumerate(everyone):
         if changed := other_sources(everyone[0], other):
             raise RecipeError(
@@ -422,7 +420,6 @@ def check_same_code(everyone: Sequence[Digests]) -> None:
 def set_up_computation(
     plan: Plan, world: World, threads: int, stack: ExitStack
 ) -> list[Remark | None]:
-    """`threads`: the number if the plan gives none."""
     bitwise = plan.numerics == "bitwise"
     pinned = bitwise and (world.device.type == "cpu" or plan.offload)
     if pinned and plan.threads not in (None, "auto", 1):
@@ -459,8 +456,8 @@ def set_up_computation(
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
-    """Otherwise glibc returns the memory of a step's gradients to the system and gets it back page
-    by page, which takes up to a fifth of a step."""
+    """Make glibc keep freed memory. Otherwise glibc returns a step's gradients to the system and
+    gets the memory back page by page, which takes up to a fifth of a step."""
     if sys.platform != "linux" or any(name in environ for name in OWN_SETTINGS):
         return False
     try:
@@ -473,8 +470,8 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
 
 
 def expand_segments(device: torch.device, environ: Mapping[str, str]) -> Remark | None:
-    """Expandable segments prevent fragmentation. On some virtual GPUs, WSL and gVisor, every
-    allocation would fail."""
+    """Let CUDA's allocator expand its segments, which prevents fragmentation. On WSL, gVisor and
+    some virtual GPUs, every allocation would fail."""
     if any(name in environ for name in OWN_GPU_SETTINGS) or not set_allocator_settings(
         "expandable_segments:True"
     ):
@@ -486,8 +483,8 @@ def expand_segments(device: torch.device, environ: Mapping[str, str]) -> Remark 
 
 
 def cublas_workspace(environ: MutableMapping[str, str]) -> Remark | None:
-    """torch reads the setting at its first matrix product, which the script may have computed
-    already."""
+    """torch reads the setting at the first matrix product. The script may already have computed
+    one."""
     if cublas.VARIABLE in environ:
         return None
     environ[cublas.VARIABLE] = cublas.WORKSPACE

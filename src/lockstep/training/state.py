@@ -1,5 +1,5 @@
-"""The state of a session as a checkpoint holds it. The names do not depend on the plan. The first
-number is the model's.
+"""The state of a session in a checkpoint. The names of tensors do not depend on the plan. The first
+number in a name is the index of the model.
 
 | name | tensor |
 |---|---|
@@ -41,7 +41,7 @@ from lockstep.training.optim.optimizer_state import (
 from lockstep.training.train_module import HostValues, TrainModule
 
 _PLAN_SETTINGS = {"params", "foreach", "fused", "capturable", "differentiable"}
-"""Settings of param groups that depend on the plan, and so are not saved."""
+"""Param group settings that depend on the plan. They are not saved."""
 
 _FORM: Mapping[str, Any] = {"modules": dict, "state": dict}
 _MODULE_FORM: Mapping[str, Any] = {
@@ -68,11 +68,11 @@ EXTRA_STATE = "_extra_state"
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with state that a run must have to resume."""
+    """An object whose state a resumed run needs."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return tensors, numbers, text, None, and lists, tuples and dicts of them. Values must be
-        the same on all ranks, or DTensors."""
+        DTensors or the same on all ranks."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
@@ -84,7 +84,7 @@ class StateReader(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Name -> (dtype, shape)."""
+        """Maps a tensor's name to its dtype and shape."""
 
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
         """Every rank calls it."""
@@ -107,9 +107,8 @@ def state_of(
     *,
     host: Sequence[HostValues] | None = None,
 ) -> State:
-    """`host`: each module's host values after the step that the device has reached; None: the
-    current ones. `known`: a cache, because searching a small model for its tensors takes longer
-    than copying them. With it, the returned tensors are not detached."""
+    """`known` is a cache: finding a small model's tensors takes longer than copying them. With the
+    cache, the returned tensors are not detached."""
     state = State()
     tensors = [
         (known or KnownTensors()).of(module, number) for number, module in enumerate(modules)
@@ -130,15 +129,15 @@ def state_of(
 
 @dataclass(frozen=True, slots=True)
 class _ModuleTensors:
-    """A `TrainModule`'s tensors by their names in a checkpoint."""
+    """The tensors of a `TrainModule` by their names in a checkpoint."""
 
     tensors: dict[str, Tensor]
     optimizers: list[OptimizerState]
     tied: dict[str, str]
     places: list[tuple[Mapping[Any, Any], Sequence[Any]]]
-    """Each dict in which tensors were found, and its values then."""
+    """Each dict that holds tensors, and its values when the cache was filled."""
     states: Sequence[tuple[Optimizer, object]]
-    """Each optimizer, and its `state` then."""
+    """Each optimizer, and its `state` when the cache was filled."""
 
     @classmethod
     def find(cls, module: TrainModule, number: int) -> _ModuleTensors:
@@ -238,7 +237,7 @@ def restore(
 
 @contextmanager
 def damage_in(what: str) -> Iterator[None]:
-    """Convert errors that values of a wrong type cause into a `DamagedError`."""
+    """Convert errors about values of a wrong type to `DamagedError`."""
     try:
         yield
     except (
@@ -415,7 +414,7 @@ def _to_device(parameter: Tensor, value: Any) -> Any:
 
 
 def _like_parameter(parameter: Tensor, value: Any) -> Any:
-    """A tensor of the parameter's shape is sharded as the parameter is."""
+    """Shard a tensor of the parameter's shape like the parameter."""
     value = _to_device(parameter, value)
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
@@ -423,15 +422,15 @@ def _like_parameter(parameter: Tensor, value: Any) -> Any:
 
 
 def named_tensors(model: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-    """Yield the first name and the tensor of each parameter and buffer in the state dict. `also`:
-    parameters to add."""
+    """Yield each parameter and buffer in the state dict with its name. A tied tensor occurs
+    once."""
     saved = list(tensors_in_state(model, also))
     others = _aliases(saved)
     return ((name, tensor.detach()) for name, tensor in saved if name not in others)
 
 
 def aliases(model: nn.Module, also: Collection[str] = ()) -> dict[str, str]:
-    """Return other name -> first name of each tied tensor."""
+    """Return a map from each duplicate name of a tied tensor to the name that checkpoints use."""
     return _aliases(list(tensors_in_state(model, also)))
 
 

@@ -45,20 +45,18 @@ NOTHING = nullcontext()
 
 
 class Step:
-    """One optimizer step in progress, the same on all ranks. `Session.steps` yields it.
-
-    If several models are prepared, it accumulates the gradient of one model at a time, from the
-    model's first `backward` to its `commit`.
-    """
+    """One optimizer step in progress, the same on all ranks. `Session.steps` yields it. If several
+    models are prepared, it accumulates the gradient of one model at a time, from the model's first
+    `backward` to its `commit`."""
 
     def __init__(self, source: Microbatches, training: Training) -> None:
         self.index = source.step
-        """Number of the step in its loop, from 0."""
+        """Index of the step in its loop, from 0."""
         self.samples = source.samples
         """Number of samples in the global batch."""
         self.count = source.count
-        """Number of microbatches in the global batch, over all ranks. If SyncBatchNorm makes ranks
-        split each microbatch, the number of the parts of all microbatches."""
+        """Number of microbatches in the global batch, over all ranks. If SyncBatchNorm splits
+        microbatches over ranks, the number of parts."""
         self.source = source
         self.weights = source.weights
         self.committed: dict[int, StepResult] = {}
@@ -76,7 +74,7 @@ class Step:
         # with several models, the backward of one may rightly change the gradients of another
         alone = self._compares and len(training.modules) == 1
         self._gradients = training.modules[0].reducer.gradient_versions() if alone else None
-        """Version counters of the `.grad` tensors, to detect backwards that the script calls."""
+        """Version counters of the `.grad` tensors, to detect a backward that the script calls."""
         self._current: Microbatch | None = None
         self._recomputation: Recomputation | None = None
         self._passes = 0
@@ -84,17 +82,19 @@ class Step:
         self._recomputing: tuple[Microbatch, MicrobatchChecksums] | None = None
         """Another rank's microbatch that this rank is recomputing."""
         self._waiting: list[tuple[Microbatch, Any, Routed]] | None = None
-        """Microbatches whose backward waits for all forwards. None if backwards do not wait."""
+        """Microbatches whose backward waits until all forwards are computed. None if backwards do
+        not wait."""
         self._number = 0
         self._has_begun = False
 
     def compute(
         self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any] | Gathered
     ) -> None:
-        """Compute forward and backward of all of this rank's microbatches, in a session with one
+        """Compute forward and backward of all microbatches of this rank, in a session with one
         model. Works under every plan. Every rank calls it.
 
-        `inputs` and `loss`: as in `Recipe`, or its `batch_loss`. Raises `LossError`, `RecipeError`.
+        `inputs` and `loss` are as in `Recipe`. `loss` may be a `batch_loss`. Raises `LossError`,
+        `RecipeError`.
         """
         number = self._number_of(None)
         if self._computed is not None:
@@ -158,9 +158,10 @@ class Step:
         return checksums
 
     def _hold_backwards(self) -> bool:
-        """Waiting keeps the activations of all microbatches: backwards wait if no rank has more
-        than one microbatch, or activation checkpointing keeps only the blocks' inputs. Returns the
-        same on every rank."""
+        """Return True if all forwards run before the first backward. Waiting backwards keep the
+        activations of all microbatches. So backwards wait only if no rank has more than one
+        microbatch, or if activation checkpointing keeps only the blocks' inputs. Returns the same
+        on every rank."""
         assigned, plan = self.source.layout.assignment, self._training.context.plan
         if plan.divides("layers"):
             return False
@@ -228,11 +229,11 @@ class Step:
         self._check_gradients()
 
     def microbatches(self, *, dummies: bool = False) -> Iterator[Any]:
-        """Yield the batch of each microbatch of this rank, each with its own random generators. A
-        rank may have no microbatches.
+        """Yield the batch of each microbatch of this rank. Each batch has its own random
+        generators. A rank may have no microbatches.
 
-        After a `commit` it can be iterated again for another model, with the same batches and other
-        random numbers. `dummies`: True if the loop checks `is_dummy`. If False, raises
+        After a `commit`, it can be iterated again for another model, with the same batches and
+        other random numbers. `dummies`: True if the loop checks `is_dummy`. If False, raises
         `RecipeError` under a plan in which a rank must compute dummies.
         """
         self._refuse_recomputation("a loop over step.microbatches()", "step.compute(inputs, loss)")
@@ -258,8 +259,8 @@ class Step:
         self._seed_loop()
 
     def _seed_loop(self) -> None:
-        """The script's own loop would otherwise continue the random stream of this rank's last
-        microbatch, which differs between ranks."""
+        """Seed the generators after the script's loop. Otherwise they would continue the random
+        stream of this rank's last microbatch, which differs between ranks."""
         if self._run.recipe is None:
             context = self._training.context
             at = (context.seed, RandomStream.LOOP, self._run.step, self._passes)
@@ -268,18 +269,18 @@ class Step:
 
     @property
     def is_dummy(self) -> bool:
-        """True while this rank's microbatch is a dummy: it belongs to another rank and is computed
-        only because forwards have collectives. Its gradient is discarded; ignore all other results
-        of it."""
+        """True while this rank's microbatch is a dummy. A dummy belongs to another rank and is
+        computed only because forwards have collectives. Its gradient is discarded. Ignore all other
+        results of a dummy."""
         return self._current is not None and self._current.is_dummy
 
     def backward(self, loss: Any, optimizer: Any = None) -> None:
-        """Accumulate the gradient of this microbatch's loss. Called once for each microbatch, on
-        the rank that computes it.
+        """Accumulate the gradient of this microbatch's loss. Call it once for each microbatch, on
+        the rank that computes the microbatch.
 
-        `loss`: a scalar (the mean over this microbatch's samples), an `ls.Loss`, or with the
-        `weight` of `steps`, an `ls.Sum` or a dict. `optimizer`: the model's optimizer, if several
-        models are prepared; other models that the loss reaches get no gradient. Raises `LossError`.
+        `loss`: a scalar (the mean over this microbatch's samples) or an `ls.Loss`. With the
+        `weight` of `steps`: an `ls.Sum` or a dict. `optimizer`: the model's optimizer, if several
+        models are prepared. Other models that the loss reaches get no gradient. Raises `LossError`.
         """
         number = self._number_of(optimizer)
         _check_loop(self._modules[number])
@@ -427,10 +428,11 @@ class Step:
         rank calls it once a step, for each prepared model.
 
         `clip_norm`: the largest global norm of the gradient. `closure`: for optimizers that compute
-        the gradient more than once a step (LBFGS, SAM): a function that loops over `microbatches`
-        and calls `backward` for each, as the script did before this commit; not needed after
-        `compute`. Raises `LossError` if the loss or the gradient is not finite (on a GPU at the
-        next logging step; with a `fused` optimizer such a step does not update the model).
+        the gradient more than once a step (LBFGS, SAM). It is a function that loops over
+        `microbatches` and calls `backward` for each, as the script did before this commit. After
+        `compute`, no closure is needed. Raises `LossError` if the loss or the gradient is not
+        finite. On a GPU, the error is raised at the next logging step. With a `fused` optimizer, a
+        step with such an error does not update the model.
         """
         check_clip_norm(clip_norm)
         number = self._number_of(optimizer)
@@ -490,9 +492,9 @@ class Step:
     def _again(
         self, number: int, first: StepResult, closure: Callable[[], object] | None
     ) -> Callable[[], Tensor]:
-        """Return the closure for the optimizer's `step`. Its first call uses the step's gradient,
-        unless the optimizer has changed it; later calls compute it again with the same random
-        numbers."""
+        """Return the closure for the optimizer's `step`. The first call uses the step's gradient,
+        unless the optimizer has changed it. Later calls compute the gradient again with the same
+        random numbers."""
         module, calls = self._modules[number], count()
         marks = _marks(module.parameters)
         repeat = closure or partial(self._train, number, *(self._computed or ()))
@@ -518,8 +520,8 @@ class Step:
         return again
 
     def _seed_optimizer(self, number: int, *call: int) -> None:
-        """Called again after each call of the optimizer's closure, which seeds the generators,
-        too."""
+        """Called again after each call of the optimizer's closure, because the closure seeds the
+        generators."""
         if self._modules[number].may_draw:
             context = self._training.context
             at = (context.seed, RandomStream.OPTIMIZER, self._run.step, number, *call)
@@ -706,7 +708,7 @@ class Step:
         return self._forward_weights if self._module.forward_knows_weight else None
 
     def _check_gradients(self) -> None:
-        """Raise `LossError` if the script itself has called `Tensor.backward`."""
+        """Raise `LossError` if the script has called `Tensor.backward`."""
         if self._gradients is None or self._is_repeated:
             return
         if self._gradients != self._modules[0].reducer.gradient_versions():
@@ -774,7 +776,7 @@ class Step:
 
 
 def _marks(parameters: Sequence[nn.Parameter]) -> list[Any]:
-    """Return values that change whenever a parameter or its gradient is changed."""
+    """Return values that change whenever a parameter or its gradient changes."""
     of_parameters = [(version(each), each.data_ptr()) for each in parameters]
     return [of_parameters, gradient_versions(parameters)]
 

@@ -23,22 +23,22 @@ class StepResult:
     layout: StepLayout
     module: TrainModule
     values: Tensor | list[float]
-    """Shape (microbatches,): each microbatch's part of the step's loss; if `weights` is given, its
-    undivided total."""
+    """Each microbatch's part of the step's loss, in the shape (microbatches,). With `weights`, each
+    microbatch's total before the division."""
     # shape (microbatches,), the weights that the forward returned with `ls.Loss`; None if
     # `Recipe.weight` or the number of samples gives the denominators
     weights: Tensor | None
     flags: Tensor | bool  # see `StepStats`
     clip_norm: float | None
     norm: Tensor | float = math.nan
-    """Global norm before clipping. If nothing needs the norm: a number that is finite if and only
-    if the norm is."""
+    """Global norm before clipping. If the norm is not needed, a number that is finite if and only
+    if the norm is finite."""
     # True if the model was updated. None if that depends on a value on the device; see
     # `was_applied`
     applied: bool | None = False
     terms: list[dict[str, Tensor]] = field(default_factory=list)
-    """For each microbatch of this rank, term name -> part of the step's loss; empty dicts without
-    several terms."""
+    """Maps loss terms to their parts of the step's loss, for each microbatch of this rank. Empty
+    dicts if the loss has one term."""
 
     @property
     def was_applied(self) -> bool:
@@ -47,7 +47,7 @@ class StepResult:
 
     @property
     def is_settled(self) -> bool:
-        """The host knows without waiting that `check` cannot fail."""
+        """True if the host knows, without waiting for the device, that `check` cannot fail."""
         return self.applied is True and self.weights is None
 
     def loss(self) -> float:
@@ -66,7 +66,7 @@ class StepResult:
         return self.weights is not None and not any(self.weights.tolist())
 
     def term_losses(self) -> dict[str, float]:
-        """Empty unless the loss has several terms. Every rank calls it."""
+        """Return an empty dict unless the loss has several terms. Every rank calls it."""
         if not self.module.terms:
             return {}
         parts = torch.tensor(

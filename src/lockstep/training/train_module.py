@@ -69,7 +69,8 @@ def held_by(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.P
 
 @dataclass(frozen=True, slots=True)
 class HostValues:
-    """A `TrainModule`'s state in host memory. The host may be steps ahead of its device."""
+    """The part of a `TrainModule`'s state in host memory. The host may be steps ahead of its
+    device."""
 
     schedule: list[dict[str, Any]]
     prescale: Tensor | None
@@ -81,8 +82,7 @@ Closure = Callable[[], Any]
 
 
 class TrainModule:
-    """Reduces, scales and clips a model's gradients, and steps its optimizers. `steppers`: `id` of
-    an optimizer -> function to call instead of its `step()`."""
+    """Reduces, scales and clips a model's gradients, and steps its optimizers."""
 
     choice: ReducerChoice
 
@@ -107,12 +107,12 @@ class TrainModule:
         """True if an optimizer may draw random numbers."""
         self._aligns_operands = context.bitwise and may_multiply(optimizers)
         self.held = held_by(model, optimizers)
-        """Includes frozen parameters."""
+        """The parameters that optimizers hold, including frozen parameters, by name."""
         self.modes = OptimizerModes(optimizers, self.held)
         self.balance: ExpertBalance | None = None
-        """None without `Recipe.balance`; set once the model is built."""
+        """None without `Recipe.balance`. Set once the model is built."""
         self.left_out: LeftOut | None = None
-        """None in a run that saves nothing."""
+        """None if the run saves nothing."""
         self.mesh = context.mesh
         self._sums_partial = any(axis.sums == "partial" for axis in context.mesh.larger)
         self.device = context.device
@@ -150,7 +150,6 @@ class TrainModule:
         self.executor = self._new_executor()
         stages = [model] if parallel.pipeline is None else parallel.pipeline.modules
         self.statistics = [RunningStatistics(stage, context.mesh) for stage in stages]
-        """One for each pipeline stage on this rank."""
         if parallel.pipeline is not None:
             parallel.pipeline.watch(self._around_stage, self._after_stage)
         self.norm.begin(model, dict(self._counted))
@@ -177,9 +176,8 @@ class TrainModule:
         self._optimizer_unscales = (
             fused and is_plain and not self._bitwise and all(map(divides_gradients, optimizers))
         )
-        """True if the optimizers divide by the fp16 loss scale themselves, which saves a pass over
-        the gradient. With bitwise numerics they must multiply by its reciprocal, as other
-        optimizers do."""
+        """True if the optimizers divide by the fp16 loss scale, which saves a pass over the
+        gradient. False with bitwise numerics."""
 
     def set_trainable(self, names: Collection[str]) -> None:
         """Every rank calls it, between two steps. The optimizers keep the state of frozen
@@ -237,8 +235,8 @@ class TrainModule:
         return StepAgreement(self.mesh.summed(), [cut.reads], cut.counts)
 
     def check_counts(self) -> None:
-        """Check that token counts that the forward reads on the host do not change its output, if
-        ranks split sequences. Every rank calls it."""
+        """Check that token counts that the forward reads on the host do not change its output.
+        Every rank calls it."""
         if (step := self.agreement.unchecked()) is None:
             return
         cut, streams = self.parallel.cut, self.parallel.streams
@@ -283,14 +281,12 @@ class TrainModule:
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """Parameters, then tensors that collect a tied parameter's gradient in each further part of
-        the model. Not for sharded parameters."""
+        """The parameters, followed by tensors that collect the gradients of tied parameters."""
         parts = [] if self._tied is None else self._tied.leaves
         return [*self.parameters, *(leaf.parameter for leaf in parts)]
 
     def by_parameter(self, gradients: Iterable[Tensor | None]) -> dict[str, Tensor | None]:
-        """Sum a tied parameter's gradients over the parts of the model that use it. `gradients`: of
-        `leaves`."""
+        """Sum a tied parameter's gradients over the parts of the model that use it."""
         summed: dict[str, Tensor | None] = {}
         for name, gradient in zip(self.names_of_leaves, gradients, strict=True):
             before = summed.get(name)
@@ -306,7 +302,7 @@ class TrainModule:
 
     @property
     def overflows(self) -> int:
-        """Consecutive steps with an overflow, until now."""
+        """Number of consecutive steps with an overflow."""
         return 0 if self.loss_scale is None else self.loss_scale.overflows
 
     @property
@@ -363,8 +359,8 @@ class TrainModule:
         )
 
     def divide_by_weight(self, weights: Tensor | None, values: Tensor | list[float]) -> None:
-        """If the sum of `weights` is 0, the gradient becomes 0 if each loss in `values` is 0, else
-        NaN. Also chooses the next step's `prescale`."""
+        """Divide the gradients by the sum of `weights`. If the sum is 0, the gradients become 0 for
+        losses of 0, and NaN otherwise. Also chooses the next step's `prescale`."""
         self.gain = 1.0
         if weights is None:
             return
@@ -387,7 +383,8 @@ class TrainModule:
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def counted_gradients(self) -> list[tuple[str, Tensor]]:
-        """A parameter that several pipeline stages share counts on the first of them."""
+        """If several pipeline stages share a parameter, only the first stage counts its
+        gradient."""
         return [(name, each.grad) for name, each in self._counted if each.grad is not None]
 
     def clip(self, clip_norm: float | None) -> None:
@@ -403,8 +400,7 @@ class TrainModule:
         measure: bool,
         closure: Callable[[], Closure] | None = None,
     ) -> tuple[Tensor | float, bool | None]:
-        """Returns `StepResult.norm` and `StepResult.applied`. `measure`: the norm itself is needed.
-        `closure`: called once the gradient is clipped."""
+        """Return `StepResult.norm` and `StepResult.applied`."""
         divisor: Tensor | float = 1.0
         if self.loss_scale is not None:
             if self._optimizer_unscales:
@@ -476,11 +472,11 @@ class TrainModule:
         self.statistics[stage].note_microbatch()
 
     def steps_whole_tensors(self, optimizer: Optimizer) -> bool:
-        """True if the optimizer is given unsharded tensors, each of which one rank updates."""
+        """True if the optimizer steps on full tensors, each on one rank."""
         return id(optimizer) in self._steppers
 
     def model_state(self) -> Mapping[str, Any]:
-        """Contains tensors outside the state dict that an optimizer holds or that have changed.
+        """Includes tensors outside of the state dict that an optimizer holds or that have changed.
         Every rank calls it."""
         changed = {} if self.left_out is None else self.left_out.changed()
         return self.mesh.union(complete_state_dict(self.model, self.held, changed, self.mesh.world))
@@ -518,8 +514,8 @@ class TrainModule:
             )
 
     def keep_changed_settings(self, saved: Settings) -> None:
-        """After a resume, use the optimizer settings that the script has changed. `saved`: the
-        settings in the saved run."""
+        """After a resume, use the optimizer settings that the script has changed since the saved
+        run."""
         for number, group, name in changed_settings(saved, self.settings):
             value = self.settings[number][group][name]
             if name == "lr":
@@ -549,7 +545,7 @@ class TrainModule:
 
 
 def step_optimizer(optimizer: Optimizer) -> None:
-    """Bypass torch's wrapper that records the step for the profiler, which takes 8 µs."""
+    """Call the step without torch's profiler wrapper, which takes 8 µs."""
     step = type(optimizer).step
     if (
         not getattr(step, "hooked", False)
@@ -586,7 +582,7 @@ def _step_without_closure(optimizer: Optimizer) -> None:
 
 
 def _is_of_distributed_tensors(error: Exception) -> bool:
-    """True if torch raised the error while it computed with DTensors."""
+    """True if torch raised the error in a computation with DTensors."""
     return any(
         frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor.")
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -599,7 +595,7 @@ def _told(error: Exception) -> str:
 
 
 def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Also copy tensors on the CPU, which a later step may change."""
+    """Copies CPU tensors too, because a later step may change them."""
     return {
         key: value.clone() if isinstance(value, Tensor) and value.is_cpu else value
         for key, value in group.items()

@@ -1,4 +1,4 @@
-"""The private side of a `Run`."""
+"""The private state of a `Run`."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ class LoopState:
     # name of a stream shard that this rank reads -> its position in the shard
     shards: dict[str, Position] = field(default_factory=dict)
     agreed: int | None = None
-    """Steps done when ranks last recomputed each other's microbatches and got the same
+    """Number of steps done at the latest recomputation in which all ranks got the same
     gradients."""
     data: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
-    """Loop number -> sample name -> digests of the sample's parts."""
+    """Maps a loop's number and a sample's name to the digests of the sample's parts."""
     digest: Callable[[], Digests] | None = None
-    """Returns current digests of samples. None if the dataset cannot have changed in this
+    """Returns the current digests of samples. None if the dataset cannot have changed in this
     process."""
     # the JSON of the checkpoint from which the run was resumed; `step` is its number of steps
     resumed: Mapping[str, Any] | None = None
 
     def begin_loop(self, steps_done: int) -> int:
-        """Return the loop's first step to compute; `sys.maxsize` if the loop had ended before the
-        checkpoint."""
+        """Return the first step of the loop to compute. Return `sys.maxsize` if the loop had ended
+        before the checkpoint."""
         self.loops += 1
         self.steps_before = steps_done
         saved = 0 if self.resumed is None else self.resumed["loop"]
@@ -98,8 +98,7 @@ class LoopState:
 
 
 class Hooks:
-    """A list of hooks. `moment`: name of a method of `Hook`. Users' hooks are called with seeded
-    random generators."""
+    """Calls a list of hooks. Users' hooks are called with seeded random generators."""
 
     def __init__(self, hooks: Sequence[Hook], context: Context) -> None:
         self.all = list(hooks)
@@ -134,7 +133,8 @@ class Hooks:
         return seeded if not self._context.plan.state_divided else partial(_with_full_draws, seeded)
 
     def call_every(self, moment: str, *arguments: Any) -> None:
-        """Call the method of all hooks, even if one raises an error; then raise the first error."""
+        """Call a method of all hooks, even if a hook raises an error. Then raise the first
+        error."""
         failure: BaseException | None = None
         for hook in self.all:
             try:
@@ -168,7 +168,7 @@ def _with_full_draws(method: Callable[..., None], run: Run, *arguments: Any) -> 
 
 
 class Training:
-    """The loop reports its progress here, and lockstep's own hooks read it."""
+    """The progress of a run. The loop updates it, and lockstep's own hooks read it."""
 
     def __init__(self, context: Context, hooks: Sequence[Hook]) -> None:
         self.context = context
@@ -182,7 +182,7 @@ class Training:
         self.stateful: dict[str, Stateful] = {"run": self}
         self.results: dict[int, StepResult] = {}
         self.latest: StepResult | None = None
-        """The first model's result of the latest step that did not skip it."""
+        """The first model's result in its latest step that was not skipped."""
         self.measure: Callable[[], None] | None = None
         self.logged: dict[str, float] = {}
         """The script's numbers for this step's line of metrics.jsonl."""
@@ -192,20 +192,20 @@ class Training:
         self.progress = DeviceProgress() if accelerator.has_streams(context.device) else None
         """None on a CPU."""
         self.is_consistent = True
-        """False from a step's first change of a model until the script's part of the step has
-        ended: the state must not be saved."""
+        """False from the first change of a model in a step until the script's part of the step has
+        ended. The state must not be saved while it is False."""
         self.is_consistent_in_steps = True
-        """False if the script has included objects in the checkpoints, which it may change at any
-        moment."""
+        """False if the script has included objects in the checkpoints: the script may change them
+        at any moment."""
         self.stopping: str | None = None
         self.is_committed = False
         """True from the last model's commit in a step until the next step begins."""
         self.loop = LoopState()
         self.source: Microbatches | None = None
         self.epoch_of: Callable[[int], int] | None = None
-        """Step of the current loop -> epoch. None for data without a length."""
+        """Returns the epoch of a step of the current loop. None for data without a length."""
         self.microbatches = 0
-        """Microbatches that this rank has begun, over all steps."""
+        """Number of microbatches that this rank has begun, over all steps."""
         self.exchange = SyncBatchNormExchange()
         self.consensus = Consensus(context.mesh, context.phases, self._request)
         self.has_started = False
@@ -230,7 +230,8 @@ class Training:
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """The latest step's microbatches were assigned by these speeds; empty if all are equal."""
+        """The speeds by which the latest step's microbatches were assigned. Empty if all speeds are
+        equal."""
         return () if self.source is None else self.source.layout.assignment.speeds
 
     def note_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -238,8 +239,7 @@ class Training:
         self.run.metrics_at |= dict.fromkeys(metrics, self.run.step)
 
     def metric(self, name: str, of: str) -> float | None:
-        """None if the metric was not measured after the latest step. `of`: the setting that needs
-        it."""
+        """Return None if the metric was not measured after the latest step."""
         run = self.run
         if name in run.metrics:
             return run.metrics[name] if run.metrics_at[name] == run.step else None

@@ -1,5 +1,5 @@
-"""Finds optimizers whose update of an element depends on other elements of the tensor (Muon,
-Adafactor, LAMB) or on other tensors (Prodigy), by trying them."""
+"""Finds optimizers whose update of an element depends on other elements (Muon, Adafactor, LAMB) or
+on other tensors (Prodigy). Tries each optimizer on small tensors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from lockstep.plan import Plan
 
 ROWS, COLUMNS, DEPTH = 8, 12, 3
 STEPS = 10
-"""RAdam changes no parameter in the first five steps."""
+"""Number of trial steps. RAdam changes no parameter in its first five steps."""
 TOLERANCE = 1e-3
-"""Largest relative difference that counts as rounding between the update of a whole tensor and of
-its two halves."""
+"""Largest relative rounding difference between updating a tensor whole and in two halves."""
 MIXING_TOLERANCE = 1e-5
-"""Largest relative difference that counts as rounding between the update of a tensor alone and
-together with others, by the same operations."""
+"""Largest relative rounding difference between updating a tensor alone and together with other
+tensors."""
 
 KNOWN = (
     torch.optim.SGD,
@@ -72,8 +71,7 @@ def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[O
 def is_element_wise(
     optimizer: Optimizer, divided: Callable[[Tensor], object] = lambda parameter: True
 ) -> bool:
-    """Tries a copy of each parameter group on small tensors, as a whole and in halves. `divided`:
-    returns true for sharded parameters; others are not tried."""
+    """Tries a copy of each parameter group on small tensors, whole and in halves."""
     for group in optimizer.param_groups:
         dims = {parameter.dim() for parameter in group["params"] if divided(parameter)}
         if any(_differs(optimizer, group, _shape(each)) for each in sorted(dims - {0})):
@@ -129,9 +127,7 @@ def _mixes(optimizer: Optimizer, trial: _Trial) -> bool:
 def _moved(
     optimizer: Optimizer, trial: _Trial, factor: float, *, varies: bool, only: int | None = None
 ) -> list[Tensor]:
-    """Return the change of each tensor over the trial's steps. `factor` multiplies the gradients of
-    all tensors but the first; a negative one changes their sign at each step. `varies`: each step
-    has different gradients. `only`: index of the only tensor to give the optimizer."""
+    """Return the change of each tensor over the trial's steps."""
     generator, device = torch.Generator().manual_seed(0), _device(trial[0][0])
 
     def drawn(shape: tuple[int, ...]) -> Tensor:
@@ -213,7 +209,7 @@ def updated(
 def _copied(
     optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[torch.nn.Parameter]]]
 ) -> Optimizer:
-    """A learning rate of 0 is replaced, because no parameter would change."""
+    """Replaces a learning rate of 0, with which no parameter would change."""
     copied: Optimizer = object.__new__(type(optimizer))
     vars(copied).update(vars(optimizer))
     copied.param_groups = [{**group, "params": parameters} for group, parameters in groups]

@@ -16,19 +16,18 @@ from lockstep.comm.mesh import Mesh, divided_over, shard_dim_over, to_local
 from lockstep.comm.world import World
 
 PIECE_ELEMENTS = 2**15 - 1
-"""torch sums at most this many elements on a CPU in one thread, and so always in the same order."""
+"""Maximum number of elements that torch sums in one thread on a CPU, and thus in a fixed order."""
 TOGETHER_ELEMENTS = 2**25
-"""Elements whose squares are summed at once on an accelerator, which takes 128 MiB."""
+"""Number of elements whose squares are summed at once on an accelerator. They take 128 MiB."""
 MIN_SHARED_BYTES = 8 << 20
-"""Replicas on a CPU do not divide less work, because exchanging the norms would take longer."""
+"""Below this size, replicas on a CPU do not divide the work: exchanging the norms would take
+longer."""
 
 
 class GradientNorm:
-    """The global 2-norm of a model's gradients, sharded or not; on a GPU a tensor. Every rank calls
-    it."""
+    """The global 2-norm of a model's gradients, sharded or not. Every rank calls it."""
 
     def __init__(self, mesh: Mesh, *, bitwise: bool, slices: int = 1) -> None:
-        """`slices`: parts of a row within which numerics=bitwise first sums the squares."""
         self._slices = slices
         self._tensor = mesh.axis("tensor")
         self._device = mesh.world.device
@@ -39,7 +38,7 @@ class GradientNorm:
         self._parts = {
             axis.name: mesh.axis(axis.name) for axis in divided if "layers" not in axis.divides
         }
-        """Axes along which some parameters are sharded."""
+        """Mesh axes along which parameters are sharded."""
         self._stages = mesh.stages
         self._bitwise = bitwise
         self._stage_rows: StageRows | None = None
@@ -50,9 +49,8 @@ class GradientNorm:
             self._stage_rows = StageRows(model, counted, self._stages)
 
     def of(self, gradients_or_none: Sequence[Tensor | None]) -> Tensor | float:
-        """None stands for a parameter without a gradient. With numerics=bitwise, there is an entry
-        for each parameter given to `begin`, and the bits do not depend on sharding or pipeline
-        stages."""
+        """None stands for a parameter without a gradient. With numerics=bitwise, the bits do not
+        depend on sharding or pipeline stages."""
         gradients = [each for each in gradients_or_none if each is not None]
         parts = [to_local(gradient) for gradient in gradients]
         if self._bitwise:
@@ -79,7 +77,7 @@ class GradientNorm:
         return self._number(squares.sqrt())
 
     def of_each(self, gradients: Sequence[Tensor]) -> list[float]:
-        """Takes one all-reduce over each axis and one wait for the device. With numerics=bitwise,
+        """Takes one all-reduce per mesh axis and one wait for the device. With numerics=bitwise,
         the bits do not depend on sharding."""
         if not gradients:
             return []
@@ -101,8 +99,8 @@ class GradientNorm:
         return numbers
 
     def check(self, gradients_or_none: Sequence[Tensor | None]) -> Tensor | float:
-        """Return a number that is finite only if every gradient is. On a CPU it takes half the time
-        of the norm."""
+        """Return a number that is finite only if every gradient is finite. On a CPU, this takes
+        half the time of the norm."""
         gradients = [each for each in gradients_or_none if each is not None]
         if self._in_parts or self._bitwise or not gradients or not gradients[0].is_cpu:
             return self.of(gradients_or_none)
@@ -115,8 +113,7 @@ class GradientNorm:
         compute: Callable[[list[Tensor]], Sequence[Tensor]],
         lengths: Sequence[int] | None = None,
     ) -> Sequence[Tensor]:
-        """Return `compute(parts)`. Replicas that share memory divide large work among them.
-        `lengths`: elements of each result; None: one."""
+        """Return `compute(parts)`. Replicas that share memory divide the work if it is large."""
         if (
             self._memory is None
             or not parts
@@ -137,7 +134,8 @@ class GradientNorm:
         return each
 
     def _counts(self, gradient: Tensor) -> bool:
-        """If several ranks hold the same part of a gradient, only the first adds it to the norm."""
+        """If several ranks hold the same part of a gradient, only the first rank counts it in the
+        norm."""
         divided = divided_over(gradient)
         return all(name in divided or axis.rank == 0 for name, axis in self._parts.items())
 
@@ -150,7 +148,7 @@ class GradientNorm:
     def _squares_of_all_rows(
         self, gradients: Sequence[Tensor], parts: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return the sums of squares of each full tensor's rows, in float64."""
+        """Return, in float64, the sum of squares of each row of each full tensor."""
         size = self._tensor.size
         sharded_dims = [shard_dim_over(gradient, "tensor") for gradient in gradients]
         in_slices = [
@@ -189,8 +187,7 @@ class GradientNorm:
     def _gather_rows(
         self, squares: list[Tensor], places: Sequence[int], rows: Sequence[int], ranks: World
     ) -> None:
-        """Replace the squares of this rank's rows by those of all `ranks`. `rows`: number of rows
-        of each full gradient."""
+        """All-gather the sums of squares of rows over `ranks`, in place."""
         if not places or ranks.size == 1:
             return
         local_rows = [
@@ -204,8 +201,6 @@ class GradientNorm:
             squares[at] = torch.cat(pieces[place :: len(places)])
 
     def _over_tensor(self, squares: list[Tensor], sharded_dims: Sequence[int | None]) -> None:
-        """Replace the squares of this rank's rows, or slices of rows, by those of the full tensors'
-        rows."""
         sharded = [place for place, dim in enumerate(sharded_dims) if dim is not None]
         if not sharded:
             return
@@ -219,13 +214,13 @@ class GradientNorm:
 
 
 def _slices_of_row(gradient: Tensor, slices: int) -> int:
-    """The result depends on the shape of the full tensor alone, and not on its sharding."""
+    """The result depends only on the shape of the full tensor, not on its sharding."""
     columns = math.prod(gradient.shape[1:])
     return slices if len(gradient.shape) > 1 and columns and columns % slices == 0 else 1
 
 
 def _sum_of_slices(squares: Tensor, slices: int) -> Tensor:
-    """Add in a binary tree."""
+    """Add the slices in a binary tree."""
     parts = list(squares.reshape(-1, slices).unbind(1))
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
@@ -233,13 +228,13 @@ def _sum_of_slices(squares: Tensor, slices: int) -> Tensor:
 
 
 class StageRows:
-    """Gathers the rows' sums of squares from all pipeline stages, in the order of the model's
+    """Gathers each row's sum of squares from all pipeline stages, in the order of the model's
     parameters."""
 
     def __init__(
         self, model: nn.Module, counted: Mapping[str, nn.Parameter], stages: World
     ) -> None:
-        """Every rank of the pipeline makes one."""
+        """Every rank of the pipeline creates one."""
         # modules of other stages keep the names of their parameters (with None as the value)
         names = [
             f"{prefix}.{name}" if prefix else name
@@ -269,8 +264,8 @@ class StageRows:
 
 
 def squares_of_rows(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Shape (rows,), float64. Each row is summed separately, so that its bits do not depend on the
-    number of rows."""
+    """Return float64 tensors of shape (rows,). Each row is summed separately: its bits do not
+    depend on the number of rows."""
     matrices = [
         part.reshape(part.shape[0] if part.dim() else 1, math.prod(part.shape[1:]))
         for part in parts
@@ -284,7 +279,7 @@ def squares_of_rows(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _squares_in_cache(rows: Tensor) -> Tensor:
-    """Sum in pieces that fit the processor's cache."""
+    """Sum in pieces that fit into the processor's cache."""
     if rows.numel() <= PIECE_ELEMENTS:
         return _summed_squares(rows)
     if (width := rows.shape[1]) <= PIECE_ELEMENTS:
@@ -317,7 +312,6 @@ def squares_by_halves(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _squares_of_halves(columns: Tensor, zero: Tensor) -> Tensor:
-    """Shape (half, rows). Each element is read once, and converted to the wider dtype meanwhile."""
     half = -(-len(columns) // 2)
     first, second = columns[:half], columns[half:]
     squares = zero.new_empty(first.shape)
@@ -341,7 +335,8 @@ def _summed_squares(rows: Tensor) -> Tensor:
 
 
 def _local_rows(rows: int, rank: int, ranks: int) -> int:
-    """Rows of a tensor that is sharded as by `torch.chunk`."""
+    """Return the number of rows of this rank's shard. `torch.chunk` splits the rows over the
+    ranks."""
     each = -(-rows // ranks)
     return max(0, min(rows - rank * each, each))
 
@@ -357,7 +352,7 @@ def balanced_assignment(sizes: tuple[int, ...], ranks: int) -> list[int]:
 
 
 def combined(norms: Sequence[Tensor]) -> Tensor | float:
-    """The result does not depend on how the gradients lie in memory."""
+    """The result does not depend on the memory layout of the gradients."""
     if all(norm.is_cpu for norm in norms):
         return math.hypot(*[norm.item() for norm in norms])
     total: Tensor = torch.linalg.vector_norm(

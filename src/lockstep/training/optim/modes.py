@@ -1,9 +1,6 @@
-"""Optimizers with a training and an evaluation mode, such as schedule-free ones (Defazio et al.,
-2024).
-
-In training mode the parameters are the point at which the next gradient is computed; in evaluation
-mode they are the weights to use.
-"""
+"""Optimizers with a training and an evaluation mode, such as schedule-free optimizers (Defazio et
+al., 2024). In training mode, the next gradient is computed at the parameters. In evaluation mode,
+the parameters are the weights to use."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class OptimizerModes:
             name: parameter for name, parameter in held.items() if id(parameter) in theirs
         }
         self.training_values: dict[str, Tensor] = {}
-        """Parameters' training-mode values while evaluation mode is on; otherwise empty."""
+        """Training-mode values of the parameters while evaluation mode is on. Otherwise empty."""
         self._groups: dict[int, list[dict[str, Any]]] = {}
 
     @torch.no_grad()
@@ -52,7 +49,7 @@ class OptimizerModes:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """On exit, training mode is entered again if it was on before."""
+        """On exit, restores training mode if it was on before."""
         if self.training_values:
             yield
             return
@@ -71,5 +68,5 @@ class OptimizerModes:
         self.training_values, self._groups = {}, {}
 
     def groups_of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Return the parameter groups as in training mode."""
+        """Return the parameter groups that the optimizer has in training mode."""
         return self._groups.get(id(optimizer), optimizer.param_groups)

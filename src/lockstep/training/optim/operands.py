@@ -1,5 +1,6 @@
 """Gives the matrices that an optimizer multiplies (Shampoo, SOAP, Muon) the same memory alignment
-and strides on any number of ranks. The rounding of a matrix product depends on both."""
+and strides on any number of ranks. The rounding of a matrix product depends on alignment and
+strides."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def may_multiply(optimizers: Iterable[Optimizer]) -> bool:
 
 
 def align_operands(parameters: Iterable[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
-    """Copy gradients and optimizer state that are not aligned in memory (views into a bucket), or
-    whose strides would differ after a resume (eigenvectors from `eigh`)."""
+    """Copy gradients and optimizer state that are unaligned, or whose strides would differ after a
+    resume."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad = with_alignment(parameter.grad)
@@ -37,16 +38,15 @@ def align_operands(parameters: Iterable[nn.Parameter], optimizers: Sequence[Opti
 
 
 def with_alignment(tensor: Tensor) -> Tensor:
-    """Copy the tensor, with the same strides, if it is not aligned for vector instructions."""
+    """Copy the tensor with the same strides, unless it is aligned for vector instructions."""
     return tensor if is_aligned(to_local(tensor)) else tensor.clone()
 
 
 def _align_state(
     held: dict[Any, Any] | list[Any], shape: Size | None, storages: Counter[int]
 ) -> None:
-    """A tensor that shares its storage with another is not copied: a copy would no longer change
-    with the other. Tensors of `shape`, the parameter's, keep their strides; others become
-    contiguous."""
+    """Does not copy a tensor that shares its storage with another tensor. Tensors of the
+    parameter's shape keep their strides. All other tensors become contiguous."""
     for name, each in held.items() if isinstance(held, dict) else enumerate(held):
         if isinstance(each, dict | list):
             _align_state(each, None, storages)

@@ -1,8 +1,6 @@
-"""The state of an optimizer in a checkpoint: tensors by parameter, and other values as JSON.
-
-An optimizer that overrides both `state_dict` and `load_state_dict` is saved and loaded by them.
-Others are saved from `Optimizer.state`.
-"""
+"""The state of an optimizer in a checkpoint: tensors by parameter, and other values as JSON. If an
+optimizer overrides `state_dict` and `load_state_dict`, these methods save and load it. Otherwise
+`Optimizer.state` is saved."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ EXECUTION = ("params", "foreach", "fused", "capturable", "differentiable", "init
 """Fields of a param group that do not affect the trained model."""
 
 Settings = list[list[dict[str, Any]]]
-"""The settings (lr, betas and so on) of each param group of each optimizer of a model, as JSON."""
+"""The settings (lr, betas and so on) of each param group of each optimizer, as JSON."""
 
 
 def settings_of(optimizers: Sequence[Optimizer]) -> Settings:
@@ -36,7 +34,7 @@ def settings_of(optimizers: Sequence[Optimizer]) -> Settings:
 
 
 def changed_settings(saved: Settings, now: Settings) -> Iterator[tuple[int, int, str]]:
-    """Yield (index of the optimizer, index of the parameter group, name of the setting)."""
+    """Yield (optimizer index, param group index, setting name) for each changed setting."""
     for number, (theirs, ours) in enumerate(zip(saved, now, strict=False)):
         for group, (before, after) in enumerate(zip(theirs, ours, strict=False)):
             yield from (
@@ -68,12 +66,12 @@ Kinds = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (dtype, shap
 
 @dataclass(slots=True)
 class OptimizerState:
-    """An optimizer's state, in the parts in which a checkpoint saves it."""
+    """An optimizer's state, in the parts that a checkpoint saves."""
 
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """Name of a parameter -> key, such as `exp_avg` -> tensor."""
+    """Maps a parameter's name and a key such as `exp_avg` to a tensor."""
     rest: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name of a parameter -> key -> value that is not a tensor."""
+    """Maps a parameter's name and a key to a value that is not a tensor."""
     shared: dict[Any, Any] = field(default_factory=dict)
     """Entries of `Optimizer.state` whose keys are not parameters."""
     more: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +99,6 @@ class OptimizerState:
     def load(
         self, optimizer: Optimizer, named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]]
     ) -> None:
-        """`groups`: the saved settings of the param groups."""
         states = {
             name: {**self.tensors.get(name, {}), **self.rest.get(name, {})}
             for name in {**self.tensors, **self.rest}
@@ -157,8 +154,7 @@ def remedy(optimizer: Optimizer) -> str:
 def allocate(
     optimizer: Optimizer, named: Mapping[str, nn.Parameter], prefix: str, saved: Kinds
 ) -> dict[str, dict[str, Tensor]]:
-    """Return name of a parameter -> key -> tensor to load a checkpoint's tensor into. `prefix`: of
-    this optimizer's names in `saved`."""
+    """Return tensors to load a checkpoint's optimizer state into, by parameter name and key."""
     mine = {id(parameter) for parameter in _parameters(optimizer)}
     on_device = any(
         group.get("capturable") or group.get("fused") for group in optimizer.param_groups
@@ -198,7 +194,7 @@ def _check_inner(optimizer: Optimizer) -> None:
 
 
 def _own_states(optimizer: Optimizer) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """Return the state by parameter, and the state dict's entries other than `state` and
+    """Return the state by parameter, and the entries of the state dict besides `state` and
     `param_groups`."""
     kept = {
         key: dict(values) for key, values in optimizer.state.items() if isinstance(values, dict)
@@ -236,7 +232,7 @@ def _own_states(optimizer: Optimizer) -> tuple[dict[Any, Any], dict[str, Any]]:
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    """In the order in which torch's state dict numbers them."""
+    """Return the parameters in the order in which torch's state dict numbers them."""
     return list(
         {
             id(parameter): parameter

@@ -62,8 +62,7 @@ STATE_IS_ZERO_AT_FIRST = (
 def build_optimizers(
     factory: Callable[[nn.Module], Any], model: nn.Module, *, in_part: bool = False
 ) -> list[Optimizer]:
-    """`in_part`: this rank has only some of the model's parameters, so one of several optimizers
-    may have none."""
+    """With `in_part`, an optimizer may have no parameters on this rank."""
     with collector_paused():
         import_module("torch._dynamo")  # the first optimizer of a process imports it
     with _empty_optimizers_allowed() if in_part else nullcontext():
@@ -110,7 +109,7 @@ def _made(factory: Callable[[nn.Module], Any], model: nn.Module) -> Any:
 
 @contextmanager
 def _empty_optimizers_allowed() -> Iterator[None]:
-    """torch refuses to make optimizers without parameters otherwise."""
+    """Lets torch create optimizers without parameters, which it otherwise refuses."""
     original: Any = Optimizer.__init__
 
     def patched(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
@@ -127,7 +126,7 @@ def _empty_optimizers_allowed() -> Iterator[None]:
 
 
 def trainable(model: Any) -> dict[str, nn.Parameter]:
-    """Tied parameters occur once."""
+    """Return the trainable parameters by name. Tied parameters occur once."""
     if not isinstance(model, nn.Module):
         raise RecipeError(
             f"the model factory returned {model!r} (a {type(model).__name__}); it must return a"
@@ -173,8 +172,8 @@ def check_reducible(
 
 
 def unfuse(optimizers: Sequence[Optimizer]) -> bool:
-    """Use foreach instead of fused kernels on a CPU, which round differently at the end of a
-    tensor. Returns True if any optimizer was changed."""
+    """On a CPU, replace fused kernels by foreach. Fused kernels round differently at the end of a
+    tensor. Return True if an optimizer was changed."""
     was_fused = False
     for optimizer in optimizers:
         fused = [
@@ -194,8 +193,8 @@ def unfuse(optimizers: Sequence[Optimizer]) -> bool:
 
 
 def separate_meshes(optimizer: Optimizer) -> None:
-    """Split param groups by device mesh during each `step`, because foreach and fused kernels
-    refuse DTensors of different meshes together."""
+    """Split param groups by device mesh during each `step`. Foreach and fused kernels refuse
+    DTensors of different meshes."""
     if all(len(_by_mesh(group["params"])) == 1 for group in optimizer.param_groups):
         return
     kept: list[list[dict[str, Any]]] = []
@@ -232,8 +231,9 @@ def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
 
 
 def allocate_state(optimizer: Optimizer) -> None:
-    """Make a step with zero gradients and zero learning rate, so that no later step runs out of
-    memory while it is applied. Skips optimizers whose state does not start at zero."""
+    """Allocate the state by a step with zero gradients and zero learning rate. No later step then
+    runs out of memory while it updates the model. Skips optimizers whose state does not start at
+    zero."""
     if (
         type(optimizer) not in STATE_IS_ZERO_AT_FIRST
         or optimizer.state

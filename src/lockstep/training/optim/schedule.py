@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a function of the step, or torch's schedulers."""
+"""Learning-rate schedules: functions of the step, or torch's schedulers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lockstep.base.field_docs import with_field_docs
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class OnMetric:
-    """A schedule for `Recipe.schedule` that follows an evaluation metric: a torch
-    ReduceLROnPlateau, stepped after each evaluation that measures the metric."""
+    """A schedule for `Recipe.schedule` that follows an evaluation metric. It steps a torch
+    ReduceLROnPlateau after each evaluation that measures the metric."""
 
     metric: str
-    """Name of the metric: `accuracy`, or `valid/accuracy` with evaluations by name. A
-    `ReduceLROnPlateau` without `ls.OnMetric` follows `loss`."""
+    """Name of the metric: `accuracy`, or `valid/accuracy` with evaluations by name. Without
+    `ls.OnMetric`, a `ReduceLROnPlateau` follows `loss`."""
     scheduler: Callable[[Optimizer], LRScheduler]
-    """(optimizer) -> a `ReduceLROnPlateau`."""
+    """Function of the optimizer that returns a `ReduceLROnPlateau`."""
 
     def __call__(self, optimizer: Optimizer) -> LRScheduler:
         return self.scheduler(optimizer)
@@ -33,7 +33,7 @@ class OnMetric:
 
 class Schedule:
     """Sets the learning rates of each step: the optimizer's rates times a function of the step, or
-    by torch LRSchedulers."""
+    the rates of torch LRSchedulers."""
 
     def __init__(
         self, schedule: Callable[[Any], Any] | None, optimizers: Sequence[Optimizer]
@@ -45,9 +45,9 @@ class Schedule:
         self._latest = self._rates()
         self._given = schedule is not None
         self.metric: str | None = None
-        """The evaluation metric that the schedule follows; None if it follows the step."""
+        """The evaluation metric that the schedule follows. None if it follows the step."""
         self._set: list[float] | None = None
-        """Learning rates that the schedule set last, to detect changes by other code."""
+        """The learning rates that the schedule set last."""
         if schedule is None:
             return
         try:
@@ -139,8 +139,7 @@ class Schedule:
         self._set = None
 
     def change_base(self, optimizer: int, group: int, before: float, now: float) -> None:
-        """Use the recipe's new learning rate in a loaded torch scheduler. A function of the step
-        uses it already."""
+        """Give a loaded torch scheduler the recipe's new learning rate."""
         if self._multiplier is not None:
             return
         settings = self._optimizers[optimizer].param_groups[group]
@@ -153,8 +152,8 @@ class Schedule:
             settings["initial_lr"] = self._schedulers[optimizer].base_lrs[group] = now
 
     def rates(self) -> dict[str, float]:
-        """Names as in metrics.jsonl: `lr`, and `lr/1` and so on if param groups have other
-        rates."""
+        """Return the rates by their names in metrics.jsonl: `lr`, and `lr/1` and so on for param
+        groups with a different rate."""
         rates = [None if rate is None else float(rate) for rate in self._latest]
         shown = enumerate(rates if len(set(rates)) > 1 else rates[:1])
         return {

@@ -1,8 +1,6 @@
-"""Steps an optimizer that needs whole tensors (such as Muon) on sharded parameters.
-
-Every rank all-gathers each parameter, its gradient and its optimizer state. One rank, the tensor's
-owner, updates the tensor and broadcasts the result, and each rank keeps its shard.
-"""
+"""Steps an optimizer that needs full tensors, such as Muon, on sharded parameters. Every rank
+all-gathers each parameter, its gradient and its optimizer state. One rank, the owner, updates the
+tensor and broadcasts the result. Each rank then keeps its shard."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ class WholeTensorOptimizer:
             self._distribute(parameter, whole.get(id(parameter)), copied)
 
     def _gathered(self, parameter: nn.Parameter, copied: Optimizer) -> nn.Parameter | None:
-        """Returns the whole parameter, with its state in `copied`, on its owner; None on other
+        """Return the full parameter on its owner, with its state in `copied`. Return None on other
         ranks."""
         assert parameter.grad is not None
         gradient, value = full_tensor(parameter.grad), full_tensor(parameter.detach())
@@ -97,8 +95,7 @@ class WholeTensorOptimizer:
     def _distribute(
         self, parameter: nn.Parameter, mine: nn.Parameter | None, copied: Optimizer
     ) -> None:
-        """Broadcast an updated parameter and its state from the owner. `mine`: the whole parameter
-        on its owner, else None."""
+        """Broadcast an updated parameter and its state from the owner."""
         owner = self._owners[id(parameter)]
         to_local(parameter.detach()).copy_(
             self._shard(parameter, None if mine is None else mine.detach(), owner)

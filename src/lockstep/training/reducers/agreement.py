@@ -1,6 +1,6 @@
-"""Checks that in a step all ranks have made the same collectives in the same order, and read the
-same counts of tokens. Each rank encodes its actions in numbers, which are summed over ranks
-together with the step's losses."""
+"""Checks that all ranks make the same collectives in the same order, and read the same token
+counts. Each rank encodes its actions as numbers, which are summed over ranks together with the
+step's losses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Alike(Protocol):
-    """A record of actions that the ranks of a process group must all do in the same way."""
+    """Records actions that must be the same on all ranks of a process group."""
 
     @property
     def count(self) -> int: ...
@@ -31,37 +31,31 @@ class Alike(Protocol):
         """Return numbers whose sums over all ranks are 0 if and only if the ranks agree."""
 
     def end_step(self) -> None:
-        """Keep this rank's actions since the previous step, so that an error can name them."""
+        """Keep this rank's actions since the previous step, for error messages."""
 
     def difference(self) -> str | None:
-        """The first action of the last step in which two ranks differ. Every rank of the process
-        group calls it."""
+        """Return the first action of the last step in which two ranks differ. Every rank of the
+        process group calls it."""
 
     def error(self, difference: str | None) -> RecipeError: ...
 
 
 class StepAgreement:
-    """Compares, in each step of one model, the ranks' orders of collectives, and the counts of
-    tokens that their forwards have read."""
+    """Compares the collectives and the token counts of the ranks in each step of one model."""
 
     def __init__(
         self, summed: World, alike: Sequence[Alike] = (), counts: CountReads | None = None
     ) -> None:
-        """`summed`: the ranks to compare. `counts`: the counts of tokens that the model's forward
-        reads on the host. Ranks may differ in them."""
         self._summed = summed
         self._alike = list(alike)
         self._counts = counts
         self._orders: dict[int, ExchangeOrder] = {}
         self.doing = Doing()
         self._late: tuple[Tensor, torch.Event, StepCounts | None] | None = None
-        """For the previous step on an accelerator: two flags (the ranks' actions differed; their
-        counts differed) while they are copied to the host, and this rank's counts."""
         self._unchecked: StepCounts | None = None
 
     def over(self, world: World) -> ExchangeOrder | None:
-        """None if `world` has one rank, or uses shared memory, which compares each exchange itself.
-        Every rank calls it."""
+        """Return None if `world` has one rank or uses shared memory. Every rank calls it."""
         if world.size == 1 or world.shared_memory is not None:
             return None
         if id(world) not in self._orders:
@@ -94,15 +88,15 @@ class StepAgreement:
         return min(filter(None, (each.seconds for each in self._of_orders())), default=0.0)
 
     def recent(self) -> list[Exchanges]:
-        """This rank's latest recorded collectives, of the previous step and of this one. Any thread
-        may call it."""
+        """Return this rank's latest recorded collectives in the previous step and the current step.
+        Any thread may call it."""
         return [recent for each in self._of_orders() for recent in each.recent() if recent.calls]
 
     def _of_orders(self) -> list[ExchangeOrder]:
         return list(self._orders.values())
 
     def end_trial(self) -> None:
-        """A trial is a forward that belongs to no microbatch."""
+        """End a forward that belongs to no microbatch."""
         for each in self._of_orders():
             each.note(END)
 
@@ -112,8 +106,7 @@ class StepAgreement:
 
     def compare(self, sums: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         """Raise `RecipeError` if the ranks' actions differ. On an accelerator, make a gradient NaN
-        instead, so that the step is not applied, and raise in the next step: the host then need not
-        wait for the device."""
+        instead, and raise in the next step. The host then does not wait for the device."""
         self.settle()
         has_streams = accelerator.has_streams(sums.device)
         is_offloaded = to_local(parameters[0]).is_cpu
@@ -138,13 +131,13 @@ class StepAgreement:
         self._unchecked = unchecked
 
     def unchecked(self) -> StepCounts | None:
-        """Return, once, the counts of tokens of the last step (on an accelerator, of the step
-        before it) if the ranks' counts differed."""
+        """Return the last step's token counts if they differ between ranks. A second call returns
+        None. On an accelerator, the counts are one step older."""
         counts, self._unchecked = self._unchecked, None
         return counts
 
     def compare_now(self) -> None:
-        """Compare outside of steps, at the end of an evaluation. Every rank calls it."""
+        """Compare at the end of an evaluation. Every rank calls it."""
         if not self.count:
             return
         numbers = self.numbers()
@@ -156,7 +149,7 @@ class StepAgreement:
         self._take(any(sums[self._counted :]), latest if any(sums[: self._counted]) else None)
 
     def refuse_late(self) -> None:
-        """Raise the error that `compare` has left for later. Waits for the device."""
+        """Raise the error that `compare` has deferred. Waits for the device."""
         before, self._late = self._late, None
         if before is not None:
             copied, event, latest = before

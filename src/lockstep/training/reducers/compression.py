@@ -1,4 +1,5 @@
-"""Gradient compression for data-parallel ranks: communication hooks for DDP, with error feedback.
+"""Gradient compression between data-parallel ranks: communication hooks for DDP, with error
+feedback.
 
 (No `from __future__ import annotations` here: DDP checks its hooks' annotations and needs classes.)
 """
@@ -22,38 +23,34 @@ from lockstep.comm.world import World
 from lockstep.recipe.checks import powersgd_rank
 
 MIN_COMPRESSION_RATIO = 2
-"""Two thin matrices replace a gradient matrix if they have fewer elements by this factor (torch's
+"""A gradient matrix is compressed if two thin matrices have fewer elements by this factor (torch's
 default)."""
 _REVIVING_SEED = 1
 
 
 class Compression(ABC):
     """Sums DDP's buckets over ranks in compressed form. With error feedback (`int8`, `powersgd`),
-    the sending rank keeps the error of the compression and adds it to the next step's gradient.
-
-    (Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes
-    SignSGD, 2019.)
-    """
+    the sending rank adds the compression error to the next step's gradient. (Seide et al., 1-Bit
+    Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019.)"""
 
     def __init__(self, world: World) -> None:
         self._senders = Senders.of(world)
         self._unit = 1.0
 
     def begin(self, unit: float) -> None:
-        """`unit`: factor in this step's gradients (of fp16's loss scale and of the loss's divisor),
-        the same on all ranks."""
+        """`unit` is a scale factor of this step's gradients, the same on all ranks."""
         if unit != self._unit:
             self._rescale(unit / self._unit)
             self._unit = unit
 
     @abstractmethod
     def forget(self) -> None:
-        """The step was not applied, so its compression errors are not kept."""
+        """Discard the step's compression errors, because the step was not applied."""
 
     @abstractmethod
     def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's communication hook (a sum, no mean). `stats`: a parameter whose gradient holds the
-        step's losses and flags, which must not be rounded."""
+        """DDP's communication hook. It returns a sum, not a mean. `stats` is a parameter whose
+        gradient holds the step's losses and flags, which must not be rounded."""
 
     @abstractmethod
     def _rescale(self, factor: float) -> None: ...
@@ -73,7 +70,7 @@ class Bucket(NamedTuple):
         return cls(buffer, gradients_of(bucket), bucket.parameters(), accelerator.future(buffer))
 
     def stats_part(self, stats: Tensor) -> Tensor:
-        """Empty if `stats` is in another bucket."""
+        """Return an empty tensor if `stats` is in another bucket."""
         parts = zip(self.gradients, self.parameters, strict=True)
         return next(
             (gradient for gradient, parameter in parts if parameter is stats), self.buffer[:0]
@@ -148,8 +145,8 @@ class Rounded(Compression):
             bucket.done.set_result(bucket.buffer)
 
     def _with_residuals(self, bucket: Bucket, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The parts of `flat` that belong to the model's parameters, and the kept compression error
-        of each."""
+        """Return the parts of `flat` that belong to the model's parameters, and the kept
+        compression error of each."""
         known = [
             (part, self._residuals[id(p)])
             for part, p in zip(
@@ -225,7 +222,6 @@ class LowRank(Compression):
         return current.done
 
     def _sum(self, gradients: dict[int, Tensor]) -> None:
-        """`gradients`: id of the parameter -> its gradient."""
         thin = [gradients.pop(each.parameter) for each in self._matrices]
         for tensors, add in (
             (list(gradients.values()), partial(dist.all_reduce, group=self._senders.group)),
@@ -252,8 +248,8 @@ class LowRank(Compression):
         flat.mul_(self._senders.size)  # the hook computes the mean
 
     def _revive(self) -> None:
-        """After a zero gradient, columns of torch's thin matrices would stay zero in all later
-        steps."""
+        """Replace zero columns of torch's thin matrices. After a zero gradient, they would stay
+        zero in all later steps."""
         if (kept := self._state.q_memory_dict.get(0)) is None or kept.all():
             return
         ranks = [min(each.rows, each.columns, self._rank) for each in self._matrices]
@@ -326,7 +322,7 @@ def compression_for(
 
 
 def gradients_of(bucket: GradBucket) -> list[Tensor]:
-    """Views of the bucket with the strides of their parameters; `bucket.gradients()` would return
+    """Return views of the bucket with the strides of their parameters. `bucket.gradients()` returns
     contiguous views."""
     return [
         (
@@ -340,6 +336,7 @@ def gradients_of(bucket: GradBucket) -> list[Tensor]:
 
 
 def views_like(gradients: Sequence[Tensor], buffer: Tensor, flat: Tensor) -> list[Tensor]:
-    """Views of `flat` with the offsets, shapes and strides that `gradients` have in `buffer`."""
+    """Return views of `flat` with the offsets, shapes and strides that `gradients` have in
+    `buffer`."""
     start = buffer.storage_offset() - flat.storage_offset()
     return [flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in gradients]

@@ -1,17 +1,16 @@
-"""Gradient reduction by DistributedDataParallel: every rank has the full model, and buckets are
-summed during the backward.
+"""Gradient reduction by DistributedDataParallel (DDP): every rank has the full model, and buckets
+are summed during the backward.
 
-DDP wraps the *loss*, not the model: its forward is an identity on the last microbatch's loss whose
-graph reaches every parameter. So the user's model keeps its class and may be called any number of
-times; DDP's hook also fires for a parameter that the loss does not reach, without a
-`find_unused_parameters` pass; and a rank without a microbatch participates with a loss of zero.
+DDP wraps the loss, not the model. Its forward is an identity on the last microbatch's loss, and the
+graph reaches every parameter. The user's model keeps its class and may be called any number of
+times. DDP's hook also fires for a parameter that the loss does not reach, without
+`find_unused_parameters`. A rank without a microbatch uses a loss of zero.
 
-DDP gets one more parameter, `stats`, whose gradient contains the step's losses and flags. Its
-gradient is set after the backward, so it completes the last bucket.
+DDP gets one more parameter, `stats`. Its gradient contains the step's losses and flags. The
+gradient is set after the backward and completes the last bucket.
 
-DDP's own all-reduce computes a mean. Multiplying the loss by the number of ranks would make it a
-sum, but hooks on activations would see that factor. So every bucket has a communication hook that
-computes the sum.
+DDP's own all-reduce computes a mean, so every bucket has a communication hook that computes a sum.
+Multiplying the loss by the number of ranks would change the gradients that activation hooks see.
 
 (No `from __future__ import annotations` here: DDP inspects the annotations of its hooks and needs
 classes.)
@@ -51,7 +50,8 @@ from lockstep.tree import Counter
 
 
 class _Touch(torch.autograd.Function):
-    """The identity on a loss. Its graph reaches every parameter, but gives none a gradient."""
+    """An identity on a loss. Its graph reaches every parameter, but gives no parameter a
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class _Touch(torch.autograd.Function):
 
 
 class _LossModule(nn.Module):
-    """Has the model's parameters without its buffers, which DDP would synchronize."""
+    """A module with the model's parameters but without its buffers, which DDP would synchronize."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], length: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -159,8 +159,7 @@ class DdpReducer:
     def backward(
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
     ) -> None:
-        """If the ranks compute microbatches in rounds, because the backward itself has collectives,
-        `reduce` starts DDP's all-reduces."""
+        """If the ranks compute microbatches in rounds, `reduce` starts DDP's all-reduces."""
         if is_dummy:
             dummy_backward(
                 total, grad_output, self._parameters, own_parameters_only=own_parameters_only
@@ -237,7 +236,8 @@ class DdpReducer:
             raise RecipeError(READY_TWICE) from error
 
     def _rounded(self, value: Number) -> float:
-        """A single rank must record the same bits as several, which exchange the value."""
+        """Round the value like an exchange between ranks. A single rank then records the same bits
+        as several ranks."""
         number = float(value)
         # faster than NumPy's scalars
         return c_float(number).value if self._vector.dtype is torch.float32 else number
@@ -264,8 +264,8 @@ class DdpReducer:
         return leaf
 
     def _ordered_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's communication hook. The last bucket's call finishes the sums of all buckets in an
-        order that is the same on all ranks."""
+        """DDP's communication hook. The call for the last bucket finishes the sums of all buckets,
+        in the same order on all ranks."""
         members = [self._places.get(id(parameter)) for parameter in bucket.parameters()]
         buffer, last_leaf = bucket.buffer(), gradients_of(bucket)
         counter: Counter[list[Tensor]] = Counter(
@@ -298,7 +298,7 @@ class DdpReducer:
 
 
 def _flatten(value: Sequence[Tensor], gradients: Sequence[Tensor], buffer: Tensor) -> Tensor:
-    """Copy the tensors into a flat buffer, with the offsets that `gradients` have in `buffer`."""
+    """Copy the tensors into a flat buffer, at the offsets that `gradients` have in `buffer`."""
     flat = torch.zeros_like(buffer)
     torch._foreach_copy_(views_like(gradients, buffer, flat), list(value))
     return flat

@@ -1,7 +1,7 @@
-"""The backward of a dummy microbatch, which a rank computes when it has no microbatch left: other
-ranks wait in its collectives. Autograd runs them only if a leaf of the graph before them requires a
-gradient. Such a leaf need not be a parameter: with frozen embeddings, PEFT makes the embeddings'
-output require a gradient."""
+"""The backward of a dummy microbatch. A rank without a microbatch computes one, because other ranks
+wait in collectives of the backward. Autograd runs a collective only if an earlier leaf of the graph
+requires a gradient. The leaf need not be a parameter: with frozen embeddings, PEFT makes the
+embeddings' output require a gradient."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 def dummy_backward(
     total: Tensor, grad_output: Tensor, parameters: Sequence[Tensor], *, own_parameters_only: bool
 ) -> Sequence[Tensor | None]:
-    """Change no `.grad`. Return the gradients of the parameters and, unless `own_parameters_only`,
-    of the graph's other leaves."""
+    """Return the gradients of the parameters and, unless `own_parameters_only`, of the graph's
+    other leaves. Changes no `.grad`."""
     leaves = parameters if own_parameters_only else _leaves_of(total, parameters)
     return torch.autograd.grad(total, leaves, grad_output, allow_unused=True)
 
 
 def _leaves_of(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The parameters come first."""
+    """Return the leaves of the graph, parameters first."""
     known = set(map(id, parameters))
     leaves = list(parameters)
     waiting: list[Any] = [] if total.grad_fn is None else [total.grad_fn]

@@ -1,7 +1,8 @@
-"""The order in which a rank calls FSDP2's collectives (here: exchanges) in one process group. Gloo
-and NCCL do not compare it: if ranks exchange different blocks of the same size, the sums are wrong;
-if the sizes differ, the ranks hang or crash. So the ranks compare digests of the order at the end
-of each step. If a rank waits for long, the watchdogs, which detect hangs, compare the records."""
+"""Records the order in which a rank calls FSDP2's collectives ("exchanges") in one process group.
+Gloo and NCCL do not compare the order. If ranks exchange different blocks of the same size, the
+sums are wrong. If the sizes differ, the ranks hang or crash. So the ranks compare digests of the
+order at the end of each step. If a rank waits for long, the watchdogs, which detect hangs, compare
+the records."""
 
 from __future__ import annotations
 
@@ -20,31 +21,29 @@ from lockstep.comm.world import World
 from lockstep.model.shard import error_of_order
 
 END = 0
-"""The label that is recorded at the end of a step, an evaluation or a trial (a forward that belongs
-to no microbatch)."""
+"""Label that marks the end of a step, an evaluation, or a forward that belongs to no microbatch."""
 MOST_RECENT = 50
 
 
 class Doing:
-    """The part of a step that this rank computes now, for errors and hang reports."""
+    """The part of a step that this rank computes now, for error messages and hang reports."""
 
     text = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """The exchanges of a rank in one process group, in one step."""
+    """The exchanges of one rank in one process group and one step."""
 
     rank: int
     order: int
     group: int
-    """The first rank of the group."""
+    """First rank of the process group."""
     step: int
-    """Steps, evaluations and trials that ended before."""
     first: int
     """Number of earlier exchanges of the same step."""
     calls: tuple[tuple[str, str], ...]
-    """Each exchange's label and the part of the step, such as ("gathers block 'a'", "in the forward
+    """Label and part of the step for each exchange, such as ("gathers block 'a'", "in the forward
     of microbatch 3")."""
 
     @classmethod
@@ -63,7 +62,6 @@ class Exchanges:
 
 
 def first_different_exchange(everyone: Sequence[Exchanges]) -> str | None:
-    """The ranks may be in different steps."""
     alike: dict[tuple[int, int, int], list[Exchanges]] = {}
     for each in everyone:
         alike.setdefault((each.order, each.group, each.step), []).append(each)
@@ -78,12 +76,12 @@ def first_different_exchange(everyone: Sequence[Exchanges]) -> str | None:
 
 
 Calls = list[tuple[int, str]]
-"""(number of the label, part of the step)"""
+"""Tuple of a label's number and the part of the step."""
 
 
 class _Steps(NamedTuple):
-    """The exchanges of the previous step and of this one. Other threads read them, so they are
-    replaced together, in one assignment, when a step ends."""
+    """The exchanges of the previous step and the current step. At the end of a step, both are
+    replaced in one assignment, because other threads read them."""
 
     number: int
     before: Calls
@@ -94,7 +92,8 @@ class ExchangeOrder:
     """Records the order of this rank's exchanges over one process group."""
 
     def __init__(self, world: World, summed: World, doing: Doing) -> None:
-        """All ranks in `summed` make an `ExchangeOrder` at the same time, for their own groups."""
+        """All ranks in `summed` create an `ExchangeOrder` at the same time, for their own process
+        groups."""
         self._ranks = dist.get_process_group_ranks(world.group)
         # after a failed run, ranks may have made different numbers of orders
         firsts, numbers = zip(
@@ -110,10 +109,10 @@ class ExchangeOrder:
         self._digest = 0
         self._steps = _Steps(0, [], [])
         self._latest: float | None = None
-        """When the latest exchange began; None between steps."""
+        """Time at which the latest exchange began. None between steps."""
 
     def label(self, text: str) -> int:
-        """Every rank calls it with the same texts in the same order, so that the numbers agree."""
+        """Every rank calls it with the same texts in the same order."""
         if text not in self._labels:
             self._labels.append(text)
         return self._labels.index(text)
@@ -137,8 +136,7 @@ class ExchangeOrder:
         )
 
     def end_step(self) -> None:
-        """Begin to record the next step. An error's text names an exchange of the step that has
-        ended."""
+        """Begin to record the next step."""
         self.note(END)
         self._steps = _Steps(self._steps.number + 1, self._steps.calls, [])
 
@@ -152,7 +150,8 @@ class ExchangeOrder:
         return 0.0 if latest is None else time.monotonic() - latest
 
     def recent(self) -> list[Exchanges]:
-        """The latest exchanges of the previous step and of this step. Any thread may call it."""
+        """Return the latest exchanges of the previous step and the current step. Any thread may
+        call it."""
         number, before, calls = self._steps
         return [
             self._exchanges(number - 1, before, MOST_RECENT),
@@ -185,8 +184,8 @@ _numbers = count()
 
 
 def digest_numbers(digest: int, *, rank: int, size: int, group: int, groups: int) -> list[float]:
-    """The sums over all ranks are 0 if and only if the ranks' digests agree in each group. `group`,
-    `groups`: index and number of the groups."""
+    """Encode a digest in numbers. Their sums over all ranks are 0 if and only if the digests agree
+    in each process group."""
     row = [0.0] * (BITS * groups)
     row[group * BITS : (group + 1) * BITS] = compared_bits(digest, rank=rank, size=size)
     return row

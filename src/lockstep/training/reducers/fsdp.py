@@ -1,9 +1,9 @@
-"""Gradient reduction for a model sharded by FSDP2, also with hybrid sharding.
+"""Gradient reduction for a model sharded by FSDP2, with or without hybrid sharding.
 
-Every rank takes part in each all-gather of a block's parameters and in each reduce-scatter of its
-gradients, so the ranks compute in rounds of one microbatch each. A rank that has no microbatch left
-computes a dummy microbatch, whose gradient is set to zero before the reduce-scatter. With hybrid
-sharding, the replicas of a shard sum their gradients once per step instead of once per round.
+Every rank takes part in each all-gather of parameters and each reduce-scatter of gradients. So the
+ranks compute in rounds of one microbatch each. A rank that has no microbatch left computes a dummy
+microbatch, whose gradient is zeroed before the reduce-scatter. With hybrid sharding, the replicas
+of a shard sum their gradients once per step instead of once per round.
 """
 
 from __future__ import annotations
@@ -71,9 +71,6 @@ class FsdpReducer:
         stages: Sequence[nn.Module] = (),
         agreement: StepAgreement,
     ) -> None:
-        """`leaves`: the tensors that keep the gradients of experts apart for the rows of each rank.
-        `part_leaves`: the tensors that keep the gradients of a shared parameter apart for each
-        sequential part of the model."""
         reshard(model)  # a forward without a backward may have left parameters gathered
         self._model = model
         self._mesh = mesh
@@ -155,7 +152,7 @@ class FsdpReducer:
             ]
 
     def gradient_versions(self) -> list[int]:
-        """The gradients' version counters would not do: FSDP2 also writes zeros to gradients that a
+        """Does not use the gradients' version counters: FSDP2 also writes zeros to gradients that a
         backward does not compute."""
         return [self._used.accumulations]
 
@@ -173,7 +170,7 @@ class FsdpReducer:
             )
 
     def _check_uses(self, root: nn.Module, outputs: Sequence[Tensor]) -> None:
-        """Weights that are gathered in autocast's precision may be used only in matrix products and
+        """Check that weights gathered in autocast's precision are used only in matrix products and
         convolutions."""
         if root not in self._checked:
             for output in outputs:
@@ -198,7 +195,7 @@ class FsdpReducer:
         self._tell("forward", 0)
 
     def _tell(self, what: str, place: int) -> None:
-        """Set the text by which errors and hang reports say what this rank computes now."""
+        """Set the text that errors and hang reports show for the current computation."""
         if self._mesh.stages.size > 1:  # the schedule computes several microbatches in turn
             return
         of = f"microbatch {self._mine[place]}" if place < len(self._mine) else "a dummy microbatch"
@@ -219,7 +216,7 @@ class FsdpReducer:
         self._tell("forward", whole.round)
 
     def after_backward(self, stage: int, microbatch: int) -> None:
-        """Take the gradient that a pipeline's schedule has computed."""
+        """Take the gradient that a pipeline schedule has computed."""
         of_stage = self._stages[stage]
         if self._discards:
             return
@@ -320,11 +317,10 @@ class _Stage:
 
 
 class _PartSum:
-    """The sum over microbatches of the gradients that one sequential part of the model computes for
-    a parameter that several parts share."""
+    """Sums over microbatches the gradients that one sequential part of the model computes for a
+    shared parameter."""
 
     def __init__(self, leaf: PartLeaf, mesh: Mesh, place: int) -> None:
-        """`place`: the leaf's index, after the reducer's parameters."""
         self._leaf = leaf
         self._place = place
         self._device = mesh.world.device
@@ -332,7 +328,7 @@ class _PartSum:
         self._tensor = mesh.axis("tensor")
         self._dim = shard_dim_over(leaf.parameter, "tensor")
         self._shape = list(leaf.parameter.shape)
-        """Shape of the gradient on this rank: tensor parallelism divides a parameter."""
+        """Shape of the gradient on this rank. Tensor parallelism shards the gradient."""
         if self._dim is not None:
             self._shape[self._dim] //= self._tensor.size
 
@@ -353,7 +349,8 @@ class _PartSum:
         self._sum.end_round()
 
     def finish(self) -> None:
-        """Write the sum to `.grad`; leave it None if no microbatch of any rank has a gradient."""
+        """Write the sum to `.grad`. Leave `.grad` None if no microbatch of any rank has a
+        gradient."""
         parameter, flat = self._leaf.parameter, self._sum.finish()
         if flat[-1] > 0:
             mine = shard_as(parameter, self._over_tensor(flat[:-1].view(self._shape)))
@@ -373,8 +370,7 @@ class _PartSum:
 
 
 class _GroupBackwards:
-    """Refuses a backward through an FSDP2 group inside another one, and a backward with
-    create_graph=True."""
+    """Refuses a nested backward through an FSDP2 group, and a backward with create_graph=True."""
 
     def __init__(self) -> None:
         self._in_step = False
@@ -393,7 +389,7 @@ class _GroupBackwards:
 
     def _check(self, gradient: Tensor) -> None:
         """With create_graph=True, FSDP2 frees the parameters that the second backward needs. After
-        a backward inside another one, FSDP2 would end the reduction too early."""
+        a nested backward, FSDP2 would end the reduction too early."""
         if torch.is_grad_enabled():
             raise PlanError(
                 "the shard axis with a gradient that is itself differentiated (autograd.grad with"
@@ -412,7 +408,7 @@ class _Own(NamedTuple):
     """A parameter of a module in an FSDP2 group."""
 
     parameters: dict[str, nn.Parameter | None]
-    """FSDP2 replaces the entries by all-gathered parameters."""
+    """The module's parameters. FSDP2 replaces them by all-gathered parameters."""
     name: str
     place: int
     full_name: str
@@ -468,14 +464,15 @@ class _UsedParameters:
             refuse_post_accumulate_hooks(self._gathered.items())
 
     def refuse_changes(self) -> None:
-        """A forward's change of an all-gathered parameter would be lost."""
+        """Refuse in-place changes of an all-gathered parameter in the forward: the changes would be
+        lost."""
         for name, then in self._versions.items():
             if version(self._gathered[name]) != then:
                 raise error_of_change(name)
 
     def _refuse_others(self, own: Sequence[_Own]) -> Any:
-        """FSDP2 would not use another tensor in the place of a parameter (as in
-        `torch.func.functional_call`)."""
+        """Refuse another tensor in place of a parameter (`torch.func.functional_call`): FSDP2 would
+        not use it."""
 
         def before(_: nn.Module, __: Any) -> None:
             for parameters, name, place, full_name in own:
@@ -492,7 +489,7 @@ class _UsedParameters:
         return before
 
     def _watch(self, own: Sequence[_Own]) -> Any:
-        """FSDP2 creates the all-gathered parameters only once, in the first forward."""
+        """FSDP2 creates the all-gathered parameters once, in the first forward."""
 
         def before(_: nn.Module, __: Any) -> None:
             for parameters, name, place, full_name in own:
@@ -523,9 +520,8 @@ class _UsedParameters:
 
 
 class ForwardEnds:
-    """Synchronizes ranks at the end of each forward under `torch.no_grad`. Otherwise a rank that
-    makes one more all-gather than the others would wait for ranks that already wait in another
-    process group."""
+    """Synchronizes ranks at the end of each forward under `torch.no_grad`. Otherwise a rank with
+    one more all-gather would wait for ranks that already wait in another process group."""
 
     def __init__(self, memory: SharedMemoryGroup) -> None:
         self.has_gathered = False
@@ -570,7 +566,7 @@ class SharedMemoryAllGather(DefaultAllGather):
 
 
 class NotedAllGather(DefaultAllGather):
-    """Torch's all-gather, recorded so that the ranks' orders of collectives can be compared."""
+    """Torch's all-gather, recorded to compare the order of collectives between ranks."""
 
     def __init__(self, order: ExchangeOrder, label: str) -> None:
         self._order = order
@@ -583,9 +579,9 @@ class NotedAllGather(DefaultAllGather):
 
 
 class Scatter(DefaultReduceScatter):
-    """The reduce-scatter for one FSDP2 parameter group. FSDP2 calls it several times in a round if
-    the forward calls the model several times. Outside of a step (when another model's loss is
-    differentiated through this model) it exchanges nothing."""
+    """The reduce-scatter of one FSDP2 parameter group. FSDP2 calls it several times in a round if
+    the forward calls the model several times. Outside of a step it exchanges nothing, for example
+    when the loss of another model is differentiated through this model."""
 
     def __init__(
         self,
@@ -597,9 +593,8 @@ class Scatter(DefaultReduceScatter):
         label: str,
         agreement: StepAgreement,
     ) -> None:
-        """`replicas`: the ranks that hold the same shard as this rank. `of_experts`: the gradient
-        of divided experts in a dummy microbatch's backward is kept, because it comes from other
-        ranks' tokens."""
+        """With `of_experts`, the gradient of a dummy microbatch is kept, because it comes from
+        other ranks' tokens."""
         self._of_experts = of_experts
         self._memory = world.shared_memory
         self._memory_label = 0 if self._memory is None else self._memory.label(f"reduces {label}")
@@ -611,7 +606,7 @@ class Scatter(DefaultReduceScatter):
         self._parameters = parameters
         self._in_step = False
         self.checksums: Callable[[], MicrobatchChecksums | None] = lambda: None
-        """Returns the collector of checksums for the gradients that this rank sends now."""
+        """Returns the collector of checksums for the gradients that this rank sends."""
         self.sends = True
         """False while gradients are computed only for their checksums."""
         self.summed: list[nn.Parameter] = []
@@ -626,8 +621,7 @@ class Scatter(DefaultReduceScatter):
         self._is_last = last
 
     def end_round(self, *, last: bool) -> None:
-        """After the last round, `.grad` of each parameter is this rank's shard of the step's
-        sum."""
+        """After the last round, each `.grad` is this rank's shard of the step's sum."""
 
     def end(self) -> None:
         self._in_step = False
@@ -669,8 +663,7 @@ class Scatter(DefaultReduceScatter):
         return work
 
     def _sum_over_replicas(self, output: Tensor) -> None:
-        """Runs on the stream of the reduce-scatters, while the backward computes. FSDP2 would add
-        the gradients of earlier rounds only later."""
+        """Runs on the stream of the reduce-scatters, while the backward computes."""
         trainable = [
             each for each in self._parameters.fsdp_params if each.sharded_param.requires_grad
         ]
@@ -694,14 +687,13 @@ class Scatter(DefaultReduceScatter):
 
 
 def _noting(order: ExchangeOrder | None, label: str) -> Callable[[], None]:
-    """Return a function that records a collective in `order`, if that is needed."""
     return (lambda: None) if order is None else partial(order.note, order.label(label))
 
 
 class OrderedScatter(Scatter):
     """Sums the gradients of all microbatches for numerics=bitwise, over shards and replicas at
-    once. Experts that are divided over ranks have one gradient for each microbatch whose rows they
-    compute. FSDP2 gets zeros, which the sum replaces after the last round."""
+    once. FSDP2 gets zeros, which the sum replaces after the last round. An expert has one gradient
+    for each microbatch whose tokens it computes."""
 
     def __init__(
         self,
@@ -715,8 +707,6 @@ class OrderedScatter(Scatter):
         label: str,
         agreement: StepAgreement,
     ) -> None:
-        """`world`: the ranks over which the gradients are summed. `replicas`: those among them that
-        hold the same shard. `places`: a parameter's id -> its index in the reducer."""
         super().__init__(world, replicas, parameters, label=label, agreement=agreement)
         self._shards = shards
         self._places = places
@@ -757,11 +747,10 @@ class OrderedScatter(Scatter):
             self._write_gradients(self._sum_of_rounds.finish())
 
     def _take_leaves(self) -> list[list[Tensor | None]]:
-        """Take each gradient of experts for the rows of each rank."""
         return [each.take() for each in self._leaves if each.are_apart]
 
     def _in_shards(self, gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
-        """Shape (shards, elements of a padded shard), as FSDP2's. A gradient of None becomes
+        """Return shape (shards, elements of a padded shard), like FSDP2. A gradient of None becomes
         zeros."""
         rows = []
         for gradient, each in zip(gradients, self._trainable, strict=True):
@@ -782,7 +771,6 @@ class OrderedScatter(Scatter):
         return [each.padded_sharded_param_size.numel() for each in self._trainable]
 
     def _write_gradients(self, flat: Tensor) -> None:
-        """`flat`: this rank's padded shards of all parameters."""
         gradients = [each.sharded_param.grad for each in self._trainable]
         if any(gradient is None for gradient in gradients):
             return  # no rank has called the modules yet

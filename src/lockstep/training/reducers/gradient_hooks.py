@@ -1,10 +1,7 @@
-"""The user's hooks on the gradients of parameters (`Tensor.register_hook`): each is called once per
-step, with the whole gradient.
-
-Autograd would call them in each microbatch's backward, so a hook that is not linear would depend on
-the split into microbatches. Under FSDP2 autograd would call no hook, because the graph contains
-all-gathered copies of the parameters.
-"""
+"""The user's hooks on gradients of parameters (`Tensor.register_hook`). Each hook is called once
+per step, with the full gradient. Autograd would call it in each microbatch's backward: the result
+of a nonlinear hook would depend on the split into microbatches. Under FSDP2, autograd would call no
+hook, because the graph contains all-gathered copies of the parameters."""
 
 from __future__ import annotations
 
@@ -48,9 +45,9 @@ class _OncePerStep:
 
 @contextmanager
 def carried_over(model: nn.Module, plan: object) -> Iterator[None]:
-    """In the context, `plan` parallelizes the model and replaces its parameters. At its end, the
-    user's gradient hooks are moved to the new parameters. Raises `RecipeError` if something,
-    perhaps a hook, still refers to a parameter that was replaced."""
+    """In this context, `plan` parallelizes the model and replaces its parameters. On exit, the
+    user's gradient hooks are moved to the new parameters. Raises `RecipeError` if an object,
+    perhaps a hook, still refers to a replaced parameter."""
     refuse_post_accumulate_hooks(model.named_parameters())
     hooked = {
         name: hooks
@@ -100,12 +97,12 @@ def refuse_gradient_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 class GradientHooks:
-    """The user's hooks on the gradients of a model's parameters. As a context, it surrounds the
+    """The user's hooks on the gradients of a model's parameters. A context manager around the
     backwards of a step."""
 
     def __init__(self, model: nn.Module, *, in_pipeline: bool) -> None:
         self.is_accumulating = in_pipeline
-        """True in the backwards of a step, in which the user's hooks do nothing."""
+        """True in the backwards of a step. The user's hooks then do nothing."""
         self._in_pipeline = in_pipeline
         self._named = dict(model.named_parameters())
         self._parameters = list(self._named.values())
@@ -142,8 +139,8 @@ class GradientHooks:
         self.is_accumulating = self._in_pipeline
 
     def check(self) -> None:
-        """Torch may have called a new hook in a microbatch's backward, and only some ranks may have
-        it."""
+        """Refuse changed hooks: torch may have called a new hook in a microbatch's backward,
+        perhaps on some ranks only."""
         counts = gradient_hook_counts(self._parameters)
         if counts == self._counts and not self._hooks:
             return
@@ -155,8 +152,7 @@ class GradientHooks:
 
     @torch.no_grad()
     def call(self, loss_scale: Tensor | float) -> None:
-        """Every rank calls it, after the gradients are summed over ranks. `loss_scale`: fp16's
-        factor in the gradients."""
+        """Every rank calls it, after the gradients are summed over ranks."""
         for name, hooks in self._hooks.items():
             kept = self._named[name].grad
             if kept is None:

@@ -1,5 +1,5 @@
-"""Checksums of the gradients that a rank computes for one microbatch, and of the tensors that it
-sends and receives meanwhile, to be compared with another rank's."""
+"""Checksums of a microbatch's gradients, and of the tensors that a rank sends and receives while it
+computes the gradients. They are compared with another rank's checksums."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ class MicrobatchChecksums:
         self._exchanged: list[tuple[Position, Tensor]] = []
 
     def add(self, place: int, gradient: Tensor) -> None:
-        """Checksums of several parts of a gradient are added. `place`: the parameter's index in the
-        reducer."""
+        """The checksums of several parts of a gradient are added."""
         added = checksum(gradient)
         self._gradient[place] = self._gradient[place] + added if place in self._gradient else added
 
     def exchange(self, position: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        """`position`: when, in the order of the replica's exchanges."""
         self._exchanged += [
             ([*position, place], checksum(tensor)) for place, tensor in enumerate(tensors)
         ]
@@ -51,7 +49,6 @@ class Recording:
 
     @contextmanager
     def of(self, checksums: MicrobatchChecksums, microbatch: int | None = None) -> Iterator[None]:
-        """`microbatch`: its index among this rank's."""
         self.checksums, self._microbatch = checksums, microbatch
         try:
             yield
@@ -59,7 +56,6 @@ class Recording:
             self.checksums = None
 
     def at(self, microbatch: int | None = None) -> MicrobatchChecksums | None:
-        """`microbatch`: index among this rank's; None for the only one that is computed."""
         return self.checksums if self._microbatch in (None, microbatch) else None
 
     def exchange(self, microbatch: int, position: Sequence[int], tensors: Sequence[Tensor]) -> None:

@@ -1,5 +1,5 @@
-"""Gradient reduction for numerics=bitwise, after the last backward of the step, for models that DDP
-cannot wrap: stages of a pipeline, and tensor parallelism."""
+"""Gradient reduction for numerics=bitwise, after the last backward of the step. It is used for
+models that DDP cannot wrap: pipeline stages and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class OrderedReducer:
         stages: Sequence[Sequence[nn.Parameter]] | None = None,
         agreement: StepAgreement,
     ) -> None:
-        """`stages`: the parameters of each of this rank's stages of a pipeline."""
         self._parameters = list(parameters)
         self._world = mesh.summed()
         self._rank = mesh.data.rank
@@ -79,7 +78,7 @@ class OrderedReducer:
         self._stages[0].push(self._stages[0].take_leaf(self.recording.at()))
 
     def after_backward(self, stage: int, microbatch: int) -> None:
-        """Take the gradient that a pipeline's schedule has computed."""
+        """Take the gradient that a pipeline schedule has computed."""
         of_stage = self._stages[stage]
         leaf = of_stage.take_leaf(self.recording.at(microbatch))
         if self._discards:
@@ -119,19 +118,17 @@ class OrderedReducer:
 
 
 class _StageSum:
-    """The sum over microbatches of the gradients of one pipeline stage, or of the whole model."""
+    """Sums over microbatches the gradients of one pipeline stage, or of the whole model."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], world: World, places: Sequence[int]
     ) -> None:
-        """`places`: the parameters' indices in the reducer."""
         self._parameters = list(parameters)
         self._places = places
         self._buckets = list(_buckets(self._parameters))
         self._world = world
 
     def begin(self, mine: range, nodes: TreeNodes) -> None:
-        """`mine`: this rank's microbatches."""
         self.taken = 0
         self._count = len(mine)
         self._nodes = nodes
@@ -139,7 +136,7 @@ class _StageSum:
         self._counter: Counter[list[Tensor]] = Counter(_add, start=mine.start, count=nodes.count)
 
     def take_leaf(self, checksums: MicrobatchChecksums | None) -> list[Tensor | None]:
-        """Take this rank's local part of a microbatch's gradients."""
+        """Take this rank's part of a microbatch's gradients."""
         leaf = [_taken(parameter) for parameter in self._parameters]
         if checksums is not None:
             for place, gradient in zip(self._places, leaf, strict=True):
@@ -195,7 +192,7 @@ def _taken(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
-    """Yield the indices of each bucket's parameters, which have one dtype."""
+    """Yield the indices of each bucket's parameters. All parameters of a bucket have one dtype."""
     kinds: dict[torch.dtype, list[int]] = {}
     for place, parameter in enumerate(parameters):
         kinds.setdefault(parameter.dtype, []).append(place)

@@ -1,6 +1,6 @@
-"""Gradient reduction in one exchange after the last backward of the step. Over shared memory it is
-faster than DDP: the CPUs do the exchange, so it cannot overlap with the backward, and DDP also
-copies every gradient into buckets. It supports DTensors, which DDP does not."""
+"""Gradient reduction in one exchange after the last backward of the step. It supports DTensors,
+unlike DDP. Over shared memory, it is faster than DDP: the CPUs do the exchange, which cannot
+overlap with the backward, and DDP copies every gradient into buckets."""
 
 from __future__ import annotations
 
@@ -33,12 +33,10 @@ class PostBackwardReducer:
         complete: Callable[[Sequence[nn.Parameter]], None] | None = None,
         agreement: StepAgreement,
     ) -> None:
-        """`complete`: called before the reduction, to sum gradients of which each rank of a model
-        replica has only a part."""
         self._parameters = list(parameters)
         self._rank = mesh.data.rank
         self._numbers = mesh.summed()
-        """The losses, weights and flags of a step are summed over these ranks."""
+        """Ranks over which a step's losses, weights and flags are summed."""
         self._groups: dict[World, list[nn.Parameter]] = {self._numbers: []}
         for parameter in self._parameters:
             self._groups.setdefault(mesh.summed(parameter), []).append(parameter)

@@ -1,5 +1,5 @@
-"""The protocol of gradient reducers, which accumulate gradients and sum them over ranks, and the
-choice of one for a device mesh."""
+"""The protocol of gradient reducers, and the choice of a reducer for a device mesh. A reducer
+accumulates gradients and sums them over ranks."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class GradientReducer(Protocol):
     `begin_step`, then `backward` for each of its microbatches, then `reduce`."""
 
     def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
-        """Clear the gradients. `count`: number of microbatches over all ranks."""
+        """Clear the gradients. `count` is the number of microbatches over all ranks."""
 
     def backward(
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
     ) -> None:
-        """Accumulate the gradient of the loss `total` of this rank's next microbatch. For a dummy
-        microbatch, take part in the backward's collectives and accumulate nothing.
-        `own_parameters_only`: other models in the graph get no gradient."""
+        """Accumulate the gradient of the loss `total`. For a dummy microbatch, take part in the
+        backward's collectives and accumulate nothing. With `own_parameters_only`, other models in
+        the graph get no gradient."""
 
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
-        """Sum the gradients over all ranks: each `.grad` becomes this rank's shard of the sum, or
-        None if no microbatch used the parameter. `values`, `weights`: the loss and the weight of
-        each microbatch of this rank; `weights` is None on all ranks or on none."""
+        """Sum the gradients over all ranks. Each `.grad` becomes this rank's shard of the sum, or
+        None if no microbatch used the parameter. `values` and `weights` have one entry for each
+        microbatch of this rank. `weights` is None on all ranks or on none."""
 
     def gradient_versions(self) -> list[Any]:
         """Return values that change with each backward that accumulates a gradient on this rank."""
@@ -55,22 +55,22 @@ class GradientReducer(Protocol):
 
 
 class RecomputingReducer(GradientReducer, Protocol):
-    """Can also compute the gradient of another rank's microbatch, to find hardware that computes
-    wrong results."""
+    """A reducer that can also compute the gradient of another rank's microbatch, to find faulty
+    hardware."""
 
     recording: Recording
 
     def discarding(self) -> AbstractContextManager[None]:
         """A context in which the gradient of another rank's microbatch is computed and discarded.
-        Enter it before the first `backward` of the step, or after `reduce`; it clears the step's
-        summed gradients then."""
+        Enter it before the first `backward` of the step, or after `reduce`. After `reduce`, it
+        clears the step's summed gradients."""
 
     def recompute(self, total: Tensor, grad_output: Tensor) -> None:
-        """Called in the context `discarding`."""
+        """Call it in the context `discarding`."""
 
 
 class ReducerChoice(NamedTuple):
-    """`reason`: text for the user."""
+    """The chosen reducer class, and the reason for the choice as text for the user."""
 
     reducer: type[DdpReducer | FsdpReducer | OrderedReducer | PostBackwardReducer | RoundsReducer]
     reason: str
@@ -79,7 +79,6 @@ class ReducerChoice(NamedTuple):
 def choose_reducer(
     mesh: Mesh, *, bitwise: bool, compressed: bool, in_chunks: bool = False
 ) -> ReducerChoice:
-    """`in_chunks`: True if the model computes a sequence chunk by chunk, for numerics=bitwise."""
     if mesh.axis("shard").size > 1 and in_chunks:
         return ReducerChoice(
             RoundsReducer, "numerics=bitwise: chunks of a sequence are computed in turn"
@@ -127,7 +126,7 @@ def build_reducer(
     pipeline: Pipeline | None,
     agreement: StepAgreement,
 ) -> GradientReducer:
-    """Every rank calls it. `complete`: sums gradients of which each rank has only a part."""
+    """Every rank calls it."""
     if choice.reducer is FsdpReducer:
         reducer = FsdpReducer(
             model,

@@ -1,7 +1,9 @@
-"""The bitwise sum of gradients over all microbatches of a step, round by round. In round r, rank d
-of the n data-parallel ranks computes microbatch r * n + d. After each backward, an all-to-all sends
-every rank its slice of the gradients of all the round's microbatches. The rank adds them in the
-order of a binary tree. After the last round, the ranks all-gather their slices of the sum."""
+"""The bitwise sum of gradients over all microbatches of a step, round by round.
+
+In round r, rank d of the n data-parallel ranks computes microbatch r * n + d. After each backward,
+an all-to-all sends every rank its slice of the round's gradients. The rank adds them in the order
+of a binary tree. After the last round, the ranks all-gather their slices of the sum.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,6 @@ class RoundSum:
     calls."""
 
     def __init__(self, world: World, replicas: World, label: str = "") -> None:
-        """`replicas`: the ranks that hold the same shard."""
         self._world = world
         self._replicas = replicas
         memory = world.shared_memory
@@ -29,9 +30,8 @@ class RoundSum:
         self._leaves: Tensor | None = None
 
     def add(self, given: Tensor) -> None:
-        """`given`: shape (microbatches, shards, elements of a shard), with one microbatch, or, for
-        experts, one for each rank whose tokens they compute. The gradients of several calls in a
-        round are added."""
+        """`given` has the shape (microbatches, shards, elements of a shard). The gradients of
+        several calls in a round are added."""
         microbatches, shards, self._numbers = given.shape
         replicas = self._replicas.size
         width = -(-self._numbers // replicas)
@@ -48,7 +48,7 @@ class RoundSum:
         return self._leaves is None
 
     def end_round(self) -> None:
-        """The dummy microbatches of a last round come last, and are dropped."""
+        """Dummy microbatches come last in the last round, and are dropped."""
         assert self._leaves is not None, "add comes first"
         for leaf in self._leaves[: max(0, self._remaining)]:
             self._counter.push(leaf)

@@ -1,6 +1,6 @@
-"""Gradient reduction for numerics=bitwise for models whose backward computes gradients of whole
-parameters: models with experts on several ranks, and sharded models that compute a sequence chunk
-by chunk."""
+"""Gradient reduction for numerics=bitwise, for models whose backward computes gradients of full
+parameters. It is used for models with experts on several ranks, and for sharded models that compute
+a sequence in chunks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from lockstep.training.reducers.step_stats import (
 
 
 class RoundsReducer:
-    """Exchanges the gradients after each round of microbatches (one microbatch on each rank)."""
+    """Exchanges gradients after each round of microbatches. A round has one microbatch on each
+    rank."""
 
     def __init__(
         self,
@@ -44,9 +45,6 @@ class RoundsReducer:
         stages: Sequence[Sequence[nn.Parameter]] | None = None,
         agreement: StepAgreement,
     ) -> None:
-        """`model`: under a pipeline, this rank's stages. `leaves`: the tensors that keep the
-        gradients of experts apart for each rank's rows. `part_leaves`: the tensors that keep the
-        gradients of a shared parameter apart for each sequential part of the model."""
         self._parameters = list(parameters)
         self._mesh = mesh
         self._model = model
@@ -91,7 +89,7 @@ class RoundsReducer:
         self._end_round(0, self._take(0, None), is_dummy=is_dummy)
 
     def after_backward(self, stage: int, microbatch: int) -> None:
-        """Take the gradient that a pipeline's schedule has computed."""
+        """Take the gradient that a pipeline schedule has computed."""
         taken = self._take(stage, microbatch)
         if self._discards:
             return
@@ -113,8 +111,8 @@ class RoundsReducer:
         self._take(0, None)
 
     def _take(self, stage: int, microbatch: int | None) -> dict[int, list[Tensor | None]]:
-        """Take the gradients of a stage's parameters, by the parameter's index. A parameter has one
-        gradient, or, for experts, one for the rows of each rank."""
+        """Take the gradients of a stage's parameters, by parameter index. An expert has one
+        gradient for each rank's tokens."""
         checksums = self.recording.at(microbatch)
         taken: dict[int, list[Tensor | None]] = {}
         for place in (place for _, places in self._stages[stage] for place in places):
@@ -166,7 +164,7 @@ class RoundsReducer:
     def close(self) -> None: ...
 
     def _sums_of(self, places: Sequence[int]) -> list[tuple[RoundSum, list[int]]]:
-        """A sum has parameters of one dtype, and either experts or other parameters."""
+        """Each sum has parameters of one dtype. Experts and other parameters have separate sums."""
         kinds: dict[tuple[bool, torch.dtype], list[int]] = {}
         for place in places:
             parameter = self._parameters[place]
@@ -185,7 +183,7 @@ class RoundsReducer:
             each.take()
 
     def _shards(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """Number of shards, and of elements of each padded shard."""
+        """Return the number of shards, and the number of elements of a padded shard."""
         shards = self._mesh.shards(parameter).size
         if shards == 1:
             return 1, to_local(parameter).numel()
@@ -195,7 +193,7 @@ class RoundsReducer:
         return shards, -(-rows // shards) * math.prod(others)
 
     def _in_shards(self, gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
-        """Shape (shards, elements of a padded shard). A gradient of None becomes zeros."""
+        """Return shape (shards, elements of a padded shard). A gradient of None becomes zeros."""
         shards, numbers = self._shards(parameter)
         dtype, device = parameter.dtype, self._mesh.world.device
         padded = torch.zeros(shards, numbers, dtype=dtype, device=device)

@@ -1,7 +1,6 @@
-"""The numbers of a step that ranks exchange together with the gradients: which parameters were
-used, each microbatch's loss and weight, numbers that show if the ranks have made the same calls,
-and one flag. They are packed into one vector that is summed over the ranks, so a step needs no
-collective besides the gradients'."""
+"""The numbers of a step that ranks exchange together with the gradients: used parameters, losses,
+weights, numbers that show if the ranks have made the same calls, and one flag. They are packed into
+one vector that is summed over ranks. A step needs no other collective besides the gradients'."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ Number = Tensor | float  # a scalar tensor, or a number if the host has it alrea
 
 
 def gradient_versions(parameters: Sequence[Tensor]) -> list[tuple[int, int] | None]:
-    """Each gradient's id and its number of in-place writes."""
+    """Return the id and the version counter of each gradient."""
     return [None if p.grad is None else (id(p.grad), version(p.grad)) for p in parameters]
 
 
@@ -45,8 +44,8 @@ class StepStats(NamedTuple):
 
 
 class StepStatsVector:
-    """A vector with one flag per parameter, a loss and a weight per microbatch, the numbers of
-    `StepAgreement`, and one flag of this rank."""
+    """A vector of one rank's numbers: a flag per parameter, a loss and a weight per microbatch, the
+    numbers of `StepAgreement`, and one flag of the rank."""
 
     def __init__(
         self,
@@ -74,8 +73,7 @@ class StepStatsVector:
         weights: Sequence[Number] | None,
         flag: bool,
     ) -> Tensor:
-        """Also ends the step in `StepAgreement`. `used`: 1 for each parameter that this rank's
-        microbatches used. `share`: indices of this rank's microbatches in the step."""
+        """Pack this rank's numbers into the vector, and end the step in `StepAgreement`."""
         row = np.zeros(self.length, dtype=np.float64 if self.dtype is torch.float64 else np.float32)
         row[: self._parameters] = used
         row[self._compared] = self._agreement.numbers()
@@ -97,7 +95,7 @@ class StepStatsVector:
         return packed
 
     def own_numbers(self) -> Tensor | None:
-        """For a run on a single rank, where no vector is summed."""
+        """Used on a single rank, where no vector is summed."""
         if not self._agreement.count:
             return None
         numbers = torch.tensor(self._agreement.numbers())
@@ -135,8 +133,8 @@ class StepStatsVector:
 
 
 class UnusedParameters:
-    """Sets a parameter's `.grad` to None if no microbatch of any rank used it, because weight decay
-    or momentum would otherwise change the parameter. On an accelerator, reading the flags of all
+    """Sets a parameter's `.grad` to None if no microbatch of any rank used the parameter. Otherwise
+    weight decay or momentum would change the parameter. On an accelerator, reading the flags of all
     ranks would make the host wait for the device. So the hosts exchange their flags directly, if
     any rank left parameters unused in the previous step."""
 
@@ -144,11 +142,11 @@ class UnusedParameters:
         self._parameters = parameters
         self._world = world
         self._before: tuple[Tensor, torch.Event] | None = None
-        """The flag "some rank left parameters unused in the previous step", while it is copied to
-        the host."""
+        """Flag that is being copied to the host: a rank left parameters unused in the previous
+        step."""
 
     def clear(self, used: Sequence[float], stats: StepStats) -> None:
-        """Every rank calls it. `used`: 1 for each parameter that this rank's microbatches used."""
+        """Every rank calls it."""
         summed: Sequence[float] | Tensor = stats.used
         if (
             isinstance(summed, Tensor)
@@ -167,7 +165,7 @@ class UnusedParameters:
                 parameter.grad = None
 
     def _note(self, summed: Tensor) -> bool:
-        """Return True, on all ranks, if some rank left parameters unused in the previous step."""
+        """Return True on all ranks if any rank left parameters unused in the previous step."""
         before = self._before
         copied = (summed < self._world.size).any().to("cpu", non_blocking=True)
         self._before = copied, accelerator.recorded_event(summed.device)

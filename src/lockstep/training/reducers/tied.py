@@ -1,5 +1,5 @@
-"""Sums the gradients of tied parameters: parameters that several stages of a pipeline, or several
-sequential parts of the model on one rank, share."""
+"""Sums the gradients of tied parameters, which several pipeline stages or several sequential parts
+of the model share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lockstep.model.separate_parts import PartLeaf
 
 
 class TiedGradients:
-    """The trainable parameters that several stages of a pipeline share, and with numerics=bitwise
-    those that several sequential parts of the model on one rank share."""
+    """The trainable parameters that several pipeline stages share. With numerics=bitwise, also
+    parameters that several sequential parts of the model on one rank share."""
 
     def __init__(
         self,
@@ -26,8 +26,6 @@ class TiedGradients:
         pipeline: World,
         leaves: Mapping[str, Sequence[PartLeaf]] | None = None,
     ) -> None:
-        """`leaves`: name of a shared parameter -> the tensors that collect the gradient in each
-        further part on this rank."""
         self._pipeline = pipeline
         mine = [each for each in tied if pipeline.rank in each.ranks and each.name in parameters]
         held = {each.name: (leaves or {}).get(each.name, ()) for each in mine}
@@ -42,12 +40,13 @@ class TiedGradients:
         }
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """In the gradient norm, only the first of the ranks that hold a parameter counts it."""
+        """Return True on the first rank that holds the parameter. The gradient norm counts the
+        parameter there."""
         return id(parameter) not in self._elsewhere
 
     def sum(self) -> None:
-        """Every rank of the pipeline calls it, once per step, after the reducer has summed over
-        microbatches. Gradients are added in the order of the parts."""
+        """Every rank of the pipeline calls it once per step, after the reducer has summed over
+        microbatches. Gradients are added in the order of the model's parts."""
         for holders, ranks in self._mine:
             parameter = holders[0]
             local = to_local(parameter.detach())
@@ -67,7 +66,6 @@ class TiedGradients:
             to_local(parameter.grad).copy_(total[:-1].view_as(local))
 
     def _sum(self, mine: Tensor, ranks: Sequence[int]) -> Tensor:
-        """`mine`: one row for each part on this rank. `ranks`: the rank of each part."""
         group = self._pipeline.group or dist.group.WORLD
         first, *others = dict.fromkeys(ranks)
         if self._pipeline.rank != first:
