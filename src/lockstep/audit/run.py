@@ -60,7 +60,8 @@ CONSEQUENCES = {
     Cause.DATASETS_DIFFER: {Cause.SAMPLES_MISSING, Cause.EVALUATION_REPEATS},
     Cause.SEED_RESET: {Cause.SAME_RANDOM_NUMBERS, Cause.SAME_AUGMENTATION},
 }
-"""Maps each cause to causes that follow from it. These are not reported beside it."""
+"""Maps each cause to causes that follow from it. If a cause is found, the causes that follow from
+it are not reported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

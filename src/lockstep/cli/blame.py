@@ -47,11 +47,12 @@ def command(
 ) -> int:
     """Find what made the loss or the gradient of a run jump, or NaN.
 
-    Replays one step of the run, as lockstep replay does. It is the step in which a NaN ended the
-    run, or else the step with the most unusual loss or gradient norm. If the steps just before it
-    are unusual too, it is the first of these. --step names another step. If a microbatch of the
-    step is unusual, the command measures the gradient of each of its samples. If the replay does
-    not reproduce the run's gradients, the command also replays steps after the next checkpoint.
+    Replays one step of the run, as lockstep replay does. The default is the step in which a NaN
+    ended the run, or else the step with the most unusual loss or gradient norm. If the steps just
+    before this step are unusual too, the default is the first unusual step. --step names another
+    step. If a microbatch of the step is unusual, the command measures the gradient of each of its
+    samples. If the replay does not reproduce the run's gradients, the command also replays steps
+    after the next checkpoint.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""The entry point of `lockstep`. It handles Ctrl-C before it imports other modules."""
+"""The entry point of `lockstep`, which handles Ctrl-C before it imports other modules."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def main() -> None:
 
 def _open_closed_streams() -> None:
     """Open the streams that the shell has closed (`2>&-`) on the null device. Otherwise the next
-    file that is opened gets their file descriptor."""
+    file that is opened gets the descriptor of a closed stream."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)

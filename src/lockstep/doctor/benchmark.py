@@ -1,8 +1,8 @@
 """Measures the bandwidth of collectives, the bandwidth and latency between ranks, and the offsets
 of the machines' clocks.
 
-Algorithm bandwidth is the size of the array divided by the time. Bus bandwidth is computed from it
-as in nccl-tests (doc/PERFORMANCE.md).
+Algorithm bandwidth is the size of the array divided by the time. Bus bandwidth is defined as in
+nccl-tests (doc/PERFORMANCE.md).
 """
 
 from __future__ import annotations

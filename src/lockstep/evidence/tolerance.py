@@ -70,8 +70,8 @@ class MeasuredRounding:
     def in_float64(
         self, reference: Trace, perturbed: Sequence[Trace], *, scale: float, margin: float
     ) -> MeasuredRounding:
-        """Return the rounding of a float64 run. It is the larger of `margin` times the rounding
-        measured in float64, and `scale` times the rounding of this object.
+        """Return the rounding of a float64 run: the larger of `margin` times the rounding measured
+        in float64, and `scale` times the rounding of this object.
 
         `scale` is the ratio of the precisions of the two dtypes. Operations in the model that round
         to a shorter dtype can hide the noise of the float64 runs.
@@ -107,8 +107,8 @@ class MeasuredRounding:
         return self._of_number(largest, size)
 
     def of_logged(self, step: int, name: str) -> float:
-        """Return the rounding of a logged number. It is infinite if the perturbed runs do not
-        reproduce the number."""
+        """Return the rounding of a logged number; infinite if the perturbed runs do not reproduce
+        the number."""
         size = abs(self.reference.logged[step][name])
         largest = self._largest_of_numbers(
             step, lambda trace, at: trace.logged.get(at, {}).get(name)

@@ -24,8 +24,8 @@ LESS_MEMORY: tuple[dict[str, Any], ...] = (
 """Changes to a plan that does not fit, in the order in which they are tried. Each needs less memory
 and more time than the previous one."""
 SMALLER: tuple[dict[str, Any], ...] = tuple({"microbatch_splits": splits} for splits in (1, 2, 4))
-"""Smaller microbatches, which save memory without recomputing activations. They are tried before
-`LESS_MEMORY`."""
+"""Smaller microbatches, which save memory without recomputing activations. The search tries them
+before `LESS_MEMORY`."""
 FILLED = 4
 """Microbatches per pipeline stage, if the recipe does not set the microbatch."""
 SCHEDULED = 3
@@ -34,8 +34,7 @@ SCHEDULES = ("interleaved", "zero-bubble")
 REFINED = 2
 """Number of the fastest plans to which each change in `REFINEMENTS` is applied."""
 REFINEMENTS: tuple[dict[str, Any], ...] = ({"sharding": "gradients"}, {"compile": True})
-"""Changes that may make a plan faster. They are tried in order, each on the fastest plans so
-far."""
+"""Changes that may make a plan faster. Each change is tried on the fastest plans so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,8 +67,7 @@ def spike_at(rows: Sequence[Mapping[str, Any]], index: int) -> Spike | None:
 
 
 def largest_spike(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
-    """Return the largest spike. If the steps just before it are unusual too, return the first of
-    these."""
+    """Return the largest spike, or the first of the unusual steps just before the largest spike."""
     spikes, scores = _spikes(rows)
     index = max(range(len(rows)), key=scores.__getitem__, default=0)
     if not rows or scores[index] < SPREAD:

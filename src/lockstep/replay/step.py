@@ -20,8 +20,8 @@ def microbatch_file(rank: int) -> str:
 
 
 def block_of(name: str) -> str:
-    """Return the block of a parameter. It is the parameter's name up to the first number, or else
-    its module.
+    """Return the block of a parameter: the parameter's name up to the first number, or else the
+    name of its module.
 
     >>> block_of("transformer.h.3.attn.weight"), block_of("head.weight"), block_of("scale")
     ('transformer.h.3', 'head', 'scale')

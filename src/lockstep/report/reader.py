@@ -1,4 +1,4 @@
-"""Reads run directories. It never writes to them."""
+"""Reads run directories, and never writes to them."""
 
 from __future__ import annotations
 

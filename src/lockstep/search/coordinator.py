@@ -1,5 +1,5 @@
-"""The main loop of a hyper-parameter search. It starts trials, answers their messages, and records
-their results."""
+"""The main loop of a hyper-parameter search. The loop starts trials, answers their messages, and
+records their results."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ def existing_study(url: str, name: str) -> optuna.Study:
 
 
 def study_in_file(path: Path, name: str) -> optuna.Study:
-    """Open an SQLite file that may be untrusted. It is opened read-only, and refused if it contains
-    anything but tables."""
+    """Open an SQLite file that may be untrusted. The file is opened read-only, and refused if it
+    contains anything but tables."""
 
     def connect() -> sqlite3.Connection:
         os.close(open_below(path.parent, path.name))

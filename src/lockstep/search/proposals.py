@@ -1,5 +1,4 @@
-"""Proposes the hyper-parameters of each trial. They come from a sampler, a grid, a sweep or a
-population."""
+"""Proposes the hyper-parameters of each trial, from a sampler, a grid, a sweep or a population."""
 
 from __future__ import annotations
 

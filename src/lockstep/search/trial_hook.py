@@ -1,4 +1,4 @@
-"""A hook in the processes of a trial. It reports each evaluation to the search, and stops a pruned
+"""A hook in the processes of a trial that reports each evaluation to the search, and stops a pruned
 trial.
 
 Rank 0 sends three kinds of messages. `opened` has the script's parameters and their values. The

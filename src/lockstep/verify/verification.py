@@ -85,8 +85,8 @@ _CAUSES: Mapping[Check, Sequence[Callable[[Evidence], str | None]]] = {
     "weight": (updates.loss_weight,),
     "logged": (updates.logged_value,),
 }
-"""The functions that look for the cause of each kind of difference. They are tried in order until
-one returns a text."""
+"""The functions that look for the cause of each kind of difference. The functions are tried in
+order until one returns a text."""
 _SCALAR_LOSS = (
     "It is probably a mean over tokens (or pixels, or whatever is not ignored), returned as a plain"
     " scalar, so that every microbatch counts the same: return ls.Sum(total), and give"

@@ -1,8 +1,8 @@
 """Checks mixtures of experts: experts that ranks divide among them, routers, and balance losses.
 
 Ranks that divide experts exchange tokens by `all_to_all`. A rank's experts then compute tokens of
-all ranks, so their gradient is already a sum over all ranks. It must be scaled like the other
-gradients, which are summed by a reduction.
+all ranks, so their gradient is already a sum over all ranks. The gradient of experts must be scaled
+like the other gradients, which are summed by a reduction.
 """
 
 from __future__ import annotations

@@ -162,8 +162,7 @@ def _forwards(rank: Rank) -> list[Row]:
 
 
 def _may_have_drawn(rank: Rank) -> bool:
-    """Return True if a forward may have drawn random numbers. They may also have been drawn for the
-    data."""
+    """Return True if a forward, and not the data, may have drawn random numbers."""
     first = min((row["place"] for row in rank.of("backward")), default=0)
     batches = sum(1 for row in rank.of("batch") if row["grad"] and row["place"] < first)
     return batches != 1 and any(row["other_draws"] for row in rank.of("backward"))

@@ -1,2 +1,2 @@
-"""The probes of `lockstep audit`. They patch torch in the processes of the audited script to record
-a training."""
+"""The probes of `lockstep audit`, which patch torch in the processes of the audited script to
+record the training."""

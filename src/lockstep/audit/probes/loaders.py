@@ -71,8 +71,8 @@ class Loaders:
     def take(self) -> list[tuple[int, int]]:
         """Return the (loader, pass) pairs whose batches a backward used.
 
-        These are the pair of the last batch, and each pair that gave exactly one batch since the
-        last backward. An evaluation between two backward passes gives several batches.
+        A backward used the last batch, and the batch of each pass that gave exactly one batch since
+        the last backward. An evaluation between two backward passes gives several batches.
         """
         last = self.last_trained
         taken = [place for place, count in self._since.items() if count == 1 or place == last]

@@ -1,7 +1,7 @@
 """Records if the attention masks of transformers' models keep packed documents apart.
 
-transformers finds documents in the position ids, which restart at each document. It does so only if
-a mask function gets position ids, but no attention mask and no cache.
+transformers finds documents in the position ids, which restart at each document. transformers looks
+for documents only if a mask function gets position ids, but no attention mask and no cache.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Python imports this file at the start of every process of an audited script. It installs the
-probes, and runs the user's `sitecustomize`, which this file hides."""
+"""Python imports this file at the start of every process of an audited script. The file installs
+the probes, and runs the user's `sitecustomize`, which it hides."""
 
 import sys
 from importlib.machinery import PathFinder

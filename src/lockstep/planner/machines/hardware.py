@@ -64,7 +64,7 @@ class Link:
     """Collectives of n ranks take 1 + few_ranks / n times as long, because small groups use fewer
     channels."""
     all_reduce_gain: float = 1.0
-    """Rate of an all-reduce inside a node, relative to other collectives. It exceeds 1 if the
+    """Rate of an all-reduce inside a node, relative to other collectives. The rate exceeds 1 if the
     switches compute sums."""
     aliases: tuple[str, ...] = ()
     source: str
