@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COUNTER = "num_batches_tracked"
-"""BatchNorm's number of batches. It is not averaged."""
+"""BatchNorm's number of batches, which is not averaged."""
 _STATISTICS = ("running_mean", "running_var")
 _PIECE = 1 << 20
 

@@ -1,6 +1,6 @@
 """Loads and reshards a checkpoint. Each rank verifies the blocks that it needs, and a share of the
 blocks that no rank needs. If a file and a tensor have the same layout, bytes are read directly into
-the tensor and hashed there. Otherwise they are read through a buffer."""
+the tensor and hashed there. Otherwise the bytes are read through a buffer."""
 
 from __future__ import annotations
 

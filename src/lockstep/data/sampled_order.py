@@ -19,8 +19,8 @@ from lockstep.keys import RandomStream, key
 
 Indices = NDArray[np.int64]
 EPOCH_STRIDE = 2**40
-"""Number of positions reserved for an epoch with a batch sampler. It exceeds the number of samples
-of any epoch."""
+"""Number of positions reserved for an epoch with a batch sampler, more than the samples of any
+epoch."""
 PURE = (
     "it is a function of epoch and seed alone, so that a resumed run has the same samples; draw"
     " from torch's or NumPy's default generators"

@@ -104,13 +104,13 @@ class PackedStream(StreamOfStreams):
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Data without a length or without random access. It is read in logical shards, whose number
-    does not depend on the world size.
+    """Data without a length or without random access. The data is read in logical shards, whose
+    number does not depend on the world size.
 
     The ranks that compute a shard's microbatches read the shard from beginning to end, then start
     its next epoch. Each sample is seen exactly once in each epoch of its shard. With M microbatches
     in a global batch, microbatch i of step s reads from shard i + M * (s mod (shards / M)). A
-    resumed run continues at each shard's position. It reads at most `window` samples of a shard
+    resumed run continues at each shard's position, and reads at most `window` samples of a shard
     again.
 
     The default generators of Python, NumPy and torch are seeded by (seed, epoch, shard, sample)

@@ -1,5 +1,5 @@
-"""The recipe: everything that decides what is learned. It never names a rank, a world size, a
-device or a host. They belong to `lockstep.plan.Plan`, which says how the recipe is executed."""
+"""The recipe: everything that decides what is learned. A recipe never names a rank, a world size, a
+device or a host. `lockstep.plan.Plan` names them, and says how a recipe is executed."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class Mean:
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A metric that is not a mean over samples (AUC, F1), or a `Recipe.batch_loss`. It is computed
-    from tensors collected for all samples, in the order of the samples."""
+    """A metric that is not a mean over samples (AUC, F1), or a `Recipe.batch_loss`. The value is
+    computed from tensors collected for all samples, in the order of the samples."""
 
     collect: Callable[[Any, Any], tuple[Tensor, ...]]
     """Function of (output, batch) that returns tensors whose first dim is the samples of this
@@ -115,8 +115,8 @@ class Evaluation:
     `Recipe.collate` is not used, because it may augment. A function that only pads can be given to
     both."""
     loss: Callable[[Any, Any], Any] | None = None
-    """The loss to measure, with the arguments of `Recipe.loss`. It returns a scalar, an `ls.Loss`,
-    or a dict of scalars. `Recipe.weight` is not used. None: `Recipe.loss`."""
+    """The loss to measure, with the arguments of `Recipe.loss`. The function returns a scalar, an
+    `ls.Loss`, or a dict of scalars. `Recipe.weight` is not used. None: `Recipe.loss`."""
     weights: Literal["current", "average"] = "current"
     """The weights to measure: the model's weights, or the moving average of the run's
     `ls.ExponentialMovingAverage`."""
@@ -270,8 +270,8 @@ class Recipe:
     batch_sampler: Callable[[int, int], Any] | None = None
     """Function of (epoch, seed) that returns the global batches of an epoch. A global batch is a
     list of microbatches, and a microbatch a list of indices. The function must be pure, like
-    `sampler`. It replaces `global_batch` and `microbatch`. All epochs must have the same number of
-    batches."""
+    `sampler`. `batch_sampler` replaces `global_batch` and `microbatch`. All epochs must have the
+    same number of batches."""
     inputs: Callable[[Any], Any] | None = None
     """Function of the batch that returns the model's arguments: a tuple, a dict of keyword
     arguments, or one tensor."""
@@ -314,8 +314,9 @@ class Recipe:
     `nn.Sequential`; other models cannot be pipelined."""
     experts: abc.Sequence[str] | None = None
     """Names of the modules that hold a layer's experts, in stacked parameters. `*` stands for any
-    text: `["blocks.*.experts"]`. Their forward takes tokens (S, D), the chosen experts (S, k) and
-    their weights (S, k). None: the modules whose parameters and forward have this form."""
+    text: `["blocks.*.experts"]`. The forward of the modules takes tokens (S, D), the chosen experts
+    (S, k) and their weights (S, k). None: the modules whose parameters and forward have this
+    form."""
     sequence: Sequence | None = None
     """The sequences that context parallelism (the plan's `context`) divides among ranks, their
     documents and positions. None: `ls.Sequence()`. The model then must not draw random numbers."""

@@ -40,8 +40,8 @@ Score = Callable[[Microbatch, Any, Any, Any], T]
 """Function of (microbatch, batch, output, loss) that returns the microbatch's part of an
 evaluation."""
 EVALUATED_TOGETHER = 2
-"""Number of microbatches that a pipeline stage evaluates before the next stage begins. Their
-activations are in memory at the same time."""
+"""Number of microbatches that a pipeline stage evaluates before the next stage begins. The
+activations of these microbatches are in memory at the same time."""
 
 
 class Accumulation(Protocol):

@@ -29,7 +29,8 @@ class Hook:
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
         """Called after the last backward of a step, once for each prepared model. Each `.grad` of
-        `model` is the sum over all ranks. It is not yet clipped and, in fp16, not yet unscaled."""
+        `model` is the sum over all ranks. The gradients are not yet clipped and, in fp16, not yet
+        unscaled."""
 
     def after_step(self, run: Run) -> None:
         """Called after each step, even if fp16 overflowed and the model was not updated."""

@@ -176,7 +176,7 @@ class Batching:
     @property
     def last_of_epoch(self) -> list[int]:
         """Number of samples in each microbatch of an epoch's last global batch. With a
-        `batch_sampler`, of all global batches."""
+        `batch_sampler`, the list covers all global batches of epoch 0."""
         if self._batches is not None:
             return self._batches.sizes
         per_epoch = assignment.total_steps(
@@ -216,8 +216,8 @@ class Batching:
         )
 
     def recomputed_here(self, step: int, count: int) -> list[int | None]:
-        """Return the microbatches of other ranks that this rank may recompute. The second is
-        recomputed only if two other ranks got different gradients."""
+        """Return the microbatches of other ranks that this rank may recompute. The second
+        microbatch is recomputed only if two other ranks got different gradients."""
         several = self.recomputed(step, count)
         if not several:
             return []
@@ -229,8 +229,8 @@ class Batching:
         ]
 
     def mine_in_step(self, step: int) -> list[Span]:
-        """Return the spans that this rank computes. Microbatches that it recomputes for other ranks
-        come first."""
+        """Return the spans that this rank computes. Recomputed microbatches of other ranks come
+        first."""
         start, stop = self.span(step)
         spans = self.spans_of(step, start, stop)
         again = [

@@ -173,9 +173,9 @@ class Run:
 
     def full_state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """Return a copy of the state dict of `model` with full tensors on the CPU, for example for
-        `save_pretrained`. It is the same on every rank and under every plan. Optimizers that have
-        modes are in evaluation mode during the copy. Every rank calls it. `model=None`: the first
-        model."""
+        `save_pretrained`. The copy is the same on every rank and under every plan. Optimizers that
+        have modes are in evaluation mode during the copy. Every rank calls it. `model=None`: the
+        first model."""
         with ExitStack() as stack:
             for module in self.training.modules:
                 stack.enter_context(module.modes.evaluating())

@@ -41,7 +41,7 @@ from lockstep.training.optim.optimizer_state import (
 from lockstep.training.train_module import HostValues, TrainModule
 
 _PLAN_SETTINGS = {"params", "foreach", "fused", "capturable", "differentiable"}
-"""Param group settings that depend on the plan. They are not saved."""
+"""Param group settings that depend on the plan and are not saved."""
 
 _FORM: Mapping[str, Any] = {"modules": dict, "state": dict}
 _MODULE_FORM: Mapping[str, Any] = {

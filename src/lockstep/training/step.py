@@ -259,8 +259,8 @@ class Step:
         self._seed_loop()
 
     def _seed_loop(self) -> None:
-        """Seed the generators after the script's loop. Otherwise they would continue the random
-        stream of this rank's last microbatch, which differs between ranks."""
+        """Seed the generators after the script's loop. Otherwise the generators would continue the
+        random stream of this rank's last microbatch, which differs between ranks."""
         if self._run.recipe is None:
             context = self._training.context
             at = (context.seed, RandomStream.LOOP, self._run.step, self._passes)
@@ -428,9 +428,9 @@ class Step:
         rank calls it once a step, for each prepared model.
 
         `clip_norm`: the largest global norm of the gradient. `closure`: for optimizers that compute
-        the gradient more than once a step (LBFGS, SAM). It is a function that loops over
-        `microbatches` and calls `backward` for each, as the script did before this commit. After
-        `compute`, no closure is needed. Raises `LossError` if the loss or the gradient is not
+        the gradient more than once a step (LBFGS, SAM). The closure is a function that loops
+        over `microbatches` and calls `backward` for each, as the script did before this commit.
+        After `compute`, no closure is needed. Raises `LossError` if the loss or the gradient is not
         finite. On a GPU, the error is raised at the next logging step. With a `fused` optimizer, a
         step with such an error does not update the model.
         """

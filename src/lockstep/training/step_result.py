@@ -18,7 +18,7 @@ from lockstep.training.train_module import TrainModule
 
 @dataclass(slots=True)
 class StepResult:
-    """The numbers of a step for one model. They stay on the device until they are read."""
+    """The numbers of a step for one model. The numbers stay on the device until they are read."""
 
     layout: StepLayout
     module: TrainModule
@@ -37,8 +37,8 @@ class StepResult:
     # `was_applied`
     applied: bool | None = False
     terms: list[dict[str, Tensor]] = field(default_factory=list)
-    """Maps loss terms to their parts of the step's loss, for each microbatch of this rank. Empty
-    dicts if the loss has one term."""
+    """Maps loss terms to their parts of the step's loss, for each microbatch of this rank. The
+    dicts are empty if the loss has one term."""
 
     @property
     def was_applied(self) -> bool:

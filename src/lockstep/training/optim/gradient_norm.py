@@ -18,7 +18,7 @@ from lockstep.comm.world import World
 PIECE_ELEMENTS = 2**15 - 1
 """Maximum number of elements that torch sums in one thread on a CPU, and thus in a fixed order."""
 TOGETHER_ELEMENTS = 2**25
-"""Number of elements whose squares are summed at once on an accelerator. They take 128 MiB."""
+"""Number of elements whose squares are summed at once on an accelerator, in 128 MiB of memory."""
 MIN_SHARED_BYTES = 8 << 20
 """Below this size, replicas on a CPU do not divide the work: exchanging the norms would take
 longer."""

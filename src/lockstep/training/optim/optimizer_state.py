@@ -1,6 +1,6 @@
 """The state of an optimizer in a checkpoint: tensors by parameter, and other values as JSON. If an
-optimizer overrides `state_dict` and `load_state_dict`, these methods save and load it. Otherwise
-`Optimizer.state` is saved."""
+optimizer overrides `state_dict` and `load_state_dict`, these methods save and load it. All other
+optimizers are saved from `Optimizer.state`."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from lockstep.base.field_docs import with_field_docs
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class OnMetric:
-    """A schedule for `Recipe.schedule` that follows an evaluation metric. It steps a torch
-    ReduceLROnPlateau after each evaluation that measures the metric."""
+    """A schedule for `Recipe.schedule` that follows an evaluation metric. `ls.OnMetric` steps a
+    torch ReduceLROnPlateau after each evaluation that measures the metric."""
 
     metric: str
     """Name of the metric: `accuracy`, or `valid/accuracy` with evaluations by name. Without

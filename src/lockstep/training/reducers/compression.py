@@ -49,8 +49,8 @@ class Compression(ABC):
 
     @abstractmethod
     def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's communication hook. It returns a sum, not a mean. `stats` is a parameter whose
-        gradient holds the step's losses and flags, which must not be rounded."""
+        """DDP's communication hook, which returns a sum instead of a mean. `stats` is a parameter
+        whose gradient holds the step's losses and flags, which must not be rounded."""
 
     @abstractmethod
     def _rescale(self, factor: float) -> None: ...

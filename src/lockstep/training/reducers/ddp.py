@@ -1,9 +1,9 @@
 """Gradient reduction by DistributedDataParallel (DDP): every rank has the full model, and buckets
 are summed during the backward.
 
-DDP wraps the loss, not the model. Its forward is an identity on the last microbatch's loss, and the
-graph reaches every parameter. The user's model keeps its class and may be called any number of
-times. DDP's hook also fires for a parameter that the loss does not reach, without
+DDP wraps the loss, not the model. DDP's forward is an identity on the last microbatch's loss,
+and the graph reaches every parameter. The user's model keeps its class and may be called any number
+of times. DDP's hook also fires for a parameter that the loss does not reach, without
 `find_unused_parameters`. A rank without a microbatch uses a loss of zero.
 
 DDP gets one more parameter, `stats`. Its gradient contains the step's losses and flags. The

@@ -1,5 +1,5 @@
-"""Gradient reduction for numerics=bitwise, after the last backward of the step. It is used for
-models that DDP cannot wrap: pipeline stages and tensor parallelism."""
+"""Gradient reduction for numerics=bitwise, after the last backward of the step. Pipeline stages and
+models with tensor parallelism use it, because DDP cannot wrap them."""
 
 from __future__ import annotations
 
