@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from lockstep.plan import Plan
 from lockstep.planner.trace import TracedStep
-from lockstep.planner.tracing.tracer import TraceOptions, stage_split, trace_step
+from lockstep.planner.tracing.tracer import StageSplit, TraceOptions, stage_split, trace_step
 
 WIDTH, HIDDEN, HEADS, BLOCKS, WORDS, LENGTH = 16, 48, 2, 2, 40, 6
 SAMPLES, GLOBAL_BATCH, MICROBATCH = 96, 8, 2
@@ -148,17 +148,17 @@ def plain(plan: str, rank: int = 0) -> TracedStep:
     return traced(plan, rank=rank)
 
 
-_boundaries: dict[tuple[Any, ...], tuple[ls.Recipe, Any]] = {}
+_splits: dict[tuple[Any, ...], tuple[ls.Recipe, StageSplit]] = {}
 
 
-def boundaries(given: ls.Recipe | None, plan: Plan, chosen: TraceOptions) -> Any:
+def split(given: ls.Recipe | None, plan: Plan, chosen: TraceOptions) -> StageSplit:
     """The split of a recipe into stages, which all ranks have: made once."""
     one = replace(chosen, rank=0)
     key = (id(given), plan, *(getattr(one, each.name) for each in fields(one)))
-    if key not in _boundaries:
+    if key not in _splits:
         made = given or recipe()
-        _boundaries[key] = made, stage_split(made, plan, one).boundaries
-    return _boundaries[key][1]
+        _splits[key] = made, stage_split(made, plan, one)
+    return _splits[key][1]
 
 
 def traced(
@@ -177,5 +177,5 @@ def traced(
         TraceOptions(rank=rank, world_size=size, **options),
     )
     if resolved.pipeline != 1:
-        chosen = replace(chosen, boundaries=boundaries(given, resolved, chosen))
+        chosen = replace(chosen, boundaries=split(given, resolved, chosen).boundaries)
     return trace_step(given or recipe(), resolved, chosen, watch)

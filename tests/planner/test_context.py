@@ -79,7 +79,7 @@ def step(plan: str, ranks: int, *, is_gpu: bool = True, packed: bool = False) ->
         data=TensorDataset(words, words),
         global_batch=SAMPLES * MICROBATCHES,
         microbatch=SAMPLES,
-        sequence=ls.Sequence(chunks=8, documents=halves if packed else None),
+        sequence=ls.Sequence(chunks=4 if packed else 8, documents=halves if packed else None),
         stages=None,
         tensor=None,
     )
@@ -169,7 +169,7 @@ def test_stages_pass_on_the_tokens_of_a_rank(packed: bool) -> None:
         data=TensorDataset(*torch.zeros(2, 16, LENGTH, dtype=torch.int64)),
         global_batch=4 * SAMPLES,
         microbatch=SAMPLES,
-        sequence=ls.Sequence(chunks=8, documents=halves if packed else None),
+        sequence=ls.Sequence(chunks=4, documents=halves if packed else None),
         tensor=None,
     )
     sent = {}

@@ -115,8 +115,11 @@ def test_a_rank_whose_experts_are_chosen_more_often_receives_more_rows() -> None
     """Here twice as many as the mean. With 2 ranks that is every row."""
     for ranks in (2, 4):
         balanced, skewed = (
-            traced(f"expert={ranks}", GIVEN, skew=skew).sent_bytes()["all_to_all on expert"]
-            for skew in (1.0, SKEW)
+            trace.sent_bytes()["all_to_all on expert"]
+            for trace in (
+                step(f"expert={ranks}"),
+                traced(f"expert={ranks}", GIVEN, skew=SKEW),
+            )
         )
         assert abs(skewed / balanced - SKEW) < 0.05
 

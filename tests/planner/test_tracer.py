@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ from planner.subjects import (
     WORDS,
     Transformer,
     adamw,
-    plain,
     processes,
     recipe,
+    split,
     traced,
 )
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ from lockstep.planner.trace import (
     TracedStep,
     memory_peak,
 )
-from lockstep.planner.tracing.tracer import StageSplit, TraceOptions, stage_split
+from lockstep.planner.tracing.tracer import StageSplit, TraceOptions
 
 PARAMETERS = 4 * sum(parameter.numel() for parameter in Transformer().parameters())
 TENSORS = sum(1 for _ in Transformer().parameters())
@@ -53,6 +54,28 @@ MESSAGE = 4 * MICROBATCH * LENGTH * WIDTH
 """Bytes that a stage of a pipeline passes on."""
 MICROBATCHES = 4
 """Microbatches of a step of one data rank, of two it is half."""
+
+OF_STATE = {
+    "replicate=1": (PARAMETERS, TENSORS),
+    "replicate=2": (PARAMETERS, TENSORS),
+    "replicate=2,numerics=bitwise": (PARAMETERS, TENSORS),
+    "shard=2": (PARAMETERS // 2, TENSORS),
+    "shard=2,sharding=gradients": (PARAMETERS // 2, TENSORS),
+    "replicate=2,shard=4": (PARAMETERS // 4, TENSORS),
+    "tensor=2": (PARAMETERS - SPLIT // 2, TENSORS),
+    "pipeline=2": (OF_STAGE, 1 + 8 * BLOCKS // 2),
+    "pipeline=2,shard=2,tensor=2": ((OF_STAGE - SPLIT // 4) // 2, 1 + 8 * BLOCKS // 2),
+}
+"""Bytes and number of the parameters that a plan leaves to a rank."""
+MANY = recipe(global_batch=8 * MICROBATCH)
+
+
+@cache
+def plain(plan: str, rank: int = 0) -> TracedStep:
+    """The trace of a step of `recipe()`, made once. With the state of AdamW under the plans of
+    which a test looks at it."""
+    changes = {"optimizer": adamw} if plan in OF_STATE else {}
+    return traced(plan, recipe(**changes), rank=rank)
 
 
 class OwnLinear(nn.Linear):
@@ -83,24 +106,9 @@ def operations(trace: TracedStep) -> list[Operation]:
 # Memory
 
 
-@pytest.mark.parametrize(
-    ("plan", "parameters", "tensors"),
-    [
-        ("replicate=1", PARAMETERS, TENSORS),
-        ("replicate=2", PARAMETERS, TENSORS),
-        ("replicate=2,numerics=bitwise", PARAMETERS, TENSORS),
-        ("shard=2", PARAMETERS // 2, TENSORS),
-        ("shard=2,sharding=gradients", PARAMETERS // 2, TENSORS),
-        ("replicate=2,shard=4", PARAMETERS // 4, TENSORS),
-        ("tensor=2", PARAMETERS - SPLIT // 2, TENSORS),
-        ("pipeline=2", OF_STAGE, 1 + 8 * BLOCKS // 2),
-        ("pipeline=2,shard=2,tensor=2", (OF_STAGE - SPLIT // 4) // 2, 1 + 8 * BLOCKS // 2),
-    ],
-)
-def test_the_state_has_exactly_the_bytes_that_the_plan_leaves_to_a_rank(
-    plan: str, parameters: int, tensors: int
-) -> None:
-    trace = traced(plan, recipe(optimizer=adamw))
+@pytest.mark.parametrize("plan", OF_STATE)
+def test_the_state_has_exactly_the_bytes_that_the_plan_leaves_to_a_rank(plan: str) -> None:
+    trace, (parameters, tensors) = plain(plan), OF_STATE[plan]
     assert held(trace, "parameters") == parameters
     assert held(trace, "optimizer") == 2 * parameters + 4 * tensors, (
         "AdamW: two moments, and a count for each parameter"
@@ -169,7 +177,7 @@ def test_what_a_stage_receives_is_communication(rank: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_under_1f1b_a_stage_needs_no_more_memory_for_more_microbatches(rank: int) -> None:
     few = plain("pipeline=2", rank)
-    many = traced("pipeline=2", recipe(global_batch=8 * MICROBATCH), rank=rank)
+    many = traced("pipeline=2", MANY, rank=rank)
     for cause in ("communication", "activations"):
         assert held(many, cause) == pytest.approx(held(few, cause), abs=MESSAGE // 2), (
             "no more than the sums of the loss"
@@ -209,16 +217,17 @@ def test_checkpointing_keeps_fewer_activations_and_computes_them_again() -> None
 
 
 def test_activations_are_in_proportion_to_the_microbatch_and_state_is_not() -> None:
-    small, large = (
-        traced("replicate=1", recipe(microbatch=size, global_batch=4 * size)) for size in (2, 8)
-    )
+    assert MICROBATCH == 2
+    small = plain("replicate=1")
+    large = traced("replicate=1", recipe(microbatch=8, global_batch=4 * 8))
     assert held(large, "parameters") == held(small, "parameters")
     assert held(large, "activations") == pytest.approx(4 * held(small, "activations"), rel=0.02)
 
 
 def test_a_pipeline_keeps_fewer_activations_under_1f1b_than_under_gpipe() -> None:
+    assert Plan().schedule == "1f1b"
     first, gpipe = (
-        held(plain(f"pipeline=2,schedule={name}"), "activations") for name in ("1f1b", "gpipe")
+        held(plain(plan), "activations") for plan in ("pipeline=2", "pipeline=2,schedule=gpipe")
     )
     assert first < 0.6 * gpipe
 
@@ -441,10 +450,10 @@ def test_marks_say_where_a_step_begins_and_ends() -> None:
 
 def test_the_stages_of_a_pipeline_are_found_in_the_whole_model() -> None:
     plan = Plan.parse("pipeline=2,schedule=interleaved").resolve(2)
-    split = stage_split(recipe(), plan, TraceOptions(world_size=2))
-    assert isinstance(split, StageSplit)
-    assert sum(map(sum, split.kinds)) == BLOCKS + 2
-    for route in split.boundaries:
+    found = split(None, plan, TraceOptions(world_size=2))
+    assert isinstance(found, StageSplit)
+    assert sum(map(sum, found.kinds)) == BLOCKS + 2
+    for route in found.boundaries:
         assert [each.shapes for each in route] == [((MICROBATCH, LENGTH, WIDTH),)] * 3
 
 

@@ -70,6 +70,27 @@ def test_disable_current_modes() -> None:
     assert seen == ["zeros"]
 
 
+def test_modes_are_asked_for_the_device_of_a_fake_tensor() -> None:
+    asked: list[Any] = []
+
+    class Answering(torch_private.TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if function is torch_fakes.DEVICE:
+                asked.append(args[0])
+                return args[0].device
+            return function(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Answering():  # type: ignore[no-untyped-call]
+        given = torch.ones(2, 3, requires_grad=True)
+        (given @ given.t()).sum().backward()
+    assert asked
+    assert all(isinstance(each, FakeTensor) for each in asked)
+    assert given.grad is not None
+    assert given.grad.device == given.device == torch.device("cpu")
+
+
 def test_torch_function_mode() -> None:
     class Doubling(torch_fakes.TorchFunctionMode):
         def __torch_function__(

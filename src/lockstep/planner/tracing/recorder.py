@@ -38,7 +38,7 @@ from lockstep.planner.trace import (
     TracedStep,
 )
 from lockstep.planner.tracing.kernels import kernel
-from lockstep.planner.tracing.torch_fakes import cpu_streams, replaced
+from lockstep.planner.tracing.torch_fakes import DEVICE, cpu_streams, replaced
 
 FUNCTIONAL: Mapping[str, CollectiveKind] = {
     "all_reduce": "all_reduce",
@@ -126,6 +126,8 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.phase = "forward"
             if in_backward():
                 self.phase = "recompute" if torch.is_grad_enabled() else "backward"
+        if function is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device
         result = function(*args, **kwargs)
         if function.namespace == "_c10d_functional":
             self._note_functional(function, args, result)

@@ -44,6 +44,7 @@ from lockstep.model.tensor.first_forward_check import FirstForwardCheck
 from lockstep.planner.trace import HELD
 from lockstep.planner.tracing.recorder import TraceRecorder
 from lockstep.planner.tracing.torch_fakes import (
+    DEVICE,
     IS_PINNED,
     PIN_MEMORY,
     TorchFunctionMode,
@@ -94,6 +95,8 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if function is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device
         if function in (PIN_MEMORY, IS_PINNED):  # a fake tensor supports neither
             return args[0] if function is PIN_MEMORY else True
         if function.overloadpacket.__name__ in PRODUCTS:

@@ -16,6 +16,8 @@ from torch.utils.flop_counter import flop_registry as flop_registry
 
 from lockstep.base.torch_private import FakeTensor
 
+DEVICE = torch.ops.prim.device.default
+"""Torch's C++ code calls it for the device of a fake tensor. In a trace most calls are these."""
 PIN_MEMORY = torch.ops.aten._pin_memory.default
 IS_PINNED = torch.ops.aten.is_pinned.default
 _MISSING = object()
