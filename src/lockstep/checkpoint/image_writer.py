@@ -140,7 +140,6 @@ def image_interval(copy_seconds: float, step_seconds: float, limit: float) -> in
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the properties of a tensor that determine its shard."""
     layout = (tensor.placements, tensor.device_mesh) if is_distributed(tensor) else ()  # type: ignore[attr-defined]
     return tensor.dtype, tensor.shape, *layout
 

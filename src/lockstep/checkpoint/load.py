@@ -57,7 +57,6 @@ class _Span:
         self._data = self.own
 
     def _ends(self, copy: ShardCopy) -> tuple[int, int]:
-        """Return the smallest range [first, last) of elements that contains the copy."""
         sides = list(zip(copy.source, self._strides, strict=True))
         first = sum(side.start * stride for side, stride in sides)
         return first, 1 + sum((side.stop - 1) * stride for side, stride in sides)

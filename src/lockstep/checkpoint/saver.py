@@ -218,7 +218,6 @@ class MappedShards:
 
 
 def _neighbours(layout: FileLayout) -> list[list[TensorShard]]:
-    """Group small shards up to `GROUP_BYTES`. A large shard has its own group."""
     groups: list[list[TensorShard]] = []
     room = -1
     for shard in sorted(layout.starts, key=layout.span):
@@ -248,7 +247,6 @@ class _FileContent:
             "bytes": layout.bytes,
             "shards": [[*shard.to_json(), start] for shard, start in layout.starts.items()],
         }
-        """The file layout that the writer process gets."""
         self.file = SharedFile(layout.bytes)
         everything = torch.frombuffer(self.file.mapped, dtype=torch.uint8)
         everything.zero_()  # page faults make the first write ten times slower than later ones
@@ -304,7 +302,7 @@ class _FileContent:
 
 
 class _Writer:
-    """The writer process, seen from the training process."""
+    """The training process's handle of the writer process."""
 
     def __init__(self, content: _FileContent) -> None:
         command = own_python("-m", "lockstep.checkpoint.writer", content.file.name)
@@ -319,7 +317,6 @@ class _Writer:
         self.send(content.layout)
 
     def _read(self) -> None:
-        """Runs in a thread. At the end of the writer process, it adds an empty answer."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._answers.put(line)

@@ -256,8 +256,8 @@ def _some_spans(spans: Iterator[Span], most: int) -> Iterator[Span]:
 
 def structure(value: Any, *, is_batch: bool = True) -> Any:
     """Return a value that is equal for batches with the same containers, keys and dtypes. A list
-    whose parts have equal structures has one entry for all of them. So has a tuple in a batch,
-    because it may have one part per sample: torchvision's `tuple(zip(*samples))`."""
+    whose parts have equal structures has one entry for all parts. A tuple in a batch is treated
+    like a list, because it may have one part per sample: torchvision's `tuple(zip(*samples))`."""
     if isinstance(value, Tensor):
         return value.dtype
     kind = type(value)

@@ -255,7 +255,6 @@ def _packed(
 def _rows_of(
     values: Sequence[Any], length: int, names: Sequence[str]
 ) -> list[tuple[int, dict[str, Tensor]]]:
-    """Return each row after the index of its first document in the group."""
     documents = list(map(document_of, values, names))
     rows = packed_rows([len(document.tokens) for document in documents], length)
     return [
@@ -268,7 +267,6 @@ def _rows_of(
 
 
 def _unordered(stream: Stream, shard: int, seed: int) -> Iterator[Any]:
-    """Yield samples from the beginning of a shard, not in the run's order."""
     match stream.open:
         case Mixture(streams=streams):
             opened = [

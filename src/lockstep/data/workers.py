@@ -32,7 +32,6 @@ from lockstep.data.streams import StreamFetcher
 _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
 """Maximum length of a path in the system's `sockaddr_un`."""
 _FOLDER = "pymp-"
-"""Multiprocessing's prefix for folders with sockets."""
 REST_SECONDS = 0.01
 """Sleep before the workers are forked. Gloo's threads finish shortly after a collective. In Python
 3.11.7, a child that is forked while a thread frees a tensor hangs (python/cpython#112275)."""

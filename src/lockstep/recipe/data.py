@@ -272,7 +272,6 @@ def _weight(value: Any) -> float:
 
 
 def _short_text(value: Any) -> str:
-    """Shortens the text, because an integer may have thousands of digits."""
     try:
         text = repr(value)
     except ValueError:  # Python prints no more than 4,300 digits

@@ -409,7 +409,6 @@ class PipelineExecutor:
 
 
 def call_model(inputs: Inputs, model: nn.Module, batch: Any) -> Any:
-    """Without `inputs`, return the model. The loss function then calls the model."""
     if inputs is None:
         return model
     arguments = model_arguments(inputs, batch)

@@ -193,8 +193,6 @@ def _build_optimizers(
     model: nn.Module,
     parallel: Parallelized,
 ) -> tuple[list[Optimizer], dict[int, Callable[[], None]]]:
-    """Return the optimizers, and functions that replace the `step()` of some of them, by the `id`
-    of the optimizer."""
     context = training.context
 
     def build() -> tuple[list[Optimizer], list[Optimizer]]:

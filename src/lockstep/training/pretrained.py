@@ -182,7 +182,6 @@ def _match_names(
 
 
 def _renamed(names: Mapping[str, str | None], name: str) -> str | None:
-    """Return None if the user skips the tensor."""
     for pattern, target in names.items():
         if (text := _match(pattern, name)) is not None:
             return None if target is None else target.replace("*", text)
@@ -190,7 +189,7 @@ def _renamed(names: Mapping[str, str | None], name: str) -> str | None:
 
 
 def _match(pattern: str, name: str) -> str | None:
-    """Return the text that matches the `*` of the pattern. Return None without a match."""
+    """Return the text that matches the `*` of the pattern, or None without a match."""
     before, star, after = pattern.partition("*")
     if not star:
         return "" if name == pattern else None

@@ -158,7 +158,6 @@ class ReplicaReader:
             described = [kinds, dict(self._held.values)]
         kinds, values = world.value_of(self._source, described) or ({}, {})
         self.manifest = Manifest(step=newest, files={}, values=values, metadata={})
-        """The manifest's step is -1 if no rank holds a state."""
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {
             name: (dtype, tuple(shape)) for name, (dtype, shape) in kinds.items()
         }

@@ -414,7 +414,6 @@ def _to_device(parameter: Tensor, value: Any) -> Any:
 
 
 def _like_parameter(parameter: Tensor, value: Any) -> Any:
-    """Shard a tensor of the parameter's shape like the parameter."""
     value = _to_device(parameter, value)
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value

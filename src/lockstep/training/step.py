@@ -80,7 +80,6 @@ class Step:
         self._passes = 0
         self._seed_loop()
         self._recomputing: tuple[Microbatch, MicrobatchChecksums] | None = None
-        """Another rank's microbatch that this rank is recomputing."""
         self._waiting: list[tuple[Microbatch, Any, Routed]] | None = None
         """Microbatches whose backward waits until all forwards are computed. None if backwards do
         not wait."""

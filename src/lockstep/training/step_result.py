@@ -62,7 +62,6 @@ class StepResult:
 
     @property
     def is_without_weight(self) -> bool:
-        """Waits for the device."""
         return self.weights is not None and not any(self.weights.tolist())
 
     def term_losses(self) -> dict[str, float]:

@@ -582,7 +582,6 @@ def _step_without_closure(optimizer: Optimizer) -> None:
 
 
 def _is_of_distributed_tensors(error: Exception) -> bool:
-    """True if torch raised the error in a computation with DTensors."""
     return any(
         frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor.")
         for frame, _ in traceback.walk_tb(error.__traceback__)

@@ -220,7 +220,6 @@ def _slices_of_row(gradient: Tensor, slices: int) -> int:
 
 
 def _sum_of_slices(squares: Tensor, slices: int) -> Tensor:
-    """Add the slices in a binary tree."""
     parts = list(squares.reshape(-1, slices).unbind(1))
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
@@ -279,7 +278,6 @@ def squares_of_rows(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _squares_in_cache(rows: Tensor) -> Tensor:
-    """Sum in pieces that fit into the processor's cache."""
     if rows.numel() <= PIECE_ELEMENTS:
         return _summed_squares(rows)
     if (width := rows.shape[1]) <= PIECE_ELEMENTS:
@@ -335,8 +333,6 @@ def _summed_squares(rows: Tensor) -> Tensor:
 
 
 def _local_rows(rows: int, rank: int, ranks: int) -> int:
-    """Return the number of rows of this rank's shard. `torch.chunk` splits the rows over the
-    ranks."""
     each = -(-rows // ranks)
     return max(0, min(rows - rank * each, each))
 

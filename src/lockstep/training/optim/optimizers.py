@@ -109,7 +109,6 @@ def _made(factory: Callable[[nn.Module], Any], model: nn.Module) -> Any:
 
 @contextmanager
 def _empty_optimizers_allowed() -> Iterator[None]:
-    """Lets torch create optimizers without parameters, which it otherwise refuses."""
     original: Any = Optimizer.__init__
 
     def patched(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:

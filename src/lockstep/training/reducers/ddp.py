@@ -236,8 +236,8 @@ class DdpReducer:
             raise RecipeError(READY_TWICE) from error
 
     def _rounded(self, value: Number) -> float:
-        """Round the value like an exchange between ranks. A single rank then records the same bits
-        as several ranks."""
+        """Round the value to the precision of the exchange. A single rank then records the same
+        bits as several ranks."""
         number = float(value)
         # faster than NumPy's scalars
         return c_float(number).value if self._vector.dtype is torch.float32 else number

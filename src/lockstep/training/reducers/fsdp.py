@@ -405,8 +405,6 @@ class _GroupBackwards:
 
 
 class _Own(NamedTuple):
-    """A parameter of a module in an FSDP2 group."""
-
     parameters: dict[str, nn.Parameter | None]
     """The module's parameters. FSDP2 replaces them by all-gathered parameters."""
     name: str
@@ -489,8 +487,6 @@ class _UsedParameters:
         return before
 
     def _watch(self, own: Sequence[_Own]) -> Any:
-        """FSDP2 creates the all-gathered parameters once, in the first forward."""
-
         def before(_: nn.Module, __: Any) -> None:
             for parameters, name, place, full_name in own:
                 parameter = parameters[name]

@@ -136,7 +136,6 @@ class _StageSum:
         self._counter: Counter[list[Tensor]] = Counter(_add, start=mine.start, count=nodes.count)
 
     def take_leaf(self, checksums: MicrobatchChecksums | None) -> list[Tensor | None]:
-        """Take this rank's part of a microbatch's gradients."""
         leaf = [_taken(parameter) for parameter in self._parameters]
         if checksums is not None:
             for place, gradient in zip(self._places, leaf, strict=True):

@@ -164,7 +164,6 @@ class RoundsReducer:
     def close(self) -> None: ...
 
     def _sums_of(self, places: Sequence[int]) -> list[tuple[RoundSum, list[int]]]:
-        """Each sum has parameters of one dtype. Experts and other parameters have separate sums."""
         kinds: dict[tuple[bool, torch.dtype], list[int]] = {}
         for place in places:
             parameter = self._parameters[place]
