@@ -129,12 +129,12 @@ def real(
 def test_every_collective_of_a_step_is_in_the_trace(real: Real) -> None:
     wrong = {}
     for (plan, name), by_rank in real.items():
+        given = recipe(optimizer=adamw, **CHANGES[name])
         for rank, found in enumerate(by_rank):
             if rank and "pipeline" not in plan and name == "transformer":
                 continue  # all ranks do the same
             if "pipeline" in plan and "bitwise" in plan and rank < len(by_rank) // 2:
                 continue  # a trace takes all stages to have as many rows as its own: the last has
-            given = recipe(optimizer=adamw, **CHANGES[name])
             trace = traced(f"{plan},transport=torch", given, rank=rank, is_gpu=False)
             predicted = Counter((each.kind, each.bytes) for each in trace.collectives())
             if (plan, name) in FREE_SPLIT:
