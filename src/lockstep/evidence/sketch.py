@@ -41,8 +41,8 @@ def sketch(tensor: Tensor, first: int = 0, name: str = "") -> list[float]:
 
 
 def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[Any, Any]:
-    """Sum `values` under `PROJECTIONS` rows of random signs. The signs of element i are the top
-    bits of splitmix64 at `first` + i from `seed`, the highest bit first."""
+    """Multiply `values` by `PROJECTIONS` rows of random signs, and return the sum of each row. The
+    pseudorandom generator splitmix64 makes the signs of element i from `seed` and `first` + i."""
     state = np.arange(first + 1, first + 1 + len(values), dtype=np.uint64)
     state *= np.uint64(GOLDEN)
     state += np.uint64(seed)
