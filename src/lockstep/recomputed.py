@@ -88,7 +88,7 @@ class Reported(NamedTuple):
 
     ranks: Sequence[int]
     computed: Sequence[Computed]
-    """Results by role, an index into `Recomputed.ranks`. Role 0 computed the microbatch that is
+    """The results, in the order of `Recomputed.ranks`. Role 0 computed the microbatch that is
     assigned to it, role 1 recomputed it, and role 2 decides."""
 
 

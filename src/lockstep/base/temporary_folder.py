@@ -23,7 +23,7 @@ _ALIVE = "alive"
 """The file that a process keeps locked while it uses the folder."""
 _NEW = "new"
 _EMPTY_SECONDS = 60.0
-"""Age at which a folder without a locked file is removed. Its process was killed."""
+"""Age at which a folder without a locked file is removed."""
 _REGULAR_ONLY: int = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 

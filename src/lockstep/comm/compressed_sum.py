@@ -20,8 +20,8 @@ _LARGEST = {"fp16": 32752.0, "int8": 127.0}
 """The number to which the largest number of a block is scaled. For fp16 it is half of the dtype's
 maximum, because rounding may increase it."""
 _INT8_DIVISOR = 127.0001
-"""Slightly more than 127. Otherwise 127 times the scale of the largest float32 would be
-infinite."""
+"""Slightly more than 127, so that the largest float32 divided by it and multiplied by 127 is
+finite."""
 _LEAST_SCALE = 2.0**-126
 _EXPONENT = 0x7F800000
 _SCALE_BYTES = 4

@@ -163,7 +163,7 @@ class Simulation:
         return True
 
     def _work(self, rank: _Rank, seconds: float, stream: int = 0) -> None:
-        """Add host time. On a CPU, the host also delays its stream."""
+        """Add host time. A CPU has no stream of its own, so host time delays the kernels, too."""
         rank.host += seconds
         if self._costs.is_synchronous:
             rank.streams[stream] += seconds

@@ -249,7 +249,7 @@ class Batching:
         ]
 
     def request(self, first: int) -> Iterator[Span]:
-        """Yields the spans of each step. The loader iterates over them."""
+        """Yields the spans of each step, for the loader."""
         for step in range(first, self.steps):
             self.requested = step
             yield from self.mine_in_step(step)

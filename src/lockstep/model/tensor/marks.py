@@ -16,7 +16,8 @@ from lockstep.model.tensor.operators import tree_tensors
 
 MARK = "_lockstep_mark"
 ONE = -1
-"""The value of `Shard.dim` for a shard with a single head or feature, if its dim is not known."""
+"""The value of `Shard.dim` if a shard has a single head or feature, and nobody knows in which
+dim."""
 
 
 class Shard(NamedTuple):

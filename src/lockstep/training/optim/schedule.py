@@ -22,7 +22,8 @@ class OnMetric:
     torch ReduceLROnPlateau after each evaluation that measures the metric."""
 
     metric: str
-    """Name of the metric: `accuracy`, or `valid/accuracy` with evaluations by name. Without
+    """Name of the metric: `accuracy`, or `valid/accuracy` for an evaluation that has the name
+    `valid`. Without
     `ls.OnMetric`, a `ReduceLROnPlateau` follows `loss`."""
     scheduler: Callable[[Optimizer], LRScheduler]
     """Function of the optimizer that returns a `ReduceLROnPlateau`."""

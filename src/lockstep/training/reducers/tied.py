@@ -16,8 +16,9 @@ from lockstep.model.separate_parts import PartLeaf
 
 
 class TiedGradients:
-    """The trainable parameters that several pipeline stages share. With numerics=bitwise, also
-    parameters that several sequential parts of the model on one rank share."""
+    """Sums the gradients of parameters that several pipeline stages share. Under
+    numerics=bitwise, it also sums the gradients of parameters that sequential parts on one rank
+    share."""
 
     def __init__(
         self,
