@@ -21,8 +21,8 @@ always woke; ranks in a tight loop of barriers failed to wake in about one of te
 
 [Note: Reconfigure] torch 2.15 gives a Gloo group new peers in place (`_reconfigure`). It is not
 used here: making a new group takes as long, and the groups of axes, FSDP2's meshes and shared
-memory must be made again in any case. `_reconfigure` closes connections, too, so it would not avoid lost wake-ups. With
-NCCL a run restarts instead of recovering in place.
+memory must be made again in any case. `_reconfigure` closes connections, too, so it would not avoid
+lost wake-ups. With NCCL a run restarts instead of recovering in place.
 """
 
 from __future__ import annotations
