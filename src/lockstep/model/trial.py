@@ -97,8 +97,8 @@ def nothing_dropped(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def all_in_use(model: nn.Module) -> Iterator[None]:
-    """Give (nearly) zero parameters random values, the same on all ranks. A branch behind a zero
-    gate then contributes to the output."""
+    """Replace parameters whose values are zero or tiny by random values, the same on all ranks. A
+    branch behind a zero gate then contributes to the output."""
     generator, before = torch.Generator(), []
     reshard(model)  # forwards may have left parameters gathered
     try:

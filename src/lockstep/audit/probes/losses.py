@@ -1,6 +1,6 @@
 """Records torch's loss functions: the number of targets in each call, and the gradient of the final
-loss with respect to the call's output. The gradient shows factors such as 1 /
-accumulation_steps."""
+loss with respect to the call's output. This gradient includes all factors by which the script
+multiplies the loss, such as 1 / accumulation_steps."""
 
 from __future__ import annotations
 
