@@ -70,10 +70,14 @@ OF_STATE = {
 MANY = recipe(global_batch=8 * MICROBATCH)
 
 
-@cache
 def plain(plan: str, rank: int = 0) -> TracedStep:
     """The trace of a step of `recipe()`, made once. With the state of AdamW under the plans of
     which a test looks at it."""
+    return made(plan, rank)
+
+
+@cache
+def made(plan: str, rank: int) -> TracedStep:
     changes = {"optimizer": adamw} if plan in OF_STATE else {}
     return traced(plan, recipe(**changes), rank=rank)
 
