@@ -137,7 +137,7 @@ class TimedSession(LoneSession):
     STEPS = STEPS
 
     def _enter_modes(self, stack: ExitStack) -> None:
-        for owner, names in without_others(self._options.boundaries):
+        for owner, names in without_others(self._options.boundaries, self._options.skew):
             stack.enter_context(replaced(owner, **names))
 
 

@@ -1,5 +1,4 @@
-"""Measures the cost of monitoring: progress notes, the hang watchdog, ranks.jsonl, and the replica
-audit every 100 steps.
+"""Measures the cost of monitoring: progress notes, the hang watchdog, and ranks.jsonl.
 
     python benchmarks/watching.py [--nproc 2] [--rounds 9] [--steps 100] [--json FILE]
 
@@ -30,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lockstep as ls
-from lockstep import session
+from lockstep import house_hooks
 from lockstep.logging.phases import Phases
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -55,15 +54,11 @@ class Entered:
         self.count = 0
         enter = Phases.enter
 
-        def counted(phases: Phases, name: str) -> str:
+        def counted(phases: Phases, name: str, **given: Any) -> str:
             self.count += 1
-            return enter(phases, name)
+            return enter(phases, name, **given)
 
         Phases.enter = counted  # type: ignore[method-assign]
-
-
-def nothing(*args: Any, **kwargs: Any) -> None:
-    """A stand-in for the monitoring."""
 
 
 def train(run_dir: str, steps: int, watched: bool, counts: bool) -> tuple[float, float]:
@@ -71,8 +66,9 @@ def train(run_dir: str, steps: int, watched: bool, counts: bool) -> tuple[float,
     torch.set_num_threads(1)
     entered = Entered() if counts else None
     if not watched:
-        session.Watching = nothing  # type: ignore[misc, assignment]
-        Phases.enter = lambda phases, name: name  # type: ignore[method-assign]
+        house_hooks.WatchdogTimeouts.parse = lambda *_: None  # type: ignore[method-assign]
+        house_hooks.Stragglers = ls.Hook  # type: ignore[misc, assignment]
+        Phases.enter = lambda phases, name, **_: name  # type: ignore[method-assign]
     windows = torch.randint(0, 256, (512, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
     clock = Clock()
     ls.train(

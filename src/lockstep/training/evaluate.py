@@ -199,9 +199,7 @@ class Evaluator:
         }
         if SINGLE not in means and SINGLE not in self._gathered:
             means = {
-                SINGLE: sum(
-                    value for name, value in means.items() if name not in self.evaluation.metrics
-                ),
+                SINGLE: sum(value for name, value in means.items() if name not in self._mean),
                 **means,
             }
         return means
@@ -214,11 +212,7 @@ class Evaluator:
         for index, other_names in others:
             if set(other_names) != set(names):
                 terms, before = (
-                    [
-                        name.removeprefix(f"{SINGLE}/")
-                        for name in each
-                        if name not in self.evaluation.metrics
-                    ]
+                    [name.removeprefix(f"{SINGLE}/") for name in each if name not in self._mean]
                     for each in (other_names, names)
                 )
                 raise LossError(

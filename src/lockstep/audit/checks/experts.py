@@ -356,7 +356,7 @@ def _check_scaled_norm(result: AreaResult, records: Divided, are_even: Sequence[
         first = alike[0]
         of_ranks = np.asarray(norms[first])
         # the first rank of those whose norms differ by rounding
-        rank = int(np.isclose(of_ranks, of_ranks.max()).argmax())
+        rank = int(np.isclose(of_ranks, of_ranks.max(), atol=0).argmax())
         of_whole = [whole[step][rank] for step in alike]
         result.find(
             Cause.NORM_WITHOUT_EXPERTS,
