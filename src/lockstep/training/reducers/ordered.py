@@ -83,7 +83,11 @@ class OrderedReducer:
         leaf = of_stage.take_leaf(self.recording.at(microbatch))
         if self._discards:
             return
-        assert microbatch == of_stage.taken, "gradients are leaves of the tree in this order"
+        if microbatch != of_stage.taken:
+            raise AssertionError(
+                f"the backward of microbatch {microbatch} came after {of_stage.taken}"
+                " others; gradients are leaves of the tree in the order of microbatches"
+            )
         of_stage.push(leaf)
 
     @contextmanager
@@ -156,7 +160,8 @@ class _StageSum:
 
     def finish(self) -> list[nn.Parameter]:
         """Return the parameters that this rank's microbatches have used. Every rank calls it."""
-        assert self.taken == self._count, "each microbatch has had a backward"
+        if self.taken != self._count:
+            raise AssertionError(f"{self.taken} of {self._count} microbatches had a backward")
         for parameter, total in zip(self._parameters, self._total(), strict=True):
             parameter.grad = like_parameter(parameter, total)
         return [self._parameters[place] for place in sorted(self._used)]
