@@ -24,7 +24,7 @@ EVENTS: Mapping[Severity, Mapping[str, str]] = {
     "warning": {
         "preempted": "all ranks saved and ended after a request to stop",
         "restarted": "new processes continue from the last checkpoint",
-        "recovered": "after the loss of a process, the run continued in place",
+        "recovered": "after the loss of a process, the other processes continued the run",
         "plan-changed": "lockstep changed the plan because memory ran out",
         "step-skipped": "a gradient overflowed in fp16, and all ranks skipped the update",
         "straggler": "a rank became slow",
@@ -68,7 +68,7 @@ EVENTS: Mapping[Severity, Mapping[str, str]] = {
         "settings-chosen": "lockstep measured the settings that are `auto`, and chose values",
         "cache-ignored": "lockstep cannot use the settings that an earlier run measured",
         "cache-not-written": "lockstep could not save the measured settings for later runs",
-        "attention-kernel": "the attention kernels of the run, and the reasons against faster kernels",
+        "attention-kernel": "the attention kernels, and the reasons against faster kernels",
         "gradient-reducer": "the reducer of gradients, and the reason for this reducer",
         "assignment-changed": "lockstep assigned microbatches again, by the ranks' measured speeds",
         "assignment-fixed": "measured speeds have no effect on the assignment of microbatches",
