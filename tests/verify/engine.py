@@ -74,7 +74,7 @@ class Engine:
         folder: Path,
         *,
         ranks: int = 1,
-        steps: int = 4,
+        steps: int = 3,
         seed: int = 0,
         noise: int | None = None,
         float64: bool = False,

@@ -146,10 +146,8 @@ def test_every_faulty_engine_is_tried() -> None:
 @pytest.mark.parametrize(
     ("engine", "ranks"),
     [
-        (ContextEngine, 1),
         (ContextEngine, 2),
         (ContextEngine, 3),
-        (ContextEngine, 4),
         (faults.Replicated, 4),
         (faults.PackedEngine, 2),
     ],

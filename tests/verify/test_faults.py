@@ -181,7 +181,7 @@ def right(
 
     @cache
     def made(
-        kind: type[Engine] = Engine, seed: int = 0, steps: int = 4
+        kind: type[Engine] = Engine, seed: int = 0, steps: int = 3
     ) -> tuple[Trace, MeasuredRounding]:
         folder = tmp_path_factory.mktemp("right")
         reference = kind(folder / "reference", seed=seed, steps=steps).run()
@@ -243,7 +243,7 @@ def test_every_faulty_engine_is_tried() -> None:
     assert len(engines) >= 12
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("ranks", [2, 4, 6])
 def test_a_correct_engine_passes(right: Any, tmp_path: Path, ranks: int) -> None:
     comparison, _ = verified(right, Engine(tmp_path / "plan", ranks=ranks).run())
     assert comparison.differences == []

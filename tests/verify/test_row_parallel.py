@@ -86,9 +86,9 @@ def right(
     @cache
     def made(kind: type[Engine], seed: int) -> tuple[Trace, MeasuredRounding]:
         folder = tmp_path_factory.mktemp("right")
-        reference = kind(folder / "reference", seed=seed, steps=6).run()
+        reference = kind(folder / "reference", seed=seed, steps=4).run()
         perturbed = [
-            kind(folder / f"perturbed-{noise}", seed=seed, steps=6, noise=noise).run()
+            kind(folder / f"perturbed-{noise}", seed=seed, steps=4, noise=noise).run()
             for noise in range(3)
         ]
         return reference, MeasuredRounding(reference, perturbed)
@@ -109,7 +109,7 @@ def test_a_correct_row_parallel_layer_passes_in_any_compute_dtype(
     reference, rounding = right(kind, seed)
     found = compare_traces(
         reference,
-        row_parallel(kind)(tmp_path / "sharded", seed=seed, steps=6).run(),
+        row_parallel(kind)(tmp_path / "sharded", seed=seed, steps=4).run(),
         rounding,
         bitwise=False,
     )
@@ -125,7 +125,7 @@ def test_a_bias_that_every_rank_adds_is_found_in_any_compute_dtype(
     reference, rounding = right(kind, 0)
     found = compare_traces(
         reference,
-        row_parallel(kind, bias_times=PARTS)(tmp_path / "sharded", steps=6).run(),
+        row_parallel(kind, bias_times=PARTS)(tmp_path / "sharded", steps=4).run(),
         rounding,
         bitwise=False,
     )
@@ -137,7 +137,7 @@ def test_differing_bits_of_a_microbatch_are_noted_unless_the_plan_compiles(
     right: Callable[..., tuple[Trace, MeasuredRounding]], tmp_path: Path
 ) -> None:
     reference, rounding = right(Unsharded, 0)
-    trace = row_parallel(Unsharded)(tmp_path / "sharded", steps=6).run()
+    trace = row_parallel(Unsharded)(tmp_path / "sharded", steps=4).run()
     (note,) = compare_traces(reference, trace, rounding, bitwise=False).notes
     assert "gradients of single microbatches differ from the reference's in some bits" in note
     assert (

@@ -4,10 +4,11 @@ script."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from verify import faults
 from verify.engine import Engine, Network
 
 from lockstep.base.errors import LaunchError, PlanError
+from lockstep.evidence.trace import Trace
 from lockstep.plan import Plan
 from lockstep.scripts.line import ScriptLine
 from lockstep.verify.jobs import (
@@ -58,10 +60,9 @@ class Quiet(Engine):
 class InProcess:
     """Stands in for `Runner`: each job is an engine that runs when it is started."""
 
-    def __init__(
-        self, folder: Path, kinds: Callable[[Job], type[Engine]] = lambda job: Engine
-    ) -> None:
-        self.folder = folder
+    traced: Callable[..., Trace]
+
+    def __init__(self, kinds: Callable[[Job], type[Engine]] = lambda job: Engine) -> None:
         self.jobs: list[Job] = []
         self.failing: dict[str, tuple[int, str]] = {}
         self.metadata: dict[str, Any] = {
@@ -90,18 +91,32 @@ class InProcess:
             return JobResult(
                 job=job, status=status, traces=[], error=error, seconds=1.0, timed_out=status == 143
             )
-        kind = self.kinds(job)
-        made = type("Made", (kind,), {"microbatch": job.microbatch or 4})
-        folder = self.folder / f"{len(self.jobs)}-{job.name}"
-        trace = made(
-            folder, ranks=job.processes, steps=job.steps, noise=job.noise_seed, float64=job.float64
-        ).run()
-        trace.metadata = {
-            **trace.metadata,
-            **self.metadata,
-            "microbatch": job.microbatch or self.metadata["microbatch"],
-        }
+        trace = self.traced(
+            self.kinds(job),
+            job.microbatch or 4,
+            ranks=job.processes,
+            steps=job.steps,
+            noise=job.noise_seed,
+            float64=job.float64,
+        )
+        microbatch = job.microbatch or self.metadata["microbatch"]
+        metadata = {**trace.metadata, **self.metadata, "microbatch": microbatch}
+        trace = replace(trace, metadata=metadata)
         return JobResult(job=job, status=0, traces=[trace], error="", seconds=1.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Trace an engine once for all tests that ask for the same run of it."""
+
+    @cache
+    def traced(kind: type[Engine], microbatch: int, **given: Any) -> Trace:
+        made = type("Made", (kind,), {"microbatch": microbatch})
+        return made(tmp_path_factory.mktemp("trace") / "trace", **given).run()
+
+    InProcess.traced = staticmethod(traced)
+    yield
+    del InProcess.traced
 
 
 def options(
@@ -123,8 +138,8 @@ def of_plan(kind: type[Engine], part: str = "plan-") -> Callable[[Job], type[Eng
     return lambda job: kind if job.name.startswith(part) else Engine
 
 
-def test_correct_plans_pass_in_the_recipes_precision_and_in_float64(tmp_path: Path) -> None:
-    runner = InProcess(tmp_path)
+def test_correct_plans_pass_in_the_recipes_precision_and_in_float64() -> None:
+    runner = InProcess()
     report = verify(runner, options("replicate=2", "replicate=3"))
     assert report.passed
     assert [verdict.plan for verdict in report.verdicts] == [
@@ -160,10 +175,8 @@ class Nudged(Engine):
         ]
 
 
-def test_the_effect_of_compression_is_reported_and_fails_no_plan(tmp_path: Path) -> None:
-    runner = InProcess(
-        tmp_path, lambda job: Engine if job.uncompressed or job.processes == 1 else Nudged
-    )
+def test_the_effect_of_compression_is_reported_and_fails_no_plan() -> None:
+    runner = InProcess(lambda job: Engine if job.uncompressed or job.processes == 1 else Nudged)
     runner.metadata["gradient_compression"] = "int8"
     report = verify(runner, options("replicate=2", "replicate=1"))
     assert report.passed
@@ -199,10 +212,8 @@ def test_the_effect_of_compression_is_reported_and_fails_no_plan(tmp_path: Path)
         (faults.SampleSeenTwice, "samples on rank 1, microbatch 3: different"),
     ],
 )
-def test_ranks_that_differ_under_compression_fail(
-    tmp_path: Path, kind: type[Engine], text: str
-) -> None:
-    runner = InProcess(tmp_path, of_plan(kind, "plan-replicate2-numericsfast-compressed"))
+def test_ranks_that_differ_under_compression_fail(kind: type[Engine], text: str) -> None:
+    runner = InProcess(of_plan(kind, "plan-replicate2-numericsfast-compressed"))
     runner.metadata["gradient_compression"] = "int8"
     (verdict,) = verify(runner, options("replicate=2")).verdicts
     assert not verdict.passed
@@ -210,8 +221,8 @@ def test_ranks_that_differ_under_compression_fail(
     assert text in verdict.mismatch.text()
 
 
-def test_a_plan_that_cannot_compress_did_not_run(tmp_path: Path) -> None:
-    runner = InProcess(tmp_path)
+def test_a_plan_that_cannot_compress_did_not_run() -> None:
+    runner = InProcess()
     runner.metadata["gradient_compression"] = "int8"
     runner.failing["plan-replicate2-numericsbitwise-compressed"] = (
         2,
@@ -221,8 +232,8 @@ def test_a_plan_that_cannot_compress_did_not_run(tmp_path: Path) -> None:
     assert (verdict.ran, verdict.exit_status, verdict.passed) == (False, 2, False)
 
 
-def test_a_wrong_plan_fails_and_a_correct_one_does_not(tmp_path: Path) -> None:
-    runner = InProcess(tmp_path, lambda job: faults.DividedTwice if job.processes == 2 else Engine)
+def test_a_wrong_plan_fails_and_a_correct_one_does_not() -> None:
+    runner = InProcess(lambda job: faults.DividedTwice if job.processes == 2 else Engine)
     report = verify(runner, options("replicate=2", "replicate=3"))
     wrong, right = report.verdicts
     assert (wrong.passed, right.passed, report.passed) == (False, True, False)
@@ -259,7 +270,7 @@ def test_a_wrong_plan_fails_and_a_correct_one_does_not(tmp_path: Path) -> None:
     )
 
 
-def test_a_fault_that_only_float64_shows_fails(tmp_path: Path) -> None:
+def test_a_fault_that_only_float64_shows_fails() -> None:
     class TooSmall(Engine):
         def reduce(self, step: int, locals_: list[Any]) -> list[Any]:
             return [
@@ -267,15 +278,11 @@ def test_a_fault_that_only_float64_shows_fails(tmp_path: Path) -> None:
                 for part in super().reduce(step, locals_)
             ]
 
-    (verdict,) = verify(
-        InProcess(tmp_path / "a", of_plan(TooSmall)), options("replicate=2")
-    ).verdicts
+    (verdict,) = verify(InProcess(of_plan(TooSmall)), options("replicate=2")).verdicts
     assert verdict.mismatch is not None
     assert verdict.mismatch.text().endswith("(in float64)")
     assert verdict.row()[5].endswith("(float64)")
-    assert verify(
-        InProcess(tmp_path / "b", of_plan(TooSmall)), options("replicate=2", float64=False)
-    ).passed
+    assert verify(InProcess(of_plan(TooSmall)), options("replicate=2", float64=False)).passed
 
 
 class DecayOfTheWorld(Engine):
@@ -286,8 +293,8 @@ class DecayOfTheWorld(Engine):
         return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.002 * self.size)
 
 
-def test_a_fault_that_float64_shows_at_an_earlier_step_is_reported(tmp_path: Path) -> None:
-    runner = InProcess(tmp_path, lambda job: DecayOfTheWorld)
+def test_a_fault_that_float64_shows_at_an_earlier_step_is_reported() -> None:
+    runner = InProcess(lambda job: DecayOfTheWorld)
     (verdict,) = verify(runner, options("replicate=2")).verdicts
     assert verdict.comparisons[0].differences[0].step > 0, "the run's own type sees it later"
     assert verdict.mismatch is not None
@@ -297,10 +304,8 @@ def test_a_fault_that_float64_shows_at_an_earlier_step_is_reported(tmp_path: Pat
     )
 
 
-def test_bitwise_plans_are_compared_with_a_bitwise_reference_without_perturbed_runs(
-    tmp_path: Path,
-) -> None:
-    runner = InProcess(tmp_path)
+def test_bitwise_plans_are_compared_with_a_bitwise_reference_without_perturbed_runs() -> None:
+    runner = InProcess()
     report = verify(runner, options("replicate=3", bitwise=True))
     assert [job.name for job in runner.jobs] == [
         "reference-bitwise",
@@ -310,8 +315,8 @@ def test_bitwise_plans_are_compared_with_a_bitwise_reference_without_perturbed_r
     assert report.verdicts[0].bitwise
 
 
-def test_a_script_that_fails_in_float64_is_verified_without_it(tmp_path: Path) -> None:
-    runner = InProcess(tmp_path)
+def test_a_script_that_fails_in_float64_is_verified_without_it() -> None:
+    runner = InProcess()
     runner.failing["reference-fast-float64"] = (1, "Traceback\nRuntimeError: expected Float")
     report = verify(runner, options("replicate=2"))
     assert report.passed
@@ -321,8 +326,8 @@ def test_a_script_that_fails_in_float64_is_verified_without_it(tmp_path: Path) -
     ]
 
 
-def test_a_plan_under_which_the_script_fails_did_not_run(tmp_path: Path) -> None:
-    runner = InProcess(tmp_path)
+def test_a_plan_under_which_the_script_fails_did_not_run() -> None:
+    runner = InProcess()
     runner.failing["plan-replicate2-numericsfast"] = (2, "lockstep: PlanError: why")
     (verdict,) = verify(runner, options("replicate=2")).verdicts
     assert (verdict.ran, verdict.passed, verdict.exit_status, verdict.error) == (
@@ -363,16 +368,16 @@ def test_a_plan_under_which_the_script_fails_did_not_run(tmp_path: Path) -> None
     ],
 )
 def test_a_script_that_cannot_be_verified_is_a_user_error(
-    tmp_path: Path, status: int, error: str, text: str
+    status: int, error: str, text: str
 ) -> None:
-    runner = InProcess(tmp_path)
+    runner = InProcess()
     runner.failing["reference-fast"] = (status, error)
     with pytest.raises(LaunchError, match=f"(?s)^{text}"):
         verify(runner, options("replicate=2"))
 
 
-def test_a_microbatch_that_the_recipe_leaves_open_is_fixed_for_all_plans(tmp_path: Path) -> None:
-    runner = InProcess(tmp_path)
+def test_a_microbatch_that_the_recipe_leaves_open_is_fixed_for_all_plans() -> None:
+    runner = InProcess()
     runner.metadata["microbatch"] = None
     report = verify(runner, options("replicate=2", "replicate=3", float64=False))
     assert report.passed
@@ -405,9 +410,9 @@ class MeanOverTokens(MeanOfWeights):
     ],
 )
 def test_another_microbatch_size_has_the_same_gradient(
-    tmp_path: Path, kind: type[Engine], cause: str | None
+    kind: type[Engine], cause: str | None
 ) -> None:
-    runner = InProcess(tmp_path, lambda job: kind if job.name.startswith("microbatch-") else Engine)
+    runner = InProcess(lambda job: kind if job.name.startswith("microbatch-") else Engine)
     report = verify(runner, options("replicate=2", float64=False, other=True))
     assert report.microbatch_size_checked
     assert [job.name for job in runner.jobs if job.name.startswith("micro")] == [
@@ -432,20 +437,16 @@ def test_another_microbatch_size_has_the_same_gradient(
         assert str(cause) in str(report.microbatch_size_mismatch.cause)
 
 
-def test_a_forward_that_draws_in_eval_mode_is_not_tried_with_another_microbatch_size(
-    tmp_path: Path,
-) -> None:
-    runner = InProcess(tmp_path)  # with dropout on
+def test_a_forward_that_draws_in_eval_mode_is_not_tried_with_another_microbatch_size() -> None:
+    runner = InProcess()  # with dropout on
     report = verify(runner, options("replicate=2", float64=False, other=True))
     assert (report.microbatch_size_checked, report.microbatch_size_mismatch) == (False, None)
     assert "draws random numbers even in eval mode" in report.notes[0]
 
 
 @pytest.mark.parametrize("kind", [Engine, faults.NotReduced])
-def test_the_page_needs_no_network(tmp_path: Path, kind: type[Engine]) -> None:
-    report = verify(
-        InProcess(tmp_path, of_plan(kind)), options("replicate=2", "replicate=4", float64=False)
-    )
+def test_the_page_needs_no_network(kind: type[Engine]) -> None:
+    report = verify(InProcess(of_plan(kind)), options("replicate=2", "replicate=4", float64=False))
     report.script = "<train>.py"
     text = verify_page(report)
     assert text.startswith("<!doctype html>")
