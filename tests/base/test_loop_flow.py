@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from lockstep.base.loop_flow import (
+    Helper,
     carried_into_loss,
     kept_by_methods,
     loop_at,
     set_anew,
     used_by_loss,
+    used_by_methods,
 )
 
 CARRIED = {
@@ -281,3 +283,141 @@ def test_what_is_emptied_carries_nothing(method: str) -> None:
     later = f"if x:\n    episodes.{method}()\nepisodes.add(x)\nstep.backward(episodes.mean())"
     assert carried_into_loss(loop(later)) == ["episodes"]
     assert "episodes" not in set_anew(loop(body))
+
+
+def helper_of(source: str, *, is_method: bool = False) -> Helper:
+    code = ast.parse(textwrap.dedent(source)).body[0]
+    assert isinstance(code, ast.FunctionDef)
+    return Helper(code, is_method)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("n = len(x); buffer[:n] = x; step.backward(model(buffer[:n]))", []),
+        ("buffer[:len(x)] = x; step.backward(model(buffer[:len(x)]))", []),
+        ("self.buffer[:n] = x; step.backward(model(self.buffer[:n]))", []),
+        ("buffer[:n] = x; step.backward(model(buffer))", ["buffer"]),
+        ("buffer[:n] = x; n = 2; step.backward(model(buffer[:n]))", ["buffer", "n"]),
+        ("buffer[:n] = x; buffer.add_(1); step.backward(buffer[:n])", ["buffer"]),
+        ("buffer[:n] += x; step.backward(model(buffer[:n]))", ["buffer"]),
+        ("buffer[next(k)] = x; step.backward(buffer[next(k)])", ["buffer"]),
+        ("if n: buffer[:n] = x\nstep.backward(buffer[:n])", ["buffer"]),
+    ],
+)
+def test_a_buffer_that_is_overwritten_before_it_is_read(body: str, expected: list[str]) -> None:
+    assert carried_into_loss(loop(body)) == expected
+    assert ("buffer" in set_anew(loop(body))) == (not expected and "self" not in body)
+
+
+@pytest.mark.parametrize(
+    ("body", "uses"),
+    [
+        ("env.reset(); step.backward(model(env.step(1)))", False),
+        ("x = env.reset(); step.backward(model(x, env.step(1)))", False),
+        ("(x, _), done = env.reset(), 0; step.backward(model(x, env.step(1)))", False),
+        ("x = env.reset() if done else x; step.backward(model(x, env.step(1)))", False),
+        ("x = env.reset() if done else env.x; step.backward(model(x))", True),
+        ("x = env.step(0); step.backward(model(x))", True),
+        ("if done: x = env.reset()\nstep.backward(model(env.step(1)))", True),
+    ],
+)
+def test_an_environment_that_is_reset_in_an_expression(body: str, *, uses: bool) -> None:
+    assert ("env" in used_by_loss(loop(body))) == uses
+
+
+CRITERION = """
+class Criterion:
+    def __call__(self, output):
+        loss = output.mean() * (1 + self.scale)
+        self.running = 0.9 * self.running + 0.1 * output.mean()
+        self.scale = 0.9 * self.scale + 0.1 * loss.item()
+        return loss, self.running
+
+    def both(self, output):
+        loss, running = self(output)
+        return loss + running, 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("loss, logs = criterion(x); step.backward(loss)", ["scale"]),
+        ("logs, loss = criterion(x); step.backward(loss)", ["running"]),
+        ("loss, logs = criterion(x); step.backward(loss + logs)", ["running", "scale"]),
+        ("loss = criterion(x)[0]; step.backward(loss)", ["running", "scale"]),
+        ("loss, *logs = criterion(x); step.backward(loss)", ["running", "scale"]),
+        ("loss, logs = criterion.both(x); step.backward(loss)", ["running", "scale"]),
+    ],
+)
+def test_an_item_of_what_an_object_returns(body: str, expected: list[str]) -> None:
+    used = used_by_loss(loop(body))
+    names = {
+        each.removeprefix("criterion").removeprefix(".")
+        for each in used
+        if each.startswith("criterion")
+    }
+    assert sorted(kept_by_methods([CRITERION], names)) == expected
+
+
+STATS = """
+class Stats:
+    def update(self, x):
+        self.calls.value = self.calls.value + 1
+        self.ema.value = 0.9 * self.ema.value + 0.1 * x
+        self.other.update(x)
+
+    def scaled(self, loss):
+        return loss * self.ema.value + self.other.mean
+
+    def given(self, loss):
+        return product(loss, self.ema)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("scaled", ["ema.value", "other"]),
+        ("given", ["ema.value"]),
+        ("ema.value", ["ema.value"]),
+        ("calls", ["calls.value"]),
+        ("update", []),
+    ],
+)
+def test_an_attribute_of_an_object_of_an_object(name: str, expected: list[str]) -> None:
+    assert sorted(kept_by_methods([STATS], {name})) == expected
+    assert "other.mean" in used_by_methods([STATS], {"scaled"})
+
+
+@pytest.mark.parametrize(
+    ("body", "helper", "expected"),
+    [
+        (
+            "one(step, state)",
+            "def one(s, own): s.backward(own['mean']); own['mean'] = 1",
+            ["state"],
+        ),
+        ("one(step, log)", "def one(s, own): s.backward(f(1)); own.append(1)", []),
+        ("mean = one(step, mean)", "def one(s, x):\n    s.backward(x)\n    return x", ["mean"]),
+        (
+            "one(mean=self.mean, s=step)",
+            "def one(s, mean): s.backward(mean.x); mean.x = 1",
+            ["self.mean.x"],
+        ),
+        ("one(step)", "def one(s):\n    global m\n    s.backward(m)\n    m = 1", ["m"]),
+        ("m = one(step)", "def one(s):\n    m = 1\n    s.backward(m)\n    return m", []),
+        ("one(other); m = 1", "def one(s): s.backward(m)", []),
+    ],
+)
+def test_a_helper_that_gets_the_step(body: str, helper: str, expected: list[str]) -> None:
+    assert carried_into_loss(loop(body), {"one": helper_of(helper)}) == expected
+
+
+def test_a_method_that_gets_the_step_passes_it_on() -> None:
+    helpers = {
+        "self.one": helper_of("def one(self, s): self.two(s, self.mean)", is_method=True),
+        "self.two": helper_of("def two(self, s, x): s.backward(x); self.mean = 1", is_method=True),
+    }
+    assert carried_into_loss(loop("self.one(step)"), helpers) == ["self", "self.mean"]

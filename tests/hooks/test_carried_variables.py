@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class Baseline:
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: Ema) -> None:
         self.value = state["value"]
 
 
@@ -139,6 +140,140 @@ class Factor(nn.Module):
 
     def forward(self) -> torch.Tensor:
         return self.value.exp()
+
+
+class Ema:
+    def __init__(self) -> None:
+        self.value = 0.0
+
+
+class Statistics:
+    """Holds a running value in an object of its own, and a count for a log."""
+
+    def __init__(self) -> None:
+        self.ema, self.calls = Ema(), Ema()
+
+    def update(self, value: float) -> None:
+        self.calls.value += 1
+        self.ema.value = 0.9 * self.ema.value + 0.1 * value
+
+
+class Recent:
+    """Keeps the latest few tables that it has made."""
+
+    def __init__(self) -> None:
+        self.tables: OrderedDict[int, torch.Tensor] = OrderedDict()
+
+    def table(self, number: int) -> torch.Tensor:
+        if number in self.tables:
+            self.tables.move_to_end(number)
+        else:
+            self.tables[number] = torch.full((3,), number / 48)
+            if len(self.tables) > 3:
+                self.tables.popitem(last=False)
+        return self.tables[number]
+
+
+class Staging:
+    def __init__(self) -> None:
+        self.buffer = torch.zeros(8, 6)
+
+    def staged(self, x: torch.Tensor) -> torch.Tensor:
+        self.buffer[: len(x)] = x
+        return self.buffer[: len(x)].clone()
+
+
+class Logging:
+    """Returns the loss, and a running value for a log."""
+
+    def __init__(self) -> None:
+        self.running = 0.0
+
+    def __call__(self, output: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, float]:
+        loss = ((output - y) ** 2).mean()
+        self.running = 0.9 * self.running + 0.1 * loss.item()
+        return loss, self.running
+
+
+class Environment:
+    def __init__(self) -> None:
+        self.state = torch.zeros(6)
+
+    def reset(self) -> torch.Tensor:
+        self.state = torch.ones(6)
+        return self.state
+
+    def step(self, action: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        self.state = 0.9 * self.state + action.mean()
+        return self.state, float(self.state.sum()) > 3
+
+
+def train_step(step: ls.Step, model: nn.Module, state: Ema) -> float:
+    latest = 0.0
+    for _, x, y in step.microbatches():
+        loss = ((model(x) - y) ** 2).mean() * (1.0 + state.value)
+        latest = loss.item()
+        step.backward(loss)
+    return latest
+
+
+def train_and_keep(step: ls.Step, model: nn.Module, state: Ema) -> None:
+    state.value = 0.9 * state.value + 0.1 * train_step(step, model, state)
+
+
+def with_code_of_ones_own(run_dir: str, kind: str, plan: str) -> list[Any]:
+    """The names of the events, and the variables that they name."""
+    statistics, recent, staging, criterion = Statistics(), Recent(), Staging(), Logging()
+    environment, buffer = Environment(), torch.zeros(8, 6)
+    state = Ema()
+    with ls.Session(run_dir=run_dir, plan=plan) as session:
+        model, optimizer = session.prepare(lambda: nn.Linear(6, 3), sgd)
+        for step in session.steps(rows(48), global_batch=8, microbatch=2, steps=17):
+            if kind == "helper":
+                train_and_keep(step, model, state)
+            elif kind == "helper for a log":
+                train_step(step, model, Ema())
+            else:
+                for place, x, y in step.microbatches():
+                    if kind == "staging":
+                        buffer[: len(x)] = staging.staged(x)
+                        x = buffer[: len(x)].clone()
+                    if kind == "environment":
+                        done = True
+                        for _ in range(3):
+                            x = environment.reset() if done else x
+                            x, done = environment.step(x)
+                    loss, running = criterion(model(x), y)
+                    if kind == "cache":
+                        loss = loss + recent.table(int(place[0])).mean()
+                    if kind == "nested":
+                        loss = loss * (1.0 + statistics.ema.value)
+                        statistics.update(loss.item())
+                    step.backward(loss)
+                step.log({"running": running})
+            step.commit(optimizer)
+    told = run_files.events(Path(run_dir), "loss-keeps-state", "variables-not-saved")
+    return [[each["event"], each.get("variables")] for each in told]
+
+
+CODE = ("nested", "helper", "cache", "staging", "environment", "helper for a log")
+
+
+def each_code(run_dir: str, plan: str) -> list[Any]:
+    return each_of(with_code_of_ones_own, run_dir, [(kind, plan) for kind in CODE])
+
+
+def test_only_what_goes_on_in_objects_and_helpers_is_named(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    alone = each_code(str(tmp_path / "one"), "replicate=1,numerics=bitwise")
+    lost = [[[LOST, ["statistics.ema.value"]]], [[LOST, ["state.value"]]]]
+    assert alone == [*lost, [], [], [], []]
+    several = pool.run(2, each_code, str(tmp_path / "bits"), "replicate=2,numerics=bitwise")[0]
+    nested, helper, *others = several
+    assert nested.startswith("LossError: the loss uses statistics.ema.value, which the loop")
+    assert helper.startswith("LossError: the loss uses state.value, which the loop carries")
+    assert others == [[], [], [], []]
 
 
 def zipped(microbatches: Any, values: list[Any]) -> Any:

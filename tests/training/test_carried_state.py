@@ -91,12 +91,36 @@ class Caching(nn.Module):
         return self.latest
 
 
+class Staging(nn.Module):
+    """Overwrites a part of a buffer in each forward, and reads only that part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.buffer = nn.Linear(FEATURES, OUTPUTS), torch.zeros(16, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.buffer[: len(x)] = x
+        output: Tensor = self.layer(self.buffer[: len(x)].clone())
+        return output
+
+
+class Late(Staging):
+    """Reads what the forward before has written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x + self.buffer[: len(x)].clone())
+        self.buffer[: len(x)] = x
+        return output
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "recurrent": Recurrent,
     "centred": Centred,
     "buffered": Buffered,
     "counting": Counting,
     "caching": Caching,
+    "staging": Staging,
+    "late": Late,
     "reset": lambda: Recurrent(carries=False),
 }
 
@@ -150,7 +174,9 @@ def test_in_bitwise_numerics_it_is_refused(pool: WorkerPool, tmp_path: Path) -> 
                 (text,) = found
                 assert text.startswith("each forward changes the number calls; each rank would")
                 continue
-            carries = {"recurrent": "hidden", "centred": "centres"}.get(name.partition(",")[0])
+            carries = {"recurrent": "hidden", "centred": "centres", "late": "buffer"}.get(
+                name.partition(",")[0]
+            )
             assert bool(found) == (carries is not None), (name, found)
             assert all(
                 each.startswith(

@@ -7,7 +7,7 @@ import inspect
 import tokenize
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -18,10 +18,15 @@ from torch.optim import Optimizer
 
 from lockstep.base.contents import Reader, attributes, digest_parts, is_users
 from lockstep.base.errors import first_few
-from lockstep.base.loop_flow import carried_into_loss, kept_by_methods, used_by_loss
+from lockstep.base.loop_flow import (
+    carried_into_loss,
+    kept_by_methods,
+    used_by_loss,
+    used_by_methods,
+)
 from lockstep.base.torch_private import tree_leaves, version
 from lockstep.comm.mesh import to_local
-from lockstep.hooks.loop_variables import frame_of_script, local_variables, loop_of
+from lockstep.hooks.loop_variables import frame_of_script, helpers_of, local_variables, loop_of
 from lockstep.hooks.loss_check import report_state
 from lockstep.training.checksum import checksum
 from lockstep.training.hook import ControlHook
@@ -43,6 +48,8 @@ _OF_TRAINED = (
     " step.commit for its own loss"
 )
 _CONTAINERS = (list, tuple, dict, set, deque, np.ndarray)
+_MOST_LEVELS = 8
+"""Maximum number of objects inside each other that are looked into."""
 _NUMBERS = (bool, int, float, np.number, np.bool_)
 
 
@@ -65,7 +72,7 @@ class CarriedVariables(ControlHook):
         self._steps = 0
         self._carried: list[str] = []
         self._used: list[str] = []
-        self._kept: dict[str, dict[str, bool]] = {}
+        self._kept: dict[str, tuple[dict[str, bool], set[str]]] = {}
         self._seen: dict[str, _Seen] = {}
         self._changes, self._writes = Counter[str](), Counter[str]()
         self._told: set[str] = set()
@@ -76,7 +83,9 @@ class CarriedVariables(ControlHook):
             return
         frame = frame_of_script()
         if self._steps == 0 and (loop := loop_of(frame)) is not None:
-            self._carried, self._used = carried_into_loss(loop), used_by_loss(loop)
+            helpers = helpers_of(loop, {**frame.f_globals, **local_variables(frame)})
+            self._carried = carried_into_loss(loop, helpers)
+            self._used = used_by_loss(loop, helpers)
         variables = {**frame.f_globals, **local_variables(frame)} if self._used else {}
         seen = dict(self._look(variables, run))
         for name, now in seen.items():
@@ -94,7 +103,7 @@ class CarriedVariables(ControlHook):
         saved = {id(each) for each in run.training.stateful.values()}
         saved |= {id(each.model) for each in run.training.modules}
         trained_here = {id(each) for one in run.training.modules for each in one.model.parameters()}
-        for name in self._used:
+        for name in dict.fromkeys(each.partition(".[")[0] for each in self._used):
             if name in self._told:  # a long buffer takes a while to read
                 continue
             value = _value_of(variables, name, saved)
@@ -103,23 +112,36 @@ class CarriedVariables(ControlHook):
             elif name in self._carried and (seen := _seen_in(value, _OF_VARIABLES)) is not None:
                 is_compared = isinstance(value, _NUMBERS) or _is_scalar(value)
                 yield name, seen._replace(is_compared=is_compared)
-            if is_users(type(value).__module__) and not isinstance(value, Optimizer | Tensor):
-                for each, only_items in self._kept_by(name, type(value)).items():
-                    if f"{name}.{each}" in self._told:
-                        continue
-                    item = _value_of(attributes(value), each, saved)
-                    if only_items and _is_by_name(item):
-                        continue  # as attributes that are set, such as the outputs of layers
-                    if (seen := _seen_in(item, _OF_OBJECTS)) is not None:
-                        yield f"{name}.{each}", seen
+            yield from self._look_into(name, value, self._used, saved)
 
-    def _kept_by(self, name: str, kind: type) -> dict[str, bool]:
+    def _look_into(
+        self, name: str, value: Any, used: Iterable[str], saved: Set[int]
+    ) -> Iterator[tuple[str, _Seen]]:
+        """Look at the attributes through which an object carries values. `used` contains the paths
+        that the loss uses."""
+        if not is_users(type(value).__module__) or isinstance(value, Optimizer | Tensor):
+            return
         if name not in self._kept:
-            paths = [each.removeprefix(f"{name}.") for each in self._used if each != name]
-            self._kept[name] = kept_by_methods(
-                code_of(kind), {each.partition(".")[0] for each in paths}
-            )
-        return self._kept[name]
+            names = {
+                each.removeprefix(name).removeprefix(".") for each in used if _is_of(each, name)
+            }
+            code = list(code_of(type(value)))
+            self._kept[name] = kept_by_methods(code, names), used_by_methods(code, names)
+        kept, inner = self._kept[name]
+        for each, only_items in kept.items():
+            item = _value_of(attributes(value), each, saved)
+            if item is None and "." in each:  # such as `buffer.data`
+                each = each.partition(".")[0]
+                item = _value_of(attributes(value), each, saved)
+            path = f"{name}.{each}"
+            if path in self._told:
+                continue
+            if only_items and _is_by_name(item):
+                continue  # as attributes that are set, such as the outputs of layers
+            if (seen := _seen_in(item, _OF_OBJECTS)) is not None:
+                yield path, seen
+            elif name.count(".") < _MOST_LEVELS:
+                yield from self._look_into(path, item, {f"{name}.{one}" for one in inner}, saved)
 
     def _tell(self, run: Run) -> None:
         """Every rank calls it."""
@@ -156,6 +178,10 @@ class CarriedVariables(ControlHook):
 
     def _remedy(self, name: str) -> str:
         return self._seen[name].remedy if name in self._seen else _OF_VARIABLES
+
+
+def _is_of(path: str, owner: str) -> bool:
+    return path == owner or path.startswith(f"{owner}.")
 
 
 def _value_of(variables: Mapping[str, Any], path: str, saved: Set[int]) -> Any:
@@ -204,9 +230,9 @@ def _is_by_name(value: Any) -> bool:
 def _is_same(before: Any, now: Any) -> bool:
     if isinstance(before, weakref.ref) and isinstance(now, weakref.ref):
         return before() is now()
-    # equal if it has only new keys: such a dict is a cache
+    # equal if it has only new keys, or lacks some: such a dict is a cache
     if isinstance(before, dict) and isinstance(now, dict):
-        return all(now.get(name) == digest for name, digest in before.items())
+        return all(now[name] == digest for name, digest in before.items() if name in now)
     # trained tensors: an optimizer changes them in place, which `writes` shows
     if isinstance(before, list):
         return True

@@ -7,16 +7,25 @@ import ast
 import inspect
 import linecache
 import sys
+import textwrap
 import tokenize
 import weakref
-from collections.abc import Collection, Iterator
-from types import FrameType
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.base.contents import is_users_file
-from lockstep.base.loop_flow import loop_at, set_anew
+from lockstep.base.contents import is_users, is_users_file
+from lockstep.base.loop_flow import (
+    Helper,
+    helpers_called,
+    loop_at,
+    set_anew,
+    steps_of,
+    steps_passed,
+)
 from lockstep.base.torch_private import version
 
 _OWN_REFERENCES = 3
@@ -72,6 +81,37 @@ def loop_of(frame: FrameType) -> ast.For | None:
         if lines and lines[0][:1].isspace():
             lines, first = ["if True:\n", *lines], first - 1
     return loop_at("".join(lines), frame.f_lineno - first + 1)
+
+
+def helpers_of(loop: ast.For, variables: Mapping[str, Any]) -> dict[str, Helper]:
+    """Return the script's functions that get the loop's step, from the loop or from each other."""
+    helpers: dict[str, Helper] = {}
+    left: list[tuple[ast.AST, set[str], Mapping[str, Any]]] = [(loop, steps_of(loop), variables)]
+    while left:
+        body, steps, known = left.pop()
+        for call in helpers_called(body, steps):
+            path = ast.unparse(call.func)
+            found, is_method = _function_at(path, known)
+            if path in helpers or found is None or not is_users(found.__module__):
+                continue
+            # the source file is missing, or was edited since the function was defined
+            with suppress(OSError, TypeError, SyntaxError, tokenize.TokenError):
+                code = ast.parse(textwrap.dedent(inspect.getsource(found))).body[0]
+                if isinstance(code, ast.FunctionDef):
+                    helpers[path] = helper = Helper(code, is_method)
+                    own = steps_passed(call, helper, steps)
+                    left.append((code, own, {**known, **found.__globals__}))
+    return helpers
+
+
+def _function_at(path: str, variables: Mapping[str, Any]) -> tuple[FunctionType | None, bool]:
+    """Return the function at a path such as `trainer.train_step`. True for a method."""
+    name, *names = path.split(".")
+    owner, value = None, variables.get(name)
+    for each in names:
+        owner, value = value, inspect.getattr_static(value, each, None)
+    is_method = bool(names) and not isinstance(owner, ModuleType)
+    return (value, is_method) if isinstance(value, FunctionType) else (None, False)
 
 
 def local_variables(frame: FrameType) -> dict[str, Any]:

@@ -633,6 +633,7 @@ _ABOUT = frozenset(
     }
 )
 _SAVED = MODULE_ATTRIBUTES | RECURRENT_CACHES
+_ITEMS = (Tensor.__getitem__, Tensor.__setitem__)
 
 # name of a module's attribute -> its tensors, each with its version counter
 Marks = dict[str, list[tuple[Tensor, int]]]
@@ -793,17 +794,29 @@ class _Uses(TorchFunctionMode):
         super().__init__()
         self.names: set[str] = set()
         self._left = left
+        self._overwritten: set[tuple[int, str]] = set()  # as `buffer[:n] = x`
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        read: Any = (args, kwargs)
+        if function in _ITEMS and (item := _item_of(*args)) is not None:
+            if function is Tensor.__setitem__:
+                self._overwritten.add(item)
+            if item in self._overwritten:
+                read = args[2:]
         name = getattr(function, "__name__", "")
         if name == "__get__":
             name = getattr(getattr(function, "__self__", None), "__name__", "")
         if self._left and name not in _ABOUT:
             self.names |= {
-                self._left[id(leaf)]
-                for leaf in tree_leaves((args, kwargs))
-                if id(leaf) in self._left
+                self._left[id(leaf)] for leaf in tree_leaves(read) if id(leaf) in self._left
             }
         return function(*args, **(kwargs or {}))
+
+
+def _item_of(tensor: Tensor, index: Any, *_: Any) -> tuple[int, str] | None:
+    """Return the name of an item such as `buffer[:n]`. None if the index contains a tensor."""
+    parts = index if isinstance(index, tuple) else (index,)
+    is_plain = all(isinstance(each, int | slice | None) or each is ... for each in parts)
+    return (id(tensor), repr(index)) if is_plain else None
