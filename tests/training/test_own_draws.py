@@ -115,7 +115,8 @@ class ByName(ls.Hook):
     """Draws as the error says, and numbers that have nothing to do with parameters."""
 
     def after_backward(self, run: Any, model: nn.Module) -> None:
-        scale = 0.1 * torch.rand(()) * torch.rand(3).sum()
+        probe = torch.randn(16, 6)  # the shape of the first weight
+        scale = 0.1 * torch.rand(()) * torch.rand(3).sum() * probe.sum()
         for name, parameter in model.named_parameters():
             seed = zlib.crc32(f"{run.step} {name}".encode())
             generator = torch.Generator().manual_seed(seed)
