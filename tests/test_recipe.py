@@ -52,6 +52,15 @@ class Fetched:
         return indices
 
 
+class HasNothing:
+    """A loss whose `__getattr__` raises another error than AttributeError."""
+
+    def __call__(self, model: Any, batch: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
 class Shapeless:
     def __getitem__(self, index: int) -> int:
         return index
@@ -231,6 +240,11 @@ class Shapeless:
             recipe,
             {"optimizer": "adam"},
             "Recipe.optimizer is 'adam' (a str); it must be a function",
+        ),
+        (
+            recipe,
+            {"loss": HasNothing()},
+            "Recipe.loss is a HasNothing, whose __getattr__ raises RuntimeError for an attribute",
         ),
         (recipe, {"inputs": 1}, "Recipe.inputs is 1 (a int); it must be a function or None"),
         (recipe, {"weight": 1}, "Recipe.weight is 1 (a int); it must be a function or None"),

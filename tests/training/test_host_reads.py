@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.base.errors import RecipeError
+from lockstep.base.errors import LossError, RecipeError
 from lockstep.testing.pool import WorkerPool
 
 WORDS, WIDTH, TOKENS, RARE = 12, 8, 16, 11
@@ -86,10 +86,19 @@ def texts(*, rare: bool) -> TensorDataset:
     return TensorDataset(text)
 
 
-def recipe(way: str, *, in_loss: bool = False, in_evaluation: bool = False) -> ls.Recipe:
+def recipe(way: str, *, in_loss: str = "", in_evaluation: bool = False) -> ls.Recipe:
     def loss(output: Tensor, batch: Sequence[Tensor]) -> ls.Sum:
         entropy = F.cross_entropy(output.flatten(0, 1), batch[0].flatten(), reduction="sum")
-        return ls.Sum(2 * entropy if in_loss and batch[0].amax() == RARE else entropy)
+        rare = batch[0] == RARE
+        if in_loss == "number" and batch[0].amax() == RARE:
+            entropy = 2 * entropy
+        if in_loss == "any" and rare.any():
+            entropy = 2 * entropy
+        if in_loss == "sum":
+            entropy = entropy * (1 + int(rare.sum()))
+        if in_loss == "rows" and rare.any():
+            entropy = entropy + output[rare].square().sum()
+        return ls.Sum(entropy)
 
     evaluation = ls.Evaluation(data=texts(rare=True), every=2) if in_evaluation else None
     return ls.Recipe(
@@ -112,7 +121,7 @@ def recipe(way: str, *, in_loss: bool = False, in_evaluation: bool = False) -> l
 CASES: dict[str, dict[str, Any]] = {
     "branch": {"way": "branch"},
     "number": {"way": "number"},
-    "loss": {"way": "", "in_loss": True},
+    "loss": {"way": "", "in_loss": "number"},
     "evaluation": {"way": "branch", "in_evaluation": True},
 }
 
@@ -158,3 +167,21 @@ def test_ranks_that_would_decide_differently_refuse_it(pool: WorkerPool, tmp_pat
             rows = run_files.metrics(folder)
             assert rows, (plan, name, "the check before the first step does not see it")
             assert not (folder / "model.safetensors").exists()
+
+
+def train_with_count(run_dir: str, plan: str, way: str) -> float:
+    return ls.train(recipe("", in_loss=way), run_dir=run_dir, plan=plan, log_every=1).loss
+
+
+@pytest.mark.parametrize("plan", COUNT_PLANS)
+def test_a_count_in_a_loss_may_only_leave_out_what_has_no_token(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
+    for way in ("any", "sum"):
+        with pytest.raises(LossError, match=r"^the loss is not a sum over tokens: of 15"):
+            pool.run(2, train_with_count, str(tmp_path / way), plan, way)
+        rows = run_files.metrics(tmp_path / way)
+        assert rows, (plan, way, "the check before the first step does not see it")
+    alone = train_with_count(str(tmp_path / "one"), "replicate=1", "rows")
+    several = pool.run(2, train_with_count, str(tmp_path / "rows"), plan, "rows")
+    assert several == [pytest.approx(alone, rel=1e-12)] * 2

@@ -16,6 +16,13 @@ def in_words(value: Any) -> str:
     return f"{value!r} (a {type(value).__name__})"
 
 
+def not_a_scalar(term: str, total: Any) -> str:
+    return (
+        f"term {term!r} of the loss is {in_words(total)}; it must be a scalar tensor with a"
+        " gradient: do not call .item() or float() on it"
+    )
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -144,3 +151,11 @@ def check_callable(name: str, value: Any, *, optional: bool) -> None:
         raise RecipeError(
             f"{name} is {in_words(value)}; it must be a function{' or None' if optional else ''}"
         )
+    try:
+        hasattr(value, "__wrapped__")
+    except Exception as error:
+        raise RecipeError(
+            f"{name} is a {type(value).__name__}, whose __getattr__ raises {type(error).__name__}"
+            " for an attribute that it does not have; hasattr and getattr expect AttributeError;"
+            " raise AttributeError(name) there"
+        ) from error

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.base import accelerator
 from lockstep.base.errors import LossError, RecipeError
+from lockstep.recipe.checks import not_a_scalar
 from lockstep.recipe.recipe import Loss, Recipe, Sum
 from lockstep.training.reducers.step_stats import Number
 
@@ -397,10 +398,7 @@ def _grad_output(total: Tensor, value: Tensor, scale: float | Tensor) -> Tensor:
 
 def _checked(name: str, total: Any, learns: bool) -> Tensor:
     if not isinstance(total, Tensor):
-        raise LossError(
-            f"term {name!r} of the loss is {total!r} (a {type(total).__name__}); it must be a"
-            " scalar tensor with a gradient: do not call .item() or float() on it"
-        )
+        raise LossError(not_a_scalar(name, total))
     if total.numel() != 1:
         raise LossError(
             f"term {name!r} of the loss has shape {tuple(total.shape)}; it must be a scalar; take"

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.base.errors import LossError, RecipeError, UserError
 from lockstep.model.context.cut import SequenceCut
 from lockstep.model.context.exchange import TokenLayout
-from lockstep.model.context.label_shift import BatchCut, find_shift, loss_of_part
+from lockstep.model.context.label_shift import BatchCut, find_shift, loss_of_part, scalars_of
 from lockstep.recipe.recipe import Loss, Sum
 from lockstep.recipe.sequence import Sequence
 from lockstep.testing.pool import WorkerPool
@@ -270,6 +270,44 @@ def test_a_term_that_is_not_for_each_token_counts_once() -> None:
     assert find_shift(scaled, output, batch, BatchCut(layout, 1, [True, True])) == 1
     with pytest.raises(LossError, match=r"a term of a tensor of shape \(3,\)"):
         find_shift(with_penalty, output, batch, BatchCut(layout, 1, [True, True]))
+
+
+def itself() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def by_itself() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    value["more"] = value
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (None, "loss"),
+        (itself(), "loss"),
+        (object(), "loss"),
+        (by_itself(), "more"),
+        ({"ce": torch.ones(()), 1: itself()}, 1),
+        ({"ce": Sum(torch.ones(())), "z": {}}, "z"),
+    ],
+)
+def test_a_term_that_is_no_number_is_named(value: Any, name: Any) -> None:
+    batch, output = text(2, 37), torch.zeros(2, 37, 50)
+    cut = BatchCut(TokenLayout(37, 8, replace(alone(), size=2)), 1, [True, True])
+    refusal = pytest.raises(LossError, match=rf"term {name!r} of the loss is .* \(an? ")
+    with refusal:
+        find_shift(lambda *_: value, output, batch, cut)
+    with refusal:
+        loss_of_part(lambda *_: value, output, batch, cut, 0, 0)
+
+
+def test_names_of_terms_need_not_be_of_one_type() -> None:
+    terms = {"ce": Sum(torch.ones(())), 1: Loss(torch.ones(()), 2.0)}
+    assert [*map(float, scalars_of(terms))] == [1.0, 2.0, 1.0]
 
 
 def test_labels_longer_than_the_output_are_refused() -> None:

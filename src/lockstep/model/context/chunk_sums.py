@@ -251,7 +251,7 @@ def _buckets(places: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[li
 
 def _with_scalars(value: Any, scalars: Iterator[Any]) -> Any:
     if isinstance(value, dict):
-        terms = {name: _with_scalars(value[name], scalars) for name in sorted(value)}
+        terms = {name: _with_scalars(value[name], scalars) for name in sorted(value, key=str)}
         return {name: terms[name] for name in value}
     if isinstance(value, Loss):
         return Loss(next(scalars), next(scalars))

@@ -30,6 +30,7 @@ from lockstep.model.context.kernels import ChosenKernels
 from lockstep.model.context.label_shift import (
     BatchCut,
     LossFunction,
+    checked_terms,
     find_shift,
     has_tokens,
     loss_of_part,
@@ -130,6 +131,7 @@ class SequenceCut:
         """The counts of tokens that forwards read from tensors into Python. The counts may differ
         between ranks."""
         self.kernels = ChosenKernels()
+        self._loss_counts = KnownCounts()
 
     def output_and_loss(self, arguments: Any, loss: LossFunction, batch: Any) -> tuple[Any, Any]:
         output = self.run(arguments, batch)
@@ -305,13 +307,20 @@ class SequenceCut:
         layout = cut.layout
         self._check_labels(loss, output, layout.local, batch, cut)
         if layout.world.size == 1:
-            return loss(output, batch)
+            return checked_terms(loss(output, batch))
         if (shift := self._shifts.get(loss)) is None:
             shift = self._find_shift(loss, output, layout, batch, cut)
         parts = BatchCut(layout, self.dim, self._know_labels(batch, layout.tokens))
-        with self._recording(layout, forward) as part:
+        counts = PartCounts(self._loss_counts)
+        with self._recording(layout, forward, counts) as part:
             watched_loss = noting(loss, part)
-            return loss_of_part(watched_loss, output, batch, parts, layout.world.rank, shift)
+            value = loss_of_part(watched_loss, output, batch, parts, layout.world.rank, shift)
+        if noted := counts.by_line():
+            # a count may change the loss only where it is not 0, as in `if rare.any(): loss *= 2`
+            self._find_shift(loss, output, layout, batch, cut, tries_all=True)
+            for line, each in noted.items():
+                self._loss_counts.add(line, [each], is_shown=True)
+        return value
 
     def whole(self, output: Any) -> Any:
         """Return the output for all tokens, in the sequence's order, without a gradient. Every rank
@@ -563,10 +572,18 @@ class SequenceCut:
         self._forwards.try_forward(given, within(with_reason))
 
     def _find_shift(
-        self, loss: LossFunction, output: Any, layout: TokenLayout, batch: Any, cut: MicrobatchCut
+        self,
+        loss: LossFunction,
+        output: Any,
+        layout: TokenLayout,
+        batch: Any,
+        cut: MicrobatchCut,
+        *,
+        tries_all: bool = False,
     ) -> int:
         """Return 1 if the loss compares a token's output with the next token's label, else 0. If
-        the batch does not show the shift, both values are right for the batch."""
+        the batch does not show the shift, both values are right for the batch. Raises `LossError`
+        if the loss of a tried window is not a sum over tokens."""
         samples, tokens = cut.samples, cut.layout.tokens
         known, most = self._know_labels(batch, tokens), self._most_of(tokens)
         most -= most > 2 and most % 2 == 0  # odd, so that a rank has no two consecutive tokens
@@ -577,7 +594,8 @@ class SequenceCut:
         every = product(range(samples), windows(tokens, most))
         for row, start in dict.fromkeys([*few, *every]):
             part = self._sample(batch, known, samples, row, start, most)
-            if (shift := find_shift(loss, zeros, part, parts)) is not None:
+            shift = find_shift(loss, zeros, part, parts)
+            if shift is not None and not tries_all:
                 self._shifts.put(loss, shift)
                 return shift
         return 0

@@ -115,7 +115,7 @@ def noting(function: Callable[[Any, Any], Any], part: PartReads) -> Callable[[An
 
     def noted(*args: Any) -> Any:
         nonlocal is_first
-        of_call = part if is_first else PartReads()
+        of_call = part if is_first else PartReads(part.counts)
         is_first = False
         with Noting(of_call):
             result = function(*args)

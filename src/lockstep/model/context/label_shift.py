@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from lockstep.base.errors import LossError
 from lockstep.base.nested import map_tensors, tensors_in
 from lockstep.model.chunked_logits import ChunkedLogits, hidden_states, with_hidden
 from lockstep.model.context.exchange import TokenLayout
+from lockstep.recipe.checks import not_a_scalar
 from lockstep.recipe.recipe import Loss, Sum
 
 LossFunction = Callable[[Any, Any], Any]
@@ -111,7 +113,9 @@ def parts_of(
 def loss_of_part(
     loss: LossFunction, output: Any, batch: Any, cut: BatchCut, rank: int, shift: int
 ) -> Any:
-    first, *others = [loss(*part) for part in parts_of(output, batch, cut, rank, shift)]
+    first, *others = [
+        checked_terms(loss(*part)) for part in parts_of(output, batch, cut, rank, shift)
+    ]
     for other in others:
         first = _sum_of_losses(first, other)
     outputs = (hidden_states(each) for each in tensors_in(output))
@@ -155,6 +159,7 @@ def find_shift(loss: LossFunction, output: Any, batch: Any, cut: BatchCut) -> in
             value = loss(output, batch)
         except (RuntimeError, ValueError, IndexError) as error:
             raise _of_a_part(str(error), layout, dim) from error
+        checked_terms(value)
         if (dtype := _short_dtype(value)) is not None:
             raise LossError(
                 f"the loss is summed in {dtype}; under {layout.cut_by} it is computed for parts of"
@@ -238,6 +243,16 @@ def _check_shared(loss: LossFunction, output: Any, batch: Any, cut: BatchCut, sh
             )
 
 
+def checked_terms(value: Any) -> Any:
+    """Return the result of a loss function. Raises `LossError` if a term is not a number."""
+    terms = value.items() if isinstance(value, dict) else [("loss", value)]
+    for name, term in terms:
+        total = term.total if isinstance(term, Loss | Sum) else term
+        if not isinstance(total, Tensor | Real):
+            raise LossError(not_a_scalar(name, total))
+    return value
+
+
 def total_of(value: Any) -> Any:
     if isinstance(value, dict):
         return sum(map(total_of, value.values()))
@@ -248,7 +263,7 @@ def scalars_of(value: Any) -> Iterator[Any]:
     """Yield the total of each term in the result of a loss function, and the weight of an
     `ls.Loss`."""
     if isinstance(value, dict):
-        for name in sorted(value):
+        for name in sorted(value, key=str):
             yield from scalars_of(value[name])
     elif isinstance(value, Loss):
         yield from (value.total, value.weight)
