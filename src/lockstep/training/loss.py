@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from functools import lru_cache
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,6 +137,10 @@ class _SequentialBeforeLoss(nn.Sequential):
         return input
 
 
+_CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
+_PASSED_THROUGH = ("AddBackward0", "ViewBackward0", "UnsafeViewBackward0", "ToCopyBackward0")
+_MEAN = 1  # torch's number for reduction="mean"
+_NEGATIVE = 2**63  # autograd returns negative integers as unsigned ones
 IGNORE_INDEX = -100  # torch's cross entropy ignores this label by default
 SINGLE = "loss"  # the name of the only term, if the loss is not a dict
 Weights = dict[str, float]
@@ -150,6 +155,8 @@ class LossKind(NamedTuple):
     terms: list[str]
     repeats: int
     """Number of rows per sample, if the loss is a mean over rows."""
+    counted: dict[str, list[float]]
+    """See `counted_labels`."""
 
 
 class Contribution(NamedTuple):
@@ -164,9 +171,10 @@ class Contribution(NamedTuple):
     weight: Tensor | None  # scalar; for an `ls.Loss` only
     terms: dict[str, Tensor]  # the part of each term in the step's loss, if there are several
     repeats: int = 1  # as in `LossKind`
+    counted: Mapping[str, list[float]] = MappingProxyType({})
 
     def kind(self) -> LossKind:
-        return LossKind(self.weight is not None, list(self.terms), self.repeats)
+        return LossKind(self.weight is not None, list(self.terms), self.repeats, dict(self.counted))
 
     def with_terms(self, more: Mapping[str, Tensor]) -> Contribution:
         own = self.terms or {SINGLE: torch.as_tensor(self.value, dtype=torch.float64)}
@@ -207,6 +215,27 @@ def contribution(
     value = _recorded(total)
     terms = {name: term.detach() for name, term in scaled.items()}
     return Contribution(total, _grad_output(total, value, 1.0), value, None, terms, repeats)
+
+
+def counted_labels(loss: Any) -> dict[str, list[float]]:
+    """Return the proportion of labels that are not ignored, for each term that is a plain scalar
+    and a sum of cross entropies that are means over these labels. Waits for the device."""
+    terms = loss.items() if isinstance(loss, Mapping) else [(SINGLE, loss)]
+    means = {
+        name: list(_label_means(term.grad_fn)) for name, term in terms if isinstance(term, Tensor)
+    }
+    return {name: each for name, each in means.items() if each}
+
+
+def _label_means(node: Any) -> Iterator[float]:
+    kind = "" if node is None else node.name()
+    if kind in _PASSED_THROUGH:
+        for each, _ in node.next_functions:
+            yield from _label_means(each)
+    elif kind in _CROSS_ENTROPIES and node._saved_reduction == _MEAN:
+        labels = node._saved_target.numel()
+        if node._saved_weight is None and node._saved_ignore_index >= _NEGATIVE and labels:
+            yield node._saved_total_weight.item() / labels
 
 
 def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> Sums:

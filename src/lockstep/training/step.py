@@ -26,7 +26,14 @@ from lockstep.recipe.recipe import Gathered
 from lockstep.training.balance import ExpertBalance, Routed, balance_weights, own_weights
 from lockstep.training.batch_loss import BatchLoss
 from lockstep.training.executor import call_model
-from lockstep.training.loss import SINGLE, Contribution, LossKind, Weights, contribution
+from lockstep.training.loss import (
+    SINGLE,
+    Contribution,
+    LossKind,
+    Weights,
+    contribution,
+    counted_labels,
+)
 from lockstep.training.microbatches import Microbatches
 from lockstep.training.recomputation import Recomputation
 from lockstep.training.reducers.ddp import DdpReducer
@@ -378,7 +385,7 @@ class Step:
         self, loss: Any, microbatch: Microbatch, weights: Weights | None
     ) -> Contribution:
         assert self._module.prescale is not None, "begin_step comes first"
-        return contribution(
+        part = contribution(
             loss,
             samples=microbatch.size,
             step_samples=self.samples,
@@ -386,6 +393,9 @@ class Step:
             weights=weights,
             prescale=self._module.prescale,
         )
+        if self._polls or self._compares:
+            part = part._replace(counted=counted_labels(loss))
+        return part
 
     def grad_output(self, part: Contribution) -> Tensor:
         return self._module.grad_output(part)
@@ -748,6 +758,17 @@ class Step:
                     " be weighted as one over samples; return ls.Sum(loss * n) with Recipe.weight"
                     " = batch -> n, its rows, or ls.Loss(loss * n, n)"
                 )
+            for term, counted in kind.counted.items():
+                before = module.counted.setdefault(term, counted)
+                if counted != before:
+                    raise LossError(
+                        f"after step {self.index}, microbatch {place}: term {term!r} of the loss is"
+                        " a mean over the labels that are not ignored, "
+                        f"{_percent(counted)} of all, and {_percent(before)} in another"
+                        " microbatch; it would be weighted as a mean over samples; return"
+                        " ls.Sum(total) with Recipe.weight = batch -> the number of these labels,"
+                        " or ls.Loss(total, weight)"
+                    )
             if set(kind.terms) != set(module.terms):
                 raise LossError(
                     f"after step {self.index}, microbatch {place}: the loss has terms {kind.terms}"
@@ -772,6 +793,10 @@ class Step:
             f"after step {self.index}: {given}, with {len(self._modules)} models prepared; name one"
             " that session.prepare returned: step.backward(loss, optimizer), step.commit(optimizer)"
         )
+
+
+def _percent(proportions: Sequence[float]) -> str:
+    return ", ".join(f"{each:.1%}" for each in proportions)
 
 
 def _marks(parameters: Sequence[nn.Parameter]) -> list[Any]:

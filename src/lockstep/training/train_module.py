@@ -135,7 +135,9 @@ class TrainModule:
         self.forward_knows_weight: bool | None = None
         """True if the loss function returns an `ls.Loss`. None before the first commit."""
         self.terms: list[str] = []  # the names of the loss's terms if there are several
-        self.repeats = 1  # see `LossKind`
+        # see `LossKind`
+        self.repeats = 1
+        self.counted: dict[str, list[float]] = {}
         self.prescale: Tensor | None = None
         """Divisor of an `ls.Loss` before its backward: a power of two near the latest step's sum of
         weights."""
@@ -354,7 +356,7 @@ class TrainModule:
     def agree_on_loss(self, kinds: Sequence[LossKind]) -> None:
         """Every rank calls it at the first commit."""
         everyone = self.mesh.world.gather_values(kinds[0] if kinds else None)
-        self.forward_knows_weight, self.terms, self.repeats = next(
+        self.forward_knows_weight, self.terms, self.repeats, self.counted = next(
             kind for kind in everyone if kind is not None
         )
 

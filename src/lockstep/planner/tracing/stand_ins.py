@@ -313,8 +313,8 @@ def _own_stages(
 
 
 def _agree_alone(module: TrainModule, kinds: Sequence[LossKind]) -> None:
-    module.forward_knows_weight, module.terms, module.repeats = (
-        kinds[0] if kinds else LossKind(False, [], 1)
+    module.forward_knows_weight, module.terms, module.repeats, module.counted = (
+        kinds[0] if kinds else LossKind(False, [], 1, {})
     )
 
 
