@@ -190,6 +190,17 @@ class AfterALayer(Network):
         return super().forward(self.first(x))
 
 
+class Returning(Network):
+    """Returns a parameter beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(FEATURES, FEATURES))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.scale
+
+
 class LayerDrop(Network):
     """Skips a block by chance, unless it sees that FSDP2 gathers it, as Wav2Vec2 of transformers
     does."""
@@ -342,6 +353,11 @@ def checkpointed(reentrant: bool, model: Any, batch: Sequence[Tensor]) -> Tensor
     return F.mse_loss(recomputed, batch[2]) + F.mse_loss(model(batch[1] + 1.0), batch[2])
 
 
+def with_a_penalty(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    output, scale = model(batch[1])
+    return F.mse_loss(output * scale.mean(), batch[2]) + 0.1 * scale.square().mean()
+
+
 def backward_in_the_loss(model: Any, batch: Sequence[Tensor]) -> Tensor:
     model(batch[1]).pow(2).mean().backward()
     return F.mse_loss(model(batch[1]), batch[2])
@@ -432,6 +448,7 @@ MENDED: dict[str, dict[str, Any]] = {
         "loss": of_its_output,
     },
     "an input that is not changed": {"model": partial(AfterALayer, in_place=False)},
+    "a parameter that the forward returns": {"model": Returning, "loss": with_a_penalty},
     "a router outside of autocast": {"model": experts, "precision": "bf16"},
     "a layer of its own outside of autocast": {"model": partial(routed, Gate), "precision": "bf16"},
     "a weight of its own outside of products": {

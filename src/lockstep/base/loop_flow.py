@@ -69,7 +69,7 @@ def steps_of(loop: ast.For) -> set[str]:
     return {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
 
 
-def parameters_of(call: ast.Call, helper: Helper) -> dict[str, ast.expr]:
+def _parameters_of(call: ast.Call, helper: Helper) -> dict[str, ast.expr]:
     """Return the values of the helper's parameters."""
     owner = [call.func.value] if helper.is_method and isinstance(call.func, ast.Attribute) else []
     arguments = helper.code.args
@@ -80,7 +80,7 @@ def parameters_of(call: ast.Call, helper: Helper) -> dict[str, ast.expr]:
 
 def steps_passed(call: ast.Call, helper: Helper, steps: Set[str]) -> set[str]:
     """Return the names of the helper's parameters that hold a step."""
-    values = parameters_of(call, helper).items()
+    values = _parameters_of(call, helper).items()
     return {name for name, each in values if isinstance(each, ast.Name) and each.id in steps}
 
 
@@ -354,7 +354,7 @@ class _Flow:
         helper = self._helpers[path]
         steps = steps_passed(call, helper, self._given)
         inner = {name: each for name, each in self._helpers.items() if name != path}
-        flow, values = _Flow(steps, helpers=inner), parameters_of(call, helper)
+        flow, values = _Flow(steps, helpers=inner), _parameters_of(call, helper)
         flow.run(helper.code.body)
         own = _set_in(helper.code)
 

@@ -27,6 +27,9 @@ from lockstep.base.torch_private import (
 from lockstep.comm.mesh import full_tensor, shard_as, to_local
 from lockstep.comm.world import World
 
+_NOT_OF_USER = ("lockstep.", "torch.distributed.fsdp.")
+"""Modules whose hooks are not the user's. FSDP2 registers hooks on what a forward returns, which
+may be a parameter."""
 AFTER_BACKWARD = "change .grad in after_backward of an ls.Hook"
 BEFORE = (
     "register them before the first step: in the factory of the model or of the optimizer, or in"
@@ -246,7 +249,7 @@ def _of_user(hooks: Mapping[int, Any]) -> list[Any]:
 def _is_of_user(hook: Any) -> bool:
     function = hook.func if isinstance(hook, partial) else hook
     module = str(getattr(function, "__module__", ""))
-    return isinstance(hook, _OncePerStep) or not module.startswith("lockstep.")
+    return isinstance(hook, _OncePerStep) or not module.startswith(_NOT_OF_USER)
 
 
 def _name(function: Any) -> str:
