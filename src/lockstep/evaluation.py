@@ -34,7 +34,7 @@ def evaluate(
     run_dir: str | None = None,
 ) -> dict[str, float]:
     """Measure the recipe's evaluations without training, on the processes that were started.
-    Returns the metrics by name. Every rank calls it, with the same arguments.
+    Returns the metrics by name. Every rank must call this function, with the same arguments.
 
     `weights` is as in `Recipe`, such as a run's `model.safetensors`. With None, the weights are the
     initial weights of a training. `plan` and `run_dir` are as for `train`. The metrics are also

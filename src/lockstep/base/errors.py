@@ -144,8 +144,8 @@ def say(text: str) -> None:
 
 
 def install_excepthook() -> None:
-    """Print an uncaught `LockstepError` as one message, and exit with its status. Call it again
-    after the import of torch, which installs its own hook."""
+    """Print an uncaught `LockstepError` as one message, and exit with its status. Call this
+    function again after the import of torch, which installs another hook."""
     previous = sys.excepthook
     if getattr(previous, "is_lockstep", False):
         return

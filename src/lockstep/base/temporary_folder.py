@@ -86,8 +86,8 @@ def _remove(folder: _OwnFolder) -> None:
 
 
 def remove_own_folders() -> None:
-    """Remove this process's temporary folders. Registered with atexit. A process that ends by
-    `os._exit` must call it before."""
+    """Remove this process's temporary folders. Registered with atexit. A process must call this
+    function before `os._exit`."""
     for folder in list(_own):
         _remove(folder)
 

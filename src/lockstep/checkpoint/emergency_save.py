@@ -52,9 +52,9 @@ def emergency_save(
     metadata: JsonObject,
     is_unchanged: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Every surviving rank calls it. Return False if another rank has written this part. Raises
-    `OSError` after removing this rank's files. Raises `StateChangedError` if `is_unchanged()` is
-    false after the copy."""
+    """Every surviving rank must call this function. Return False if another rank has written this
+    part. Raises `OSError` after removing this rank's files. Raises `StateChangedError` if
+    `is_unchanged()` is false after the copy."""
     try:
         with discarding_after_failure(folder, name) as written:
             folder.begin(name)

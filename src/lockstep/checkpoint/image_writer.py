@@ -55,8 +55,8 @@ class ImageWriter:
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Assign shards to ranks and allocate memory, unless the layout is unchanged. All ranks
-        call it, or none. If none does, the first `write` calls it. If one rank cannot allocate
-        memory, all ranks raise `CheckpointError`."""
+        call this method, or the first `write` calls it. If one rank cannot allocate memory, all
+        ranks raise `CheckpointError`."""
         self._agree(tensors, ())
 
     def write(
@@ -66,9 +66,9 @@ class ImageWriter:
         values: JsonObject,
         figures: Sequence[float] = (),
     ) -> list[float]:
-        """Copy the state after `step` steps. Every rank calls it. After an error, the newest image
-        that all ranks have is still complete. Return the maximum over the ranks of each of
-        `figures`."""
+        """Copy the state after `step` steps. Every rank must call this method. After an error, the
+        newest image that all ranks have is still complete. Return the maximum over the ranks of
+        each of `figures`."""
         common, largest = self._agree(tensors, figures)
         slot = self._memory.oldest_but(common)
         assert self._layout is not None

@@ -208,7 +208,7 @@ class Images:
         return max(self._complete, default=None)
 
     def reader(self, name: CheckpointName) -> ImageReader:
-        """Every rank calls it with the same name."""
+        """Every rank must call this method with the same name."""
         seers = self._complete[name]
         return ImageReader(name, self._mine.get((name, len(seers)), {}), seers, self._world)
 
@@ -255,8 +255,8 @@ class ImageReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """The tensors of `state` must all be saved with the same shapes. Every rank calls it. Ranks
-        send each other the shards that some rank cannot read."""
+        """The tensors of `state` must all be saved with the same shapes. Every rank must call this
+        method. Ranks send each other the shards that some rank cannot read."""
         copies = copies_by_shard(state, list(self._saved))
         for shard, targets in copies.items():
             if shard in self._seen:
@@ -282,7 +282,8 @@ class ImageReader:
 
 
 def open_images(paths: Sequence[str], world: World) -> Images:
-    """Open images at paths such as /proc/4711/fd/12. Every rank calls it. Raises `OSError`."""
+    """Open images at paths such as /proc/4711/fd/12. Every rank must call this function. Raises
+    `OSError`."""
     return Images([part for path in paths for part in parts_in(path)], world)
 
 

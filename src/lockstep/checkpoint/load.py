@@ -84,7 +84,7 @@ class _Span:
         return self._data
 
     def finish(self) -> None:
-        """Call it once all bytes are read."""
+        """Call this method once all bytes are read."""
         if self.own is None:
             values = self.data.view(self._dtype)
             for copy in self._wanted:
@@ -123,8 +123,9 @@ class CheckpointReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """The tensors of `state` must all be saved with the same shapes. Every rank calls it. If
-        any rank raises `UnreadableError`, all ranks raise it. The state is then partly loaded."""
+        """The tensors of `state` must all be saved with the same shapes. Every rank must call this
+        method. If any rank raises `UnreadableError`, all ranks raise it. The state is then partly
+        loaded."""
         blocks = list(self._blocks(state))
         done: dict[str, list[int]] = {file: [] for file in self.manifest.files}
         for block in blocks:

@@ -75,8 +75,8 @@ class Saver:
 
     def prepare(self, state: Mapping[str, Tensor]) -> str:
         """Assign shards to ranks, allocate memory and start the writer, unless the layout is
-        unchanged. All ranks call it between saves, or none. If none does, the first `save` calls
-        it. Return an identifier that distinguishes the next save's notes from earlier notes."""
+        unchanged. All ranks call this method between saves, or the first `save` calls it. Return an
+        identifier that distinguishes the next save's notes from earlier notes."""
         shards = local_shards(state)
         mine = torch.tensor([[shards != self._shards, secrets.randbits(32)]])
         rows = self._world.gather_rows(mine, [1] * self._world.size)
@@ -111,9 +111,9 @@ class Saver:
         metadata: JsonObject,
         keep: JsonObject | None = None,
     ) -> None:
-        """Every rank calls it, between saves. `values` are merged over ranks. `metadata` is used on
-        rank 0 only. `keep` has arguments of `writer.checkpoints_to_delete`. None keeps all
-        checkpoints."""
+        """Every rank must call this method, between saves. `values` are merged over ranks.
+        `metadata` is used on rank 0 only. `keep` has arguments of `writer.checkpoints_to_delete`.
+        None keeps all checkpoints."""
         assert self._under_way is None, "one save at a time"
         identifier = self.prepare(state)
         assert self._memory is not None
@@ -147,7 +147,7 @@ class Saver:
         return self._under_way is not None
 
     def abandon(self) -> None:
-        """Call it if another rank has failed: the other rank will never write its file."""
+        """Call this method after the failure of another rank, which will never write its file."""
         self._close_writer()
         self._under_way = self._waiting = None
 
@@ -356,7 +356,8 @@ class _Writer:
 
 
 def assign_to_this_rank(shards: Mapping[str, TensorShard], world: World) -> list[TensorShard]:
-    """Return the shards that this rank writes. One rank writes each shard. Every rank calls it."""
+    """Return the shards that this rank writes. One rank writes each shard. Every rank must call
+    this function."""
     everyone = world.gather_values([shard.to_json() for shard in shards.values()])
     return assign_writes(
         [[TensorShard.from_json(shard) for shard in theirs] for theirs in everyone]

@@ -59,12 +59,12 @@ class Storage(Protocol):
         """Return the complete checkpoints in order."""
 
     def remove_uncommitted(self) -> None:
-        """Only the process that holds the run's lock calls it, between saves."""
+        """Only the process that holds the run's lock calls this method, between saves."""
 
     def free_bytes(self) -> int | None: ...
 
     def begin(self, name: CheckpointName) -> None:
-        """Any rank may call it. Raises `FileExistsError` if the checkpoint is complete."""
+        """Any rank may call this method. Raises `FileExistsError` if the checkpoint is complete."""
 
     def write(self, name: CheckpointName, file: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Write a file of an uncommitted checkpoint."""
@@ -79,7 +79,7 @@ class Storage(Protocol):
         first."""
 
     def commit(self, name: CheckpointName, manifest: bytes) -> None:
-        """Write the manifest after all other files. One rank calls it."""
+        """Write the manifest after all other files. One rank calls this method."""
 
     def size(self, name: CheckpointName, file: str) -> int: ...
 

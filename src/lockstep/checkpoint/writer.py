@@ -70,7 +70,7 @@ class SharedFile:
         return [self._descriptor] if self._path is None else []
 
     def close(self) -> None:
-        """Call it when no tensor uses the memory and the other process has ended."""
+        """Call this method when no tensor uses the memory and the other process has ended."""
         del self.mapped
         os.close(self._descriptor)
         if self._path is not None:

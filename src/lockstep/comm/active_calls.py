@@ -42,7 +42,7 @@ def announce(call: CollectiveCall) -> Iterator[None]:
 
 def active_calls() -> list[CollectiveCall]:
     """Return the collectives that this process is executing, and then the unfinished collectives of
-    its device, oldest first. Any thread may call it."""
+    its device, oldest first. Any thread may call this function."""
     calls = [
         *_announced,
         *(

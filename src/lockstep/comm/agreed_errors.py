@@ -14,7 +14,7 @@ E = TypeVar("E", bound=LockstepError)
 
 def raise_on_all_ranks(world: World, compute: Callable[[], T], base: type[LockstepError]) -> T:
     """Return this rank's `compute()`. If it raises an error of class `base` on some ranks, every
-    rank raises the error of the first of these ranks. Every rank calls it."""
+    rank raises the error of the first of these ranks. Every rank must call this function."""
     mine, message = None, None
     try:
         result = compute()
@@ -28,7 +28,7 @@ def raise_on_all_ranks(world: World, compute: Callable[[], T], base: type[Lockst
 
 def on_rank_0(world: World, compute: Callable[[], T], base: type[LockstepError]) -> T:
     """Broadcast the JSON value that rank 0 computes. If rank 0 raises an error of class `base`,
-    every rank raises it. Every rank calls it."""
+    every rank raises it. Every rank must call this function."""
     mine: LockstepError | None = None
 
     def outcome() -> list[Any]:

@@ -159,7 +159,7 @@ def unusable(device: RankDevice, who: str) -> str:
 
 def be_a_host_of_its_own(everyone: Sequence[RankDevice], environ: MutableMapping[str, str]) -> None:
     """Make NCCL treat this process as a separate host. NCCL refuses two ranks of one host on one
-    GPU. Call it before the process group is made."""
+    GPU. Call this function before the process group is made."""
     environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{os.getpid()}")
     if len({each.host for each in everyone}) == 1:
         environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

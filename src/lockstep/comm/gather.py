@@ -16,7 +16,8 @@ from lockstep.comm.world import World, exact_sum
 
 
 def gather(rows: Tensor, world: World) -> Tensor:
-    """All-gather rows. Gradients flow back to the rank of each row. Every rank calls it."""
+    """All-gather rows. Gradients flow back to the rank of each row. Every rank must call this
+    function."""
     gathered: Tensor = _Gather.apply(rows, world)  # type: ignore[no-untyped-call]
     return gathered
 
@@ -36,8 +37,8 @@ class _Gather(torch.autograd.Function):
 
 
 def mean(values: Tensor, world: World) -> float:
-    """Return the exact mean of all ranks' values. NaN if there are no values. Every rank calls
-    it."""
+    """Return the exact mean of all ranks' values. NaN if there are no values. Every rank must call
+    this function."""
     everyone = world.gather_ragged(values.detach().reshape(-1).double().cpu())
     return exact_sum(everyone.tolist()) / len(everyone) if len(everyone) else math.nan
 

@@ -35,8 +35,8 @@ def gloo_threads() -> list[str]:
 
 def shut_down_gloo_sockets() -> bool:
     """Close the connections of every Gloo group of this process, so that its collectives raise. Any
-    thread may call it. Returns False if some connections could not be found. Call it again in this
-    case."""
+    thread may call this function. Returns False if some connections could not be found: call this
+    function again."""
     waiting = gloo_threads()
     for attempt in range(_LOOKS):
         if attempt:
@@ -69,7 +69,7 @@ def with_own_connection(store: Store) -> tuple[Store, int | None]:
 
 
 def shut_down(inode: int) -> None:
-    """Close the connection of the socket with this inode. Any thread may call it."""
+    """Close the connection of the socket with this inode. Any thread may call this function."""
     number = _sockets().get(inode)
     if number is not None:
         _with_socket(number, inode, _end)

@@ -34,8 +34,8 @@ class HierarchicalAllReduce:
 
     @classmethod
     def create(cls, group: Any, hosts: Sequence[int]) -> "HierarchicalAllReduce | Unavailable":
-        """`hosts` has the number of each rank's host. Every rank of `group` calls it. Every process
-        must call `connect` afterwards."""
+        """`hosts` has the number of each rank's host. Every rank of `group` must call this method.
+        Every process must call `connect` afterwards."""
         if len(set(hosts)) == len(hosts):
             return Unavailable("no two of its ranks are on one host")
         host = hosts[dist.get_rank(group)]
@@ -53,7 +53,7 @@ class HierarchicalAllReduce:
     def connect(
         leaders_of_all: Iterable[tuple[int, ...]], created_here: "Iterable[HierarchicalAllReduce]"
     ) -> None:
-        """Make the process groups of the leader ranks. Every process calls it."""
+        """Make the process groups of the leader ranks. Every process must call this method."""
         for leaders in leaders_of_all:
             group = _new_group(leaders)
             for each in created_here:
@@ -111,10 +111,10 @@ class HierarchicalAllReduce:
 
 @functools.cache
 def _new_group(ranks: tuple[int, ...]) -> Any:
-    """Every process calls it, because torch numbers the groups."""
+    """Every process must call this function, because torch numbers the groups."""
     return dist.new_group(ranks, timeout=TIMEOUT, group_desc="hosts")
 
 
 def forget_leader_groups() -> None:
-    """Call it before the default process group is destroyed."""
+    """Call this function before the default process group is destroyed."""
     _new_group.cache_clear()

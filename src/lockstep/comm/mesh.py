@@ -77,8 +77,8 @@ class Mesh:
 
     @classmethod
     def of(cls, world: World, plan: Plan) -> Mesh:
-        """Make the mesh of a plan, in which every axis has a size. Every rank calls it, because it
-        makes process groups."""
+        """Make the mesh of a plan, in which every axis has a size. Every rank must call this
+        method, because it makes process groups."""
         atexit.unregister(_at_exit)  # register only one handler
         atexit.register(_at_exit)
         larger = plan.larger
@@ -165,7 +165,7 @@ class Mesh:
 
     def union(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state dict of the whole model from the state dicts of all pipeline stages.
-        Every rank calls it."""
+        Every rank must call this method."""
         return state if self.stages.size == 1 else PipelineStateDict(state, self.stages)
 
 
@@ -365,7 +365,7 @@ def _with_shared_memory(
 
 
 def forget_meshes() -> None:
-    """Call it before the default process group is destroyed."""
+    """Call this function before the default process group is destroyed."""
     forget_leader_groups()
     for meshes, _ in _meshes.values():
         for mesh in meshes:
@@ -413,7 +413,7 @@ def like_parameter(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather a DTensor. Every rank of its mesh calls it, in the same order."""
+    """Gather a DTensor. Every rank of the mesh must call this function, in the same order."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate

@@ -93,8 +93,8 @@ _names_used = 0
 
 def abort_collectives() -> None:
     """Make every collective of this process raise soon, in shared memory, in Gloo and on an
-    accelerator. Any thread may call it. A wait in shared memory ends within 20 ms. A wait in Gloo
-    may in rare cases continue, see [Note: A lost wake-up].
+    accelerator. Any thread may call this function. A wait in shared memory ends within 20 ms. A
+    wait in Gloo may in rare cases continue, see [Note: A lost wake-up].
 
     Not tested on an accelerator. NCCL's abort ends its kernels, so a synchronization of the device
     returns normally, but with wrong numbers. Call `is_aborted` before you use them.
@@ -146,8 +146,9 @@ def _drop_tracebacks(error: BaseException | None) -> None:
 
 def leave_groups(*, collect: bool = True) -> int:
     """Leave all process groups and shared memory, so that `join` can be called again. The main
-    thread calls it, without the other ranks. Returns the number of Gloo groups that still have
-    references. With `collect`, also frees groups in reference cycles, which takes about 0.3 s."""
+    thread calls this function, without the other ranks. Returns the number of Gloo groups that
+    still have references. With `collect`, also frees groups in reference cycles, which takes about
+    0.3 s."""
     global _abort, _names_used, _store_connection
     if dist.is_initialized() and not owns_group():
         raise LaunchError(
@@ -183,9 +184,9 @@ def join_over(
     share_devices: bool = False,
 ) -> World:
     """Join the processes that meet at `store`. It is a `PrefixStore` with a new prefix, over a
-    `TCPStore` that outlives every process of the group. Every rank calls it. The group's name has a
-    number that no process has used before, because a mesh of an earlier group must not find the new
-    group."""
+    `TCPStore` that outlives every process of the group. Every rank must call this function. The
+    group's name has a number that no process has used before, because a mesh of an earlier group
+    must not find the new group."""
     global _store_connection
     with abortable():
         own, connection = gloo_sockets.with_own_connection(store)

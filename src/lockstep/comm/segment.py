@@ -112,7 +112,7 @@ class Unavailable:
 
 
 class Segment:
-    """One rank's view of the shared memory. Only one thread may use it at a time, except for
+    """One rank's view of the shared memory. Only one thread may use a segment at a time, except for
     `stop`."""
 
     def __init__(
@@ -220,7 +220,7 @@ class Segment:
 
     def stop(self, cause: BaseException | None = None) -> None:
         """Make the other ranks' collectives raise an error of the class of `cause`, or
-        `PeerStopped`. Any thread may call it."""
+        `PeerStopped`. Any thread may call this method."""
         kind = next(
             (kind for kind, (error, _) in _ERRORS.items() if type(cause) is error), _STOPPED
         )
@@ -262,8 +262,9 @@ def open_segment(
     timeout: timedelta,
     among: Sequence[int] | None = None,
 ) -> Segment | Unavailable:
-    """Make a shared memory segment. Every rank of `group` calls it, and all ranks get a segment or
-    the same `Unavailable`. `among` has the ranks of `group` that share a segment with this rank."""
+    """Make a shared memory segment. Every rank of `group` must call this function, and all ranks
+    get a segment or the same `Unavailable`. `among` has the ranks of `group` that share a segment
+    with this rank."""
     here, everyone_size = dist.get_rank(group), dist.get_world_size(group)
     if everyone_size == 1:
         return Unavailable("there is one process, which has nobody to share memory with")

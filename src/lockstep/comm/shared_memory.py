@@ -76,9 +76,9 @@ class PendingAllGather(dist.Work):
 
 class SharedMemoryGroup(Closing):
     """The collectives of a process group's ranks on one host, for contiguous CPU tensors. Only one
-    thread may use it at a time. Sums are added in rank order, so they have the same bits on every
-    rank in every run. After an exception in a collective the group is unusable, and every rank
-    raises an `ExchangeError`."""
+    thread may use a group at a time. Sums are added in rank order, so they have the same bits on
+    every rank in every run. After an exception in a collective the group is unusable, and every
+    rank raises an `ExchangeError`."""
 
     def __init__(self, segment: Segment, buffer_bytes: int, name: str) -> None:
         self.rank = segment.rank
@@ -98,7 +98,7 @@ class SharedMemoryGroup(Closing):
     @classmethod
     def active_calls(cls) -> "list[tuple[str, str, int, str, str]]":
         """Return the calls in progress as (collective, name of the group, number of the call in the
-        group, dtype and size, label). Any thread may call it."""
+        group, dtype and size, label). Any thread may call this method."""
         calls = []
         for group in _groups_now():
             if group._is_called:
@@ -117,9 +117,9 @@ class SharedMemoryGroup(Closing):
         buffer_bytes: int = BUFFER_BYTES,
         among: Sequence[int] | None = None,
     ) -> "SharedMemoryGroup | Unavailable":
-        """Make a shared-memory group. Every rank of `group` calls it, and all ranks get a group or
-        the same `Unavailable`. `among` has the ranks of `group` that share memory with this rank.
-        Tensors larger than a buffer are sent in pieces."""
+        """Make a shared-memory group. Every rank of `group` must call this method, and all ranks
+        get a group or the same `Unavailable`. `among` has the ranks of `group` that share memory
+        with this rank. Tensors larger than a buffer are sent in pieces."""
         group = dist.group.WORLD if group is None else group
         if group is None:
             return Unavailable("there is no process group")
@@ -295,7 +295,7 @@ class SharedMemoryGroup(Closing):
 
     def abort(self) -> None:
         """Make the group's collectives raise `PeerStopped` on every rank, including this one. Any
-        thread may call it."""
+        thread may call this method."""
         self._segment.stop()
         if self._failure is None:
             self._failure = functools.partial(
@@ -314,7 +314,7 @@ class SharedMemoryGroup(Closing):
 
     @staticmethod
     def abort_all() -> None:
-        """Abort all groups of this process. Any thread may call it."""
+        """Abort all groups of this process. Any thread may call this method."""
         for group in _groups_now():
             group.abort()
 

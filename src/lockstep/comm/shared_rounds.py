@@ -42,7 +42,8 @@ class BufferViews:
 
 
 class Rounds:
-    """The rounds of a shared-memory group on one rank. Only one thread may use it at a time."""
+    """The rounds of a shared-memory group on one rank. Only one thread may use this object at a
+    time."""
 
     def __init__(self, segment: Segment, buffer_bytes: int) -> None:
         self.others = segment.peers

@@ -178,7 +178,8 @@ class World:
         return tensor.device == self.device
 
     def any(self, flag: bool) -> bool:
-        """Return True on all ranks if `flag` is true on any rank. Every rank calls it."""
+        """Return True on all ranks if `flag` is true on any rank. Every rank must call this
+        method."""
         if self.size == 1:
             return flag
         count = torch.tensor([float(flag)])
@@ -206,7 +207,8 @@ class World:
         return [values[each] for each in texts]
 
     def value_of(self, rank: int, value: Any) -> Any:
-        """Broadcast a JSON value from `rank`, for set-up and rare events. Every rank calls it."""
+        """Broadcast a JSON value from `rank`, for set-up and rare events. Every rank must call this
+        method."""
         if self.size == 1:
             return value
         text = json.dumps(value).encode() if rank == self.rank else b""
@@ -220,7 +222,7 @@ class World:
         return json.loads(bytes(full_text.numpy()))
 
     def value_from(self, rank: int, compute: Callable[[], Any]) -> Any:
-        """Broadcast the JSON value that `rank` computes. Every rank calls it."""
+        """Broadcast the JSON value that `rank` computes. Every rank must call this method."""
         return self.value_of(rank, compute() if rank == self.rank else None)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -260,8 +262,8 @@ def join(
     share_devices: bool = False,
 ) -> World:
     """Meet the other processes of the run, and make the default process group or use the existing
-    one. Every rank calls it. `backend` replaces the default backend for tensors on this rank's
-    device. Without a `store`, the processes meet at MASTER_ADDR:MASTER_PORT."""
+    one. Every rank must call this function. `backend` replaces the default backend for tensors on
+    this rank's device. Without a `store`, the processes meet at MASTER_ADDR:MASTER_PORT."""
     global _made, _compared, _excepthooks
     if local_size > 1 and accelerator.is_for_one_process():
         device, mine = torch.device("cpu"), RankDevice(host="", type="cpu")

@@ -97,7 +97,7 @@ class _BatchLoader:
             yield request, made
 
     def digests(self, *, again: bool = True) -> Digests:
-        """Call it before `fetch`."""
+        """Call this method before `fetch`."""
         found: Digests = next(self._fetched(iter([DigestRequest(again)])))[1]
         return found
 

@@ -144,7 +144,7 @@ class CarriedVariables(ControlHook):
                 yield from self._look_into(path, item, {f"{name}.{one}" for one in inner}, saved)
 
     def _tell(self, run: Run) -> None:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         mine = {
             name: _for_all(seen)
             for name, seen in self._seen.items()

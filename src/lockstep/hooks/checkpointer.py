@@ -87,7 +87,7 @@ class Scores:
         return {"metric": self.saving.best, "mode": self.saving.mode, "value": value}
 
     def read(self, folder: Storage, names: Sequence[CheckpointName], world: World) -> None:
-        """Read the metric's values from checkpoints. Every rank calls it."""
+        """Read the metric's values from checkpoints. Every rank must call this method."""
         if self.saving.best is None:
             return
         rows = []
@@ -148,8 +148,8 @@ class Checkpointer:
 
     def begin(self, saved: int, *, again: bool = False) -> None:
         """Called before the first step. `saved` is the number of steps in the newest checkpoint.
-        With `again`, the run has recovered in place, and nothing is checked. Every rank calls
-        it."""
+        With `again`, the run has recovered in place, and nothing is checked. Every rank must call
+        this method."""
         self._saved, self._began_at = saved, self.run.step
         self._on_rank_0(self.folder.remove_uncommitted, "written to")
         if not again:
@@ -176,7 +176,8 @@ class Checkpointer:
         return interval is not None and time.monotonic() - self._since >= interval
 
     def after_step(self, step: int, *, is_time: bool) -> None:
-        """Start a save if a save is due and none is in progress. Every rank calls it."""
+        """Start a save if a save is due and none is in progress. Every rank must call this
+        method."""
         done = step - self._began_at
         # This reads values from the device. At a logging step the host has waited for the device
         # anyway.
@@ -196,17 +197,17 @@ class Checkpointer:
 
     def _check_saveable(self) -> None:
         """Check that the state can be saved. Some state appears only in the first steps. Every rank
-        calls it."""
+        must call this method."""
         state = partial(state_of, self.training.modules, self.training.stateful)
         raise_on_all_ranks(self.world, state, CheckpointError)
 
     def wait(self) -> None:
-        """Wait for a save in progress. Every rank calls it."""
+        """Wait for a save in progress. Every rank must call this method."""
         while not self._has_ended():
             self._poll(WAIT_SECONDS)
 
     def save_now(self, step: int) -> None:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         self.wait()
         if step > self._saved:
             self._save(step)
@@ -298,8 +299,8 @@ class Checkpointer:
         allow_change: frozenset[str],
         before: int = sys.maxsize,
     ) -> CheckpointReader | None:
-        """Load the newest undamaged checkpoint with fewer than `before` steps. Every rank calls
-        it."""
+        """Load the newest undamaged checkpoint with fewer than `before` steps. Every rank must call
+        this method."""
         recorder = self.run.context.recorder
         names = [name for name in self._names() if name.step < before]
         if resume == "never" and names:
@@ -359,7 +360,7 @@ class Checkpointer:
 
     def restore_from_memory(self, reader: StateReader, *, allow_change: frozenset[str]) -> int:
         """Load the state that the processes of this run hold in memory (recovery in place). Every
-        rank calls it. Returns the number of steps in the newest checkpoint."""
+        rank must call this method. Returns the number of steps in the newest checkpoint."""
         saved = reader.manifest.values
         edited = self._edited_code(saved["code"])
         if changes := self._changes(saved["recipe"] or {}, edited, allow_change):
@@ -376,7 +377,7 @@ class Checkpointer:
         restore(reader, self.training.modules, self.training.stateful, self.run.context.mesh)
 
     def _names(self) -> list[CheckpointName]:
-        """Return the names of the checkpoints, newest last. Every rank calls it."""
+        """Return the names of the checkpoints, newest last. Every rank must call this method."""
         pairs = self._on_rank_0(
             lambda: [[name.step, name.attempt] for name in self.folder.names()], "read"
         )
@@ -398,7 +399,7 @@ class Checkpointer:
         ]
 
     def _edited(self, saved: Mapping[str, Any]) -> list[str]:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         pairs = zip(saved["optimizers"], self.training.modules, strict=False)
         edited = [
             line
@@ -418,7 +419,7 @@ class Checkpointer:
         return [f"{name}: its code has changed, or a value that it uses" for name in edited]
 
     def _total_bytes(self, tensors: Mapping[str, Tensor]) -> int:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         mine = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
         sizes: dict[str, int] = {}
         for theirs in self.run.context.mesh.stages.gather_values(mine):
@@ -426,7 +427,7 @@ class Checkpointer:
         return sum(sizes.values())
 
     def _on_rank_0(self, call: Callable[[], Any], what: str) -> Any:
-        """Every rank calls it."""
+        """Every rank must call this method."""
 
         def compute() -> Any:
             try:
@@ -501,7 +502,7 @@ class Checkpointer:
         )
 
     def _has_ended(self) -> bool:
-        """True if no rank has a save in progress. Every rank calls it."""
+        """True if no rank has a save in progress. Every rank must call this method."""
         if not self._is_open:
             return True
         self._poll()

@@ -47,7 +47,8 @@ def device_seconds(phases: Phases) -> float:
 
 
 def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
-    """Return the recipe in the newest readable checkpoint, as JSON. Every rank calls it."""
+    """Return the recipe in the newest readable checkpoint, as JSON. Every rank must call this
+    function."""
     found: dict[str, Any] = {}
     if world.rank == 0:
         with suppress(OSError):  # `restore` reports the error
@@ -74,7 +75,7 @@ class Checkpointing(ControlHook):
 
     def resume(self, run: Run, recovery: Recovery | None, data: Any) -> None:
         """Load the newest checkpoint. In a recovery in place, load the state that the run's
-        processes hold in memory. Every rank calls it once, before the first step."""
+        processes hold in memory. Every rank must call this method once, before the first step."""
         self._load(run, recovery)
         if recovery is not None:
             recovery.announce(run, data)
@@ -134,7 +135,7 @@ class Checkpointing(ControlHook):
 
     def begin_before(self, run: Run, step: int) -> None:
         """Load the newest checkpoint with fewer than `step` steps, and disable saving. Every rank
-        calls it."""
+        must call this method."""
         for module in run.training.modules:
             module.left_out = LeftOut(module.model, module.held)
         checkpointer = Checkpointer(run, self.folder, self.saving, compare=lambda: None)
@@ -176,13 +177,13 @@ class Checkpointing(ControlHook):
             self._checkpointer.save_now(run.step)
 
     def wait(self) -> None:
-        """Wait for a save in progress. Every rank calls it."""
+        """Wait for a save in progress. Every rank must call this method."""
         if self._checkpointer is not None:
             self._checkpointer.wait()
 
     def delete_after(self, step: int) -> tuple[list[str], str | None]:
         """Delete the checkpoints after `step`. Returns the deleted names, and the reason if a
-        checkpoint could not be deleted. Every rank calls it."""
+        checkpoint could not be deleted. Every rank must call this method."""
         return ([], None) if self._checkpointer is None else self._checkpointer.delete_after(step)
 
     def best(self) -> Best | None:

@@ -208,7 +208,7 @@ def _is_compiled(run: Run) -> bool:
 
 def _report(run: Run, found: Findings) -> bool:
     """Report the findings of all ranks. Returns True if the loss keeps a value or depends on the
-    microbatches. Every rank calls it."""
+    microbatches. Every rank must call this function."""
     everyone = run.context.world.gather_values(found)
     kept, counts, cut, unchecked, collective = (
         next((each for each in reasons if each), None) for reasons in zip(*everyone, strict=True)
@@ -243,7 +243,7 @@ def _report(run: Run, found: Findings) -> bool:
 
 
 def report_kept_value(run: Run, kept: str) -> None:
-    """Every rank calls it."""
+    """Every rank must call this function."""
     report_state(
         run,
         f"{kept}; the loss or the model keeps a value that it changes (a hidden state, a running"
@@ -256,7 +256,8 @@ def report_kept_value(run: Run, kept: str) -> None:
 
 
 def report_state(run: Run, text: str) -> None:
-    """Warn about state that the microbatches of each rank change. Every rank calls it."""
+    """Warn about state that the microbatches of each rank change. Every rank must call this
+    function."""
     if run.context.plan.numerics == "bitwise":
         raise LossError(f"{text}; or drop numerics=bitwise")
     run.training.remark(Remark("loss-keeps-state", {"reason": text}, f"warning: {text}"))
@@ -278,7 +279,7 @@ def _check_alone(run: Run, recipe: Recipe, item: Microbatch) -> Findings:
 def _check_twice(run: Run, recipe: Recipe) -> Findings:
     """Compute the loss of the first microbatch twice, if all ranks' first microbatches have the
     same size. A forward that fails for one size would leave ranks waiting in its collectives. Every
-    rank calls it."""
+    rank must call this function."""
     item = run.training.current.peek()
     sizes = set(run.context.world.gather_values(None if item is None else item.size))
     what = "whether it keeps state"
@@ -311,7 +312,7 @@ def _check_twice(run: Run, recipe: Recipe) -> Findings:
 
 def _any_failed(run: Run, outcome: Outcome) -> bool:
     """True if a forward failed on any rank. Raises the error of this rank's forward if ranks still
-    wait in its collectives. Every rank calls it."""
+    wait in its collectives. Every rank must call this function."""
     run.training.modules[0].agreement.end_trial()
     try:
         # first the ranks that exchange shards: if one of them still waits in its forward, this

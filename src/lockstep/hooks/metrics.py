@@ -88,7 +88,7 @@ class Metrics(ControlHook):
                 )
 
     def _write(self, run: Run) -> None:
-        """Write the metrics since the last logging step. Every rank calls it."""
+        """Write the metrics since the last logging step. Every rank must call this method."""
         result, speed = run.training.latest, self.throughput.restart()
         module = run.training.modules[0]
         # each rank of the axis `context` counts only its share of a sample's FLOPs
@@ -179,7 +179,8 @@ class EvaluationHook(ControlHook):
             run.training.agree_to_stop()
 
     def measure(self, run: Run, prefixes: Iterable[str] | None = None) -> None:
-        """Run the evaluations that have not yet run after this step. Every rank calls it."""
+        """Run the evaluations that have not yet run after this step. Every rank must call this
+        method."""
         chosen = self.evaluations if prefixes is None else prefixes
         due = [prefix for prefix in chosen if run.metrics_at.get(f"{prefix}loss") != run.step]
         if not self._evaluators or not due or self._is_measuring:

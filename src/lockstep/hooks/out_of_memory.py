@@ -167,7 +167,7 @@ def fallback_since(known: TakenFallbacks, folder: Path) -> str | None:
 
 
 def read_fallbacks(world: World, folder: Path, *, resumes: bool) -> TakenFallbacks:
-    """Read the fallbacks from the run directory. Every rank calls it."""
+    """Read the fallbacks from the run directory. Every rank must call this function."""
     text = None
     if world.rank == 0 and resumes:
         try:
@@ -236,7 +236,7 @@ class OutOfMemory(ControlHook):
 
     def begin_loop(self, run: Run, models: Sequence[nn.Module], data: Any, *, largest: int) -> None:
         """Disable the fallback that splits microbatches if the data or a model does not allow it.
-        Every rank calls it."""
+        Every rank must call this method."""
         mine = [name for name, _ in training_batchnorms(models)]
         layers = [name for theirs in run.context.mesh.stages.gather_values(mine) for name in theirs]
         if layers:

@@ -77,7 +77,7 @@ class RecomputationAudit(ControlHook):
         self._end(run, disagreement, hosts, places)
 
     def _replicas_in(self, run: Run) -> Sequence[Sequence[Sequence[int]]]:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         if self._replicas is None:
             data, stages = run.context.mesh.data, run.context.mesh.stages
             everyone = run.context.world.gather_values([data.rank, stages.rank])

@@ -48,7 +48,8 @@ class ReplicaAudit(ControlHook):
             self.compare(run)
 
     def compare(self, run: Run) -> None:
-        """Raise `DivergenceError` on every rank if replicas differ. Every rank calls it."""
+        """Raise `DivergenceError` on every rank if replicas differ. Every rank must call this
+        method."""
         self._unsaved.tell(run)
         mesh = run.context.mesh
         for module in run.training.modules:

@@ -109,7 +109,7 @@ class Stragglers(ControlHook):
         self._pace.restart()
 
     def _exchange(self, run: Run) -> None:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         world, source = run.context.world, run.training.current
         if self._phases.stream is not None:
             self._pace.add(self._own_seconds(*_OF_MICROBATCHES), self._microbatches)
@@ -201,8 +201,8 @@ class MicrobatchPace:
 
 def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, requested: int) -> None:
     """Compute a new assignment of microbatches to ranks. `seconds` has each rank's time per
-    microbatch. `requested` is the last step for which any rank has requested data. Every rank calls
-    it with the same arguments."""
+    microbatch. `requested` is the last step for which any rank has requested data. Every rank must
+    call this function with the same arguments."""
     batching, first = source.batching, requested + 1
     count = batching.max_microbatches
     assignment = batching.assignment.at_speeds(seconds, count)

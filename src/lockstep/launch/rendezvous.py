@@ -431,7 +431,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
     def wait_for_all(self) -> None:
         """Wait for all machines of the latest rendezvous, except lost machines. All machines call
-        it, so that they join the next rendezvous at the same time."""
+        this method, so that they join the next rendezvous at the same time."""
         if self._this_node in self._met:
             self._store.set(self._key(f"waits-{self._met.index(self._this_node)}"), "")
         while True:

@@ -47,8 +47,8 @@ def digest(records: Iterable[TensorRecord]) -> str:
 def fingerprint(module_or_state_dict: nn.Module | Mapping[str, Any]) -> str:
     """Return the SHA-256 of all tensors of the state dict, as 64 hexadecimal digits.
 
-    Any rank may call it. If tensors are distributed (DTensor), every rank must call it, because
-    each tensor is gathered.
+    Any rank may call this function. If tensors are distributed (DTensor), every rank must call this
+    function, because each tensor is gathered.
 
     The hash runs over one record for each tensor, without separators, in the order of the names'
     UTF-8 bytes:

@@ -48,7 +48,7 @@ class MetricsLog(Closing):
             self.flush()
 
     def resume(self, step: int) -> None:
-        """Remove rows after `step`. Call it before the first `write`."""
+        """Remove rows after `step`. Call this method before the first `write`."""
         name = Path(self._rows.name)
         self._rows.close()
         drop_rows_after(step, name)

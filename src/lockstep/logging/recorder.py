@@ -283,8 +283,8 @@ class Recorder:
             say(text)
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write a state dict to the run directory. Every rank calls it, because distributed tensors
-        are gathered."""
+        """Write a state dict to the run directory. Every rank must call this method, because
+        distributed tensors are gathered."""
         gathered = {}
         for key, value in state_dict.items():
             tensor = full_tensor(value)

@@ -178,7 +178,7 @@ class Profiler(ControlHook):
 
     def _clocks(self) -> list[float]:
         """Return, for each rank, the difference between its clock and rank 0's clock, in seconds.
-        Every rank calls it."""
+        Every rank must call this method."""
         times = []
         for _ in range(CLOCK_EXCHANGES):
             self._world.gather_values(None)
