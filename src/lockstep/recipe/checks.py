@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, TypeGuard, get_args
 
-from lockstep.base.errors import RecipeError
+from lockstep.base.errors import LossError, RecipeError
 
 Precision = Literal["fp32", "bf16", "fp16"]
 COMPRESSIONS = ("none", "bf16", "fp16", "int8")
@@ -16,8 +16,8 @@ def in_words(value: Any) -> str:
     return f"{value!r} (a {type(value).__name__})"
 
 
-def not_a_scalar(term: str, total: Any) -> str:
-    return (
+def not_a_scalar(term: str, total: Any) -> LossError:
+    return LossError(
         f"term {term!r} of the loss is {in_words(total)}; it must be a scalar tensor with a"
         " gradient: do not call .item() or float() on it"
     )

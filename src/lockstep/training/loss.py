@@ -427,7 +427,7 @@ def _grad_output(total: Tensor, value: Tensor, scale: float | Tensor) -> Tensor:
 
 def _checked(name: str, total: Any, learns: bool) -> Tensor:
     if not isinstance(total, Tensor):
-        raise LossError(not_a_scalar(name, total))
+        raise not_a_scalar(name, total)
     if total.numel() != 1:
         raise LossError(
             f"term {name!r} of the loss has shape {tuple(total.shape)}; it must be a scalar; take"

@@ -249,7 +249,7 @@ def checked_terms(value: Any) -> Any:
     for name, term in terms:
         total = term.total if isinstance(term, Loss | Sum) else term
         if not isinstance(total, Tensor | Real):
-            raise LossError(not_a_scalar(name, total))
+            raise not_a_scalar(name, total)
     return value
 
 
