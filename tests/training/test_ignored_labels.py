@@ -19,6 +19,7 @@ from lockstep.base.errors import LossError
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.loss import counted_labels
 
+DEPENDS = "loss-depends-on-microbatches"
 WORDS, TOKENS, SAMPLES, PADDING = 7, 6, 32, 0
 
 
@@ -53,11 +54,19 @@ def by_class(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
     return F.cross_entropy(output.transpose(1, 2), next_words(batch))
 
 
+def cut(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    """Counts equally many labels of each sample, and another number in another microbatch."""
+    labels = next_words(batch)
+    labels[:, 2 + int(batch[0].sum()) % 3 :] = -100
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
 LOSSES: list[tuple[Any, Any]] = [
     (mean, None),
     (with_penalty, None),
     (by_class, None),
     (total, lambda batch: (next_words(batch) != -100).sum()),
+    (cut, None),
 ]
 
 
@@ -79,7 +88,7 @@ def trained(run_dir: str, plan: str, first: int, place: int) -> str:
 
 
 def each(run_dir: str, plan: str, first: int) -> list[Any]:
-    return each_of(trained, run_dir, [(plan, first, place) for place in range(len(LOSSES))])
+    return each_of(trained, run_dir, [(plan, first, place) for place in range(4)])
 
 
 @pytest.mark.parametrize(("first", "step"), [(18, 2), (10, 1), (2, 0)])
@@ -101,6 +110,7 @@ def test_it_is_accepted_where_each_sample_ignores_equally_many(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     assert each(str(tmp_path / "one"), "replicate=1", SAMPLES) == [""] * 4
+    assert trained(str(tmp_path / "cut"), "replicate=1", SAMPLES, 4) in ("", DEPENDS)
     assert pool.run(2, each, str(tmp_path / "two"), "pipeline=2", SAMPLES) == [[""] * 4] * 2
 
 
@@ -111,10 +121,14 @@ OUTPUT = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
-        (lambda: F.cross_entropy(OUTPUT, LABELS), [0.75]),
-        (lambda: F.nll_loss(OUTPUT, LABELS) + F.cross_entropy(OUTPUT, LABELS), [0.75, 0.75]),
-        (lambda: F.cross_entropy(OUTPUT, LABELS).reshape(1), [0.75]),
-        (lambda: F.cross_entropy(OUTPUT, LABELS.clamp(min=0)), [1.0]),
+        (lambda: F.cross_entropy(OUTPUT, LABELS), [(0.75, False)]),
+        (
+            lambda: F.nll_loss(OUTPUT, LABELS) + F.cross_entropy(OUTPUT, LABELS),
+            [(0.75, False), (0.75, False)],
+        ),
+        (lambda: F.cross_entropy(OUTPUT, LABELS).reshape(1), [(0.75, False)]),
+        (lambda: F.cross_entropy(OUTPUT, LABELS.clamp(min=0)), [(1.0, True)]),
+        (lambda: F.cross_entropy(OUTPUT, LABELS.flip(0)[[0, 1, 0, 1]]), [(0.5, True)]),
         (lambda: F.cross_entropy(OUTPUT, LABELS.clamp(min=0), ignore_index=0), None),
         (lambda: F.cross_entropy(OUTPUT, LABELS, weight=torch.ones(3)), None),
         (lambda: F.cross_entropy(OUTPUT, LABELS) * (LABELS != -100).sum() / 4, None),
@@ -126,4 +140,4 @@ OUTPUT = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_
     ],
 )
 def test_the_proportion_of_labels_that_a_mean_counts(loss: Any, expected: Any) -> None:
-    assert counted_labels(loss()) == ({} if expected is None else {"loss": expected})
+    assert counted_labels(loss(), 2) == ({} if expected is None else {"loss": expected})

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.comm.torch_collectives import CollectivesRefused
+from lockstep.training.loss import is_even_over_samples
 
 _OPERATIONS = ("nll_loss_forward", "nll_loss2d_forward")
 """Operations of cross entropy, for labels with 1 and with 3 dims."""
@@ -51,11 +52,5 @@ class LabelMeans(CollectivesRefused):  # type: ignore[no-untyped-call]
             self.found.append(LabelMean("class weights", total / labels.numel()))
         elif ignored >= 0 or bool(is_ignored.any()):
             counted = 1 - float(is_ignored.sum()) / labels.numel()
-            may_differ = ignored >= 0 or self._differ_between_samples(is_ignored)
+            may_differ = ignored >= 0 or not is_even_over_samples(is_ignored, self.samples)
             self.found.append(LabelMean(f"labels other than {ignored}", counted, may_differ))
-
-    def _differ_between_samples(self, is_ignored: Tensor) -> bool:
-        if is_ignored.numel() % self.samples:
-            return True
-        counts = is_ignored.reshape(self.samples, -1).sum(1)
-        return bool((counts != counts[0]).any())

@@ -140,7 +140,6 @@ class _SequentialBeforeLoss(nn.Sequential):
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _PASSED_THROUGH = ("AddBackward0", "ViewBackward0", "UnsafeViewBackward0", "ToCopyBackward0")
 _MEAN = 1  # torch's number for reduction="mean"
-_NEGATIVE = 2**63  # autograd returns negative integers as unsigned ones
 IGNORE_INDEX = -100  # torch's cross entropy ignores this label by default
 SINGLE = "loss"  # the name of the only term, if the loss is not a dict
 Weights = dict[str, float]
@@ -155,7 +154,7 @@ class LossKind(NamedTuple):
     terms: list[str]
     repeats: int
     """Number of rows per sample, if the loss is a mean over rows."""
-    counted: dict[str, list[float]]
+    counted: dict[str, list[tuple[float, bool]]]
     """See `counted_labels`."""
 
 
@@ -171,7 +170,7 @@ class Contribution(NamedTuple):
     weight: Tensor | None  # scalar; for an `ls.Loss` only
     terms: dict[str, Tensor]  # the part of each term in the step's loss, if there are several
     repeats: int = 1  # as in `LossKind`
-    counted: Mapping[str, list[float]] = MappingProxyType({})
+    counted: Mapping[str, list[tuple[float, bool]]] = MappingProxyType({})
 
     def kind(self) -> LossKind:
         return LossKind(self.weight is not None, list(self.terms), self.repeats, dict(self.counted))
@@ -217,25 +216,48 @@ def contribution(
     return Contribution(total, _grad_output(total, value, 1.0), value, None, terms, repeats)
 
 
-def counted_labels(loss: Any) -> dict[str, list[float]]:
-    """Return the proportion of labels that are not ignored, for each term that is a plain scalar
-    and a sum of cross entropies that are means over these labels. Waits for the device."""
+def counted_labels(loss: Any, samples: int) -> dict[str, list[tuple[float, bool]]]:
+    """For each term that is a plain scalar, return the means over labels that it sums: the
+    proportion of labels that are not ignored, and True if all samples have equally many. Waits for
+    the device."""
     terms = loss.items() if isinstance(loss, Mapping) else [(SINGLE, loss)]
     means = {
-        name: list(_label_means(term.grad_fn)) for name, term in terms if isinstance(term, Tensor)
+        name: list(_label_means(term.grad_fn, samples))
+        for name, term in terms
+        if isinstance(term, Tensor)
     }
     return {name: each for name, each in means.items() if each}
 
 
-def _label_means(node: Any) -> Iterator[float]:
+def _label_means(node: Any, samples: int) -> Iterator[tuple[float, bool]]:
     kind = "" if node is None else node.name()
     if kind in _PASSED_THROUGH:
         for each, _ in node.next_functions:
-            yield from _label_means(each)
+            yield from _label_means(each, samples)
     elif kind in _CROSS_ENTROPIES and node._saved_reduction == _MEAN:
-        labels = node._saved_target.numel()
-        if node._saved_weight is None and node._saved_ignore_index >= _NEGATIVE and labels:
-            yield node._saved_total_weight.item() / labels
+        labels, ignored = node._saved_target, node._saved_ignore_index
+        if node._saved_weight is None and ignored >= 2**63 and labels.numel():
+            counted = node._saved_total_weight.item() / labels.numel()
+            # autograd returns a negative integer as an unsigned one
+            is_even = counted == 1.0 or is_even_over_samples(labels == ignored - 2**64, samples)
+            yield counted, is_even
+
+
+def is_even_over_samples(is_ignored: Tensor, samples: int) -> bool:
+    """Return True if all samples have equally many ignored labels."""
+    if is_ignored.numel() % samples:
+        return False
+    counts = is_ignored.reshape(samples, -1).sum(1)
+    return not bool((counts != counts[0]).any())
+
+
+def weighted_unequally(
+    one: Sequence[tuple[float, bool]], other: Sequence[tuple[float, bool]]
+) -> bool:
+    """Return True if two microbatches' means over labels are no means over samples."""
+    return [each for each, _ in one] != [each for each, _ in other] and not all(
+        is_even for _, is_even in (*one, *other)
+    )
 
 
 def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> Sums:

@@ -33,6 +33,7 @@ from lockstep.training.loss import (
     Weights,
     contribution,
     counted_labels,
+    weighted_unequally,
 )
 from lockstep.training.microbatches import Microbatches
 from lockstep.training.recomputation import Recomputation
@@ -394,7 +395,7 @@ class Step:
             prescale=self._module.prescale,
         )
         if self._polls or self._compares:
-            part = part._replace(counted=counted_labels(loss))
+            part = part._replace(counted=counted_labels(loss, microbatch.size))
         return part
 
     def grad_output(self, part: Contribution) -> Tensor:
@@ -760,7 +761,7 @@ class Step:
                 )
             for term, counted in kind.counted.items():
                 before = module.counted.setdefault(term, counted)
-                if counted != before:
+                if weighted_unequally(counted, before):
                     raise LossError(
                         f"after step {self.index}, microbatch {place}: term {term!r} of the loss is"
                         " a mean over the labels that are not ignored, "
@@ -795,8 +796,8 @@ class Step:
         )
 
 
-def _percent(proportions: Sequence[float]) -> str:
-    return ", ".join(f"{each:.1%}" for each in proportions)
+def _percent(means: Sequence[tuple[float, bool]]) -> str:
+    return ", ".join(f"{counted:.1%}" for counted, _ in means)
 
 
 def _marks(parameters: Sequence[nn.Parameter]) -> list[Any]:

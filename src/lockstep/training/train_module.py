@@ -137,7 +137,7 @@ class TrainModule:
         self.terms: list[str] = []  # the names of the loss's terms if there are several
         # see `LossKind`
         self.repeats = 1
-        self.counted: dict[str, list[float]] = {}
+        self.counted: dict[str, list[tuple[float, bool]]] = {}
         self.prescale: Tensor | None = None
         """Divisor of an `ls.Loss` before its backward: a power of two near the latest step's sum of
         weights."""
