@@ -118,7 +118,7 @@ class MicrobatchAssignment:
     round_robin: bool = False
     slices: int = 0
     """Number of slices into which a microbatch is split. In round i, each of the first `slices`
-    ranks computes one slice of microbatch i. All methods then count slices instead of microbatches.
+    ranks computes one slice of microbatch i. If microbatches are split, all methods count slices.
     With 0, microbatches are not split."""
     speeds: tuple[float, ...] = ()
     """Microbatches per second of each rank. Empty if all ranks are equally fast."""
@@ -160,7 +160,8 @@ class MicrobatchAssignment:
 
     def with_dummies(self, count: int, rank: int) -> list[tuple[int, bool]]:
         """Return the rank's microbatches as (index, is_dummy). A dummy microbatch only takes part
-        in the collectives of all ranks' forwards. Its gradient is discarded."""
+        in the collectives of all ranks' forwards. The gradient of a dummy microbatch is
+        discarded."""
         computed = [(index, False) for index in self.indices(count, rank)]
         if self.round_robin:
             rounds = -(-count // self.per_round)

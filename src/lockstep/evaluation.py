@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateRequest(ScriptRequest):
-    """The request of `lockstep evaluate` to a script's processes. They evaluate `weights` (a file
-    or a Hugging Face folder) instead of training."""
+    """The request of `lockstep evaluate` to a script's processes. The processes evaluate `weights`
+    (a file or a Hugging Face folder) instead of training."""
 
     answered_by: ClassVar[str] = __name__
     calls: str = "evaluate"

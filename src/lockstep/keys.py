@@ -11,8 +11,8 @@ MIX_SECOND = 0x94D049BB133111EB
 
 
 class RandomStream(IntEnum):
-    """The use of a random stream. It is the second part of a key, after the seed, so no two uses
-    share a stream."""
+    """The use of a random stream. The use is the second part of a key, after the seed, so no two
+    uses share a stream."""
 
     MODEL = 1
     ORDER = 2
@@ -47,7 +47,7 @@ class RandomStream(IntEnum):
     number of the choice)."""
     OPTIMIZER = 13
     """A step of an optimizer that draws random numbers and is not torch's: (seed, OPTIMIZER, steps
-    done, number of the model). The number of a call of its closure is one more part."""
+    done, number of the model). A call of the optimizer's closure adds the number of the call."""
     LOOP = 14
     """Random numbers that a script's loop draws outside of its microbatches: (seed, LOOP, steps
     done, number of passes over the step's microbatches)."""

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"\d[\d.]*(?:e[+-]?\d+)?")
 
 
 class Area(Enum):
-    """The subjects of an audit. Each is a row in the report."""
+    """The subjects of an audit. Each area is a row in the report."""
 
     SAMPLES = "samples"
     GRADIENTS = "gradients"

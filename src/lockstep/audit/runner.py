@@ -30,7 +30,7 @@ _AGENT_TRACEBACK = re.compile(
 )
 _THREADS_BANNER = re.compile(r"^\*+\nSetting OMP_NUM_THREADS.*\n\*+\n", re.MULTILINE)
 _LOGGING_ERROR = re.compile(r"^--- Logging error ---\n(?:.*\n)*?Arguments: .*\n?", re.MULTILINE)
-"""Python's report of a line that could not be logged. torchrun may print some when it ends."""
+"""Python's report of a line that could not be logged, as torchrun may print when it ends."""
 _RANK_LINE = re.compile(r'"kind":\s*"rank"')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -136,7 +136,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 def run_audited(
     options: AuditOptions, folder: Path, *, torchrun: bool, echo: BinaryIO | None = None
 ) -> AuditedEnd:
-    """Run the script until it ends, hangs or takes too long. Then end all processes that it
+    """Run the script until it ends, hangs or takes too long. End all processes that the script
     started."""
     growth, hangs = RecordGrowth(folder), list[HangStacks]()
 

@@ -37,7 +37,7 @@ MIG = "MIG"
 """Result of `identity` for every MIG instance. NCCL treats all MIG instances of a GPU as the same
 device."""
 _ALL_HIDDEN = ("", "-1", "none", "void", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs. Slurm sets the last one."""
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs. Slurm sets the last value."""
 
 
 def kind() -> str | None:
@@ -353,8 +353,8 @@ def current(device: torch.device) -> Iterator[None]:
 
 
 def future(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    """Return a CUDA-aware future. `wait` on it makes the current stream wait for the kernels that
-    compute `tensor`."""
+    """Return a CUDA-aware future. `wait` on the future makes the current stream wait for the
+    kernels that compute `tensor`."""
     return torch.futures.Future(devices=[tensor.device] if has_streams(tensor.device) else None)
 
 

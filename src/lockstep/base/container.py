@@ -75,8 +75,8 @@ def available_memory_bytes(root: Path = ROOT) -> int:
 
 
 def free_tasks(root: Path = ROOT) -> int | None:
-    """Return the number of processes and threads that the cgroup still allows. None if it has no
-    limit."""
+    """Return the number of processes and threads that the cgroup still allows. Return None if the
+    cgroup has no limit."""
     free = []
     for controller in ("", "pids"):
         for file in _files(root, controller, "pids.max"):
@@ -191,8 +191,8 @@ def _unescape(found: re.Match[bytes]) -> bytes:
 
 
 def ends_with_container(path: Path, environ: Mapping[str, str], root: Path = ROOT) -> str | None:
-    """Return the reason why files in `path` are lost when this container ends. None if they are
-    kept."""
+    """Return the reason why files in `path` are lost when this container ends. Return None if the
+    files are kept."""
     point, kind = mount_of(path, root)
     if kind not in _TEMPORARY or container_engine(environ, root) is None:
         return None

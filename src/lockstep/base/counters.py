@@ -1,5 +1,6 @@
 """Finds Python numbers that each call of the user's code changes, such as a counter of forwards.
-Each rank calls the code for its own microbatches, so such a counter depends on the world size."""
+Each rank calls the code for its own microbatches, so a counter of calls depends on the world
+size."""
 
 from __future__ import annotations
 

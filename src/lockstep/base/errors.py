@@ -1,7 +1,7 @@
 """The exceptions that lockstep raises. A `UserError` is a mistake that the user can fix. Every rank
-raises it, and the script ends with status 2. All other exceptions are failures of processes,
-machines or storage, and the script ends with status 1. Each is printed as one message without a
-traceback."""
+raises the `UserError`, and the script ends with status 2. Exceptions that are not a `UserError`
+are failures of processes, machines or storage, and end the script with status 1. Each exception is
+printed as one message without a traceback."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class WrongResultError(LockstepError):
 
 
 class HangError(LockstepError):
-    """The run made no progress for longer than `--hang-after`. The text names the ranks that the
-    others wait for."""
+    """The run made no progress for longer than `--hang-after`. The text names the ranks for which
+    the other ranks wait."""
 
 
 class WorkerError(LockstepError):

@@ -89,7 +89,7 @@ EVENTS: Mapping[Severity, Mapping[str, str]] = {
         "profiled": "lockstep wrote a profile",
     },
 }
-"""Describes each event, by severity and name. The table in the docs is made from it."""
+"""Describes each event, by severity and name. The table in the docs is made from this dict."""
 
 
 def severity(name: str) -> Severity:
@@ -119,8 +119,8 @@ class EventLog:
         self._file = path.open("a", encoding="utf-8") if path is not None else None
 
     def record(self, event: Event) -> None:
-        """Raises `OSError` if the event cannot be written. All later events are kept in memory
-        only."""
+        """Raises `OSError` if the event cannot be written. After an error, all events are kept in
+        memory only."""
         self.events.append(event)
         if self._file is not None and not self._file.closed:
             row = {"time": self._clock(), "event": event.name, "step": event.step, **event.details}

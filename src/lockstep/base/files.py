@@ -20,8 +20,8 @@ from lockstep.base.system import BINARY
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file, so that readers see either the old content or the new content. After a crash
-    the file also has one of the two contents."""
+    """Write a file, so that readers see either the old content or the new content. After a crash,
+    the file has either the old content or the new content."""
     with replace_atomically(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -52,8 +52,8 @@ def sync(path: Path) -> None:
 
 
 _LOCKED_BYTE = 1 << 30
-"""Position of the locked byte. It is after the content, because Windows hides locked bytes from all
-other processes."""
+"""Position of the locked byte. The locked byte is after the content, because Windows hides locked
+bytes from all other processes."""
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> None:
@@ -87,12 +87,12 @@ _SAFE = (
 )
 _FOLDER = getattr(os, "O_DIRECTORY", 0)
 _BY_FOLDER = os.open in os.supports_dir_fd
-"""True if the system can open a file relative to an open folder. No part of the file's path can
-then be replaced by a link."""
+"""True if the system can open a file relative to an open folder. Opening relative to a folder
+protects the path against replacement by a link."""
 
 
 def open_below(folder: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """Open a regular file. No part of its path below `folder` may be a link."""
+    """Open a regular file. No part of the file's path below `folder` may be a link."""
     path = folder / name
     if not _BY_FOLDER:
         return _checked(_open_unless_link(path, flags, mode), path)
@@ -108,7 +108,7 @@ def open_below(folder: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o
 
 
 def open_named(path: Path) -> int:
-    """Open a regular file that the user named. It may be a link."""
+    """Open a regular file that the user named. The file may be a link."""
     return _checked(os.open(path, os.O_RDONLY | (_SAFE & ~getattr(os, "O_NOFOLLOW", 0))), path)
 
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause garbage collection. The import of torch then takes a sixth less time, and the import of
-    torch._dynamo a third less."""
+    """Pause garbage collection. A pause shortens the import of torch by a sixth, and the import of
+    torch._dynamo by a third."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -45,5 +45,6 @@ def is_notebook(stream: object) -> bool:
 
 
 def progress_stream() -> TextIO | None:
-    """Return stdout in a notebook, which shows stderr on red. Otherwise return stderr."""
+    """Return stdout in a notebook, which shows stderr on red. Return stderr outside of a
+    notebook."""
     return sys.stdout if is_notebook(sys.stdout) else sys.stderr

@@ -86,8 +86,8 @@ def _name(pid: int) -> str:
 
 
 def shell_status(returncode: int) -> int:
-    """Return the exit status that a shell shows. It is 128 + N for a process that signal N has
-    killed."""
+    """Return the exit status that a shell shows. The status is 128 + N for a process that signal N
+    has killed."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
@@ -120,8 +120,9 @@ def outlive_parent(
     seconds: float, busy_seconds: float, is_busy: Callable[[], bool], may_go_on: Callable[[], bool]
 ) -> None:
     """Send SIGTERM to this process when its parent ends, so that the process can save. Kills the
-    process group `seconds` later, or `busy_seconds` later if `is_busy()`. Kills it at once if
-    `may_go_on()` returns False. Linux only, in the main thread, after `die_with_parent`."""
+    process group `seconds` later, or `busy_seconds` later if `is_busy()`. Kills the process group
+    at once if `may_go_on()` returns False. Linux only, in the main thread, after
+    `die_with_parent`."""
     global _is_watched
     if _parent is None or sys.platform != "linux":
         return
@@ -141,7 +142,7 @@ def outlive_parent(
 
 
 def end_with_parent_again() -> None:
-    """Undo `outlive_parent`. If the parent has already ended, its time limit still applies."""
+    """Undo `outlive_parent`. The time limit still applies if the parent has already ended."""
     if _is_watched:
         _signal_after_parent(signal.SIGKILL)
 

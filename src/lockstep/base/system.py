@@ -16,7 +16,7 @@ from types import FrameType
 from lockstep.base.errors import LaunchError
 
 BINARY: int = getattr(os, "O_BINARY", 0)
-"""Without this flag, Windows writes a carriage return before each newline."""
+"""Without `O_BINARY`, Windows writes a carriage return before each newline."""
 
 LEAST_OPEN_FILES = 64
 """Minimum limit of open files. One worker needs about 30 files."""

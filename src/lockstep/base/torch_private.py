@@ -1,5 +1,5 @@
 """Every private name of torch that lockstep uses, except `torch._foreach_*`. Each name exists in
-torch 2.13 to 2.15, and has a test in tests/base/test_torch_private.py. If the test fails with
+torch 2.13 to 2.15, and has a test in tests/base/test_torch_private.py. If such a test fails with
 another version of torch, fix the function in this file."""
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def set_item_of_distributed(item: Callable[[Tensor], Any]) -> None:
-    """Let `item()`, `float()`, `int()` and `bool()` of a `DTensor` return `item(tensor)`. Torch
-    returns the value of the local tensor."""
+    """Let `item()`, `float()`, `int()` and `bool()` of a `DTensor` return `item(tensor)`. By
+    default, torch uses the local tensor."""
     from torch.distributed.tensor import DTensor
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
@@ -137,8 +137,8 @@ def set_item_of_distributed(item: Callable[[Tensor], Any]) -> None:
 
 
 def version(tensor: Tensor) -> int:
-    """Return the version counter of a tensor. Writes through `.data` do not change it, nor do
-    writes to inference tensors."""
+    """Return the version counter of a tensor. Writes through `.data` and writes to inference
+    tensors do not change the counter."""
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
@@ -327,8 +327,8 @@ def cpu_multiplies_bf16() -> bool:
 def update_loss_scale(
     scale: Tensor, in_a_row: Tensor, found_inf: Tensor, *, steps_to_double: int
 ) -> None:
-    """Halve the loss scale if `found_inf` is set. Double it after `steps_to_double` consecutive
-    finite steps, which `in_a_row` counts."""
+    """Halve the loss scale if `found_inf` is set. Double the loss scale after `steps_to_double`
+    consecutive finite steps, which `in_a_row` counts."""
     torch._amp_update_scale_(scale, in_a_row, found_inf, 2.0, 0.5, steps_to_double)
 
 
@@ -457,8 +457,8 @@ def accelerator_collectives_json() -> list[bytes]:
 
 
 def accelerator_groups_failed() -> bool:
-    """True if an NCCL process group has an error. Its kernels may have ended early, with wrong
-    results."""
+    """True if an NCCL process group has an error. A failed group's kernels may have ended early,
+    with wrong results."""
     for backend in _accelerator_backends():
         with suppress(AttributeError, RuntimeError):  # not every backend can tell
             if backend.get_error().name != "SUCCESS":
@@ -537,8 +537,8 @@ def _accelerator_backends() -> list[Any]:
 
 @contextmanager
 def rendezvous_polls_every(seconds: float) -> Iterator[None]:
-    """Set how often torch's elastic rendezvous looks for new machines. The default is every
-    second."""
+    """Set how often torch's elastic rendezvous looks for new machines. By default, torch looks
+    every second."""
     module: Any = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     before = module._delay
     module._delay = lambda *_, **__: time.sleep(seconds)
@@ -556,8 +556,8 @@ def refresh_rendezvous_state_after(holder: Any, seconds: float) -> None:
 def judge_heartbeats_by(
     holder: Any, lost: Callable[[Mapping[Any, datetime]], Collection[Any]]
 ) -> None:
-    """Let `lost` choose the machines that count as lost. It gets the time of each machine's last
-    heartbeat. Torch would compare heartbeats by the clocks of several machines."""
+    """Let `lost` choose the machines that count as lost. `lost` gets the time of each machine's
+    last heartbeat. By default, torch compares heartbeats by the clocks of several machines."""
     drop_old = holder._sanitize
     old, new = (each.replace(tzinfo=UTC) for each in (datetime.min, datetime.max))
 
@@ -582,7 +582,8 @@ def skip_rendezvous_records(handler: Any) -> None:
 
 
 def forget_distributed_operations() -> None:
-    """Clear torch's cache of operations on `DTensor`s. The cache confuses equal meshes."""
+    """Clear torch's cache of operations on `DTensor`s. The cache does not distinguish meshes that
+    compare equal."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -608,8 +609,8 @@ def unmark_sharded(module: nn.Module) -> None:
 
 
 def remove_forward_hooks(module: Any) -> None:
-    """Remove FSDP2's forward hooks. FSDP2 then neither all-gathers the module's parameters nor
-    reduce-scatters their gradients."""
+    """Remove FSDP2's forward hooks. Without the hooks, FSDP2 neither all-gathers the module's
+    parameters nor reduce-scatters their gradients."""
     state = module._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
@@ -711,8 +712,8 @@ def stage_input_gradients(stage: Any) -> dict[int, tuple[Any, ...]]:
 
 
 def keep_gradients(stage: Any) -> None:
-    """Keep the gradients in the first call of a pipeline schedule. Torch clears them, because it
-    may have run a forward and a backward to infer shapes."""
+    """Keep the gradients in the first call of a pipeline schedule. In this call, torch clears the
+    gradients, because it may have run a forward and a backward to infer shapes."""
     stage._post_metadata_inference_cleanup = lambda: None
 
 
@@ -748,8 +749,8 @@ def run_first(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
 
 
 def divisor(node: Any) -> float | None:
-    """Return the divisor that the autograd node of a division has saved. None if it is not a single
-    number on the CPU."""
+    """Return the divisor that the autograd node of a division has saved. Return None if the divisor
+    is not a single number on the CPU."""
     other = getattr(node, "_saved_other", None)
     return (
         float(other)

@@ -10,8 +10,8 @@ import torch
 
 
 class Uncompiled:
-    """Calls a function that torch.compile does not trace. A deep copy of it calls a deep copy of
-    the function, unlike with `torch.compiler.disable` alone."""
+    """Calls a function that torch.compile does not trace. A deep copy of an `Uncompiled` calls a
+    deep copy of the function, unlike with `torch.compiler.disable` alone."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._set(function)

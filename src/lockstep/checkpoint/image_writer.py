@@ -67,8 +67,8 @@ class ImageWriter:
         figures: Sequence[float] = (),
     ) -> list[float]:
         """Copy the state after `step` steps. Every rank must call this method. After an error, the
-        newest image that all ranks have is still complete. Return the maximum over the ranks of
-        each of `figures`."""
+        newest image that all ranks have is still complete. Return the maximum of each figure over
+        the ranks."""
         common, largest = self._agree(tensors, figures)
         slot = self._memory.oldest_but(common)
         assert self._layout is not None
@@ -160,8 +160,8 @@ def buddy_of_each(local_sizes: Sequence[int]) -> list[int]:
 class Buddies:
     """Each rank sends its image to a *buddy* on the next host: the loss of a whole host loses no
     state. The buddy keeps the image in two slots and writes the header last, so that either process
-    may be killed at any moment. Every rank makes the same calls. On a single host they do
-    nothing."""
+    may be killed at any moment. Every rank makes the same calls. On a single host, nothing is
+    sent."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -95,7 +95,7 @@ class Slot:
         return FILE_START + len(self.file)
 
     def begin(self, file_header: bytes = b"") -> None:
-        """Invalidate the image in this slot, and write the file header of the new one."""
+        """Invalidate the image in this slot, and write the file header of the new image."""
         self.step = NONE
         self._put(bytes(HEADER_BYTES), 0)
         if file_header:

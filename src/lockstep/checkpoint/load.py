@@ -1,6 +1,6 @@
 """Loads and reshards a checkpoint. Each rank verifies the blocks that it needs, and a share of the
 blocks that no rank needs. If a file and a tensor have the same layout, bytes are read directly into
-the tensor and hashed there. Otherwise the bytes are read through a buffer."""
+the tensor and hashed there. If the layouts differ, the bytes are read through a buffer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lockstep.comm.world import World
 
 T = TypeVar("T")
 SMALL_BYTES = 64 << 10
-"""Smaller parts of a file are read through a buffer."""
+"""Parts of a file with fewer bytes are read through a buffer."""
 
 
 class _Span:
@@ -124,8 +124,8 @@ class CheckpointReader:
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
         """The tensors of `state` must all be saved with the same shapes. Every rank must call this
-        method. If any rank raises `UnreadableError`, all ranks raise it. The state is then partly
-        loaded."""
+        method. If any rank raises `UnreadableError`, all ranks raise it. After an
+        `UnreadableError`, the state is partly loaded."""
         blocks = list(self._blocks(state))
         done: dict[str, list[int]] = {file: [] for file in self.manifest.files}
         for block in blocks:

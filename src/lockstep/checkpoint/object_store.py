@@ -1,7 +1,8 @@
 """Checkpoints in an object store such as S3, through fsspec. Needs no torch.
 
 An object store has no rename: writing the manifest last commits a checkpoint. A killed upload may
-leave invisible parts that cost money. A lifecycle rule of the bucket can remove them.
+leave invisible parts that cost money. A lifecycle rule of the bucket can remove the parts of killed
+uploads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PART_BYTES = 16 << 20
 WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci")
 """Protocols whose drivers would create a bucket when asked for a folder."""
 CALL_SECONDS = 120.0
-"""Timeout of one driver call. The upload of a part exceeds it only below 140 KB/s."""
+"""Timeout of one driver call. The upload of a part exceeds this timeout only below 140 KB/s."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {
         "config_kwargs": {

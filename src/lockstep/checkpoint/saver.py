@@ -1,7 +1,7 @@
 """Asynchronous checkpoints. Training waits only for a copy of the state into shared memory. A
-writer process hashes the copy, writes it to the storage, and commits the checkpoint. If the shared
-memory can be pinned (cudaHostRegister), copies are queued between the kernels of two steps, and the
-host does not wait for them."""
+writer process hashes the copied state, writes it to the storage, and commits the checkpoint. If the
+shared memory can be pinned (cudaHostRegister), copies are queued between the kernels of two steps,
+and the host does not wait for them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Saver:
     ) -> None:
         """Every rank must call this method, between saves. `values` are merged over ranks.
         `metadata` is used on rank 0 only. `keep` has arguments of `writer.checkpoints_to_delete`.
-        None keeps all checkpoints."""
+        `keep=None` keeps all checkpoints."""
         assert self._under_way is None, "one save at a time"
         identifier = self.prepare(state)
         assert self._memory is not None
@@ -138,7 +138,8 @@ class Saver:
 
     @property
     def not_registered(self) -> str | None:
-        """Reason why memory could not be pinned. The host then waits for slow copies."""
+        """Reason why memory could not be pinned. The host waits for copies to memory that is not
+        pinned."""
         return None if self._memory is None else self._memory.not_registered
 
     @property

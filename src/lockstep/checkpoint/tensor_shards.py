@@ -92,9 +92,9 @@ class TensorShard:
 
 class FileLayout:
     """The layout of a safetensors file (https://huggingface.co/docs/safetensors), computed without
-    its data. Shards whose size is a multiple of 64 bytes come first. Shards of other sizes follow
-    by element size, largest first. Small shards are at the end. Each shard is aligned for its dtype
-    and can be used in place."""
+    its data. Shards whose size is a multiple of 64 bytes come first. The remaining shards are
+    sorted by element size, largest first. Small shards are at the end. Each shard is aligned for
+    its dtype and can be used in place."""
 
     def __init__(
         self, shards: Sequence[TensorShard], metadata: Mapping[str, str] | None = None

@@ -47,8 +47,8 @@ NICENESS = 10
 
 
 class SharedFile:
-    """Memory shared with the writer process, initially zero. On Linux it is freed with the last
-    process that uses it. Elsewhere it is a temporary file."""
+    """Memory shared with the writer process, initially zero. On Linux, the memory is freed with the
+    last process that uses it. On other systems, the memory is a temporary file."""
 
     def __init__(self, size_bytes: int) -> None:
         self._path: str | None = None

@@ -41,7 +41,7 @@ from lockstep.search.request import direction_of
 from lockstep.search.summary import aligned
 
 METADATA = "lockstep.average"
-"""Key in the metadata of the output file. Its value is JSON with each run and its weight."""
+"""Key in the metadata of the output file: its value is JSON with each run and its weight."""
 Mode = Literal["min", "max"]
 
 
@@ -266,8 +266,8 @@ class _Evaluations:
     count: int = 0
 
     def greedy(self, runs: Sequence[_AveragedRun], metric: str, mode: Mode) -> Metrics:
-        """Start with the best run, and add each run that improves the average. The other runs get
-        weight 0."""
+        """Start with the best run, and add each run that improves the average. Runs that are not
+        added get weight 0."""
         measured: dict[tuple[int, ...], Metrics] = {
             (index,): run.metrics or {} for index, run in enumerate(runs)
         }

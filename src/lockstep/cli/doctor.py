@@ -57,7 +57,7 @@ def command(write: Path | None, as_json: bool, **given: Any) -> int:
     """Check whether this machine, or several machines, can train.
 
     Looks at versions, devices, shared memory, threads, limits, clocks, the network interface,
-    environment variables that cause trouble, and the file system of the run directory. Then starts
+    environment variables that cause trouble, and the file system of the run directory. Starts
     processes, checks the results of every collective in every dtype, and times the collectives and
     the links between all pairs of ranks. Each check has a verdict (ok, slow, failed or skipped) and
     a remedy.

@@ -136,8 +136,8 @@ def export_pretrained(source: str, folder: str, model: Any, *, best: bool = Fals
 
     `source` is a run directory, or a checkpoint saved under any plan. `folder` is the folder to
     create. `model` is a module like the trained one, or a function that builds one, from
-    transformers, peft or diffusers. The values of its parameters are not used. A peft model writes
-    only its adapters. `best=True` uses the checkpoint of the best evaluation. Raises
+    transformers, peft or diffusers. The values of the parameters of `model` are not used. A peft
+    model writes only its adapters. `best=True` uses the checkpoint of the best evaluation. Raises
     `CheckpointError`.
     """
     from safetensors.torch import load_file  # imports torch

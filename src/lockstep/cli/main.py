@@ -142,8 +142,8 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open the streams that the shell has closed (`2>&-`) on the null device. Otherwise the next
-    file that is opened gets the descriptor of a closed stream."""
+    """Open the streams that the shell has closed (`2>&-`) on the null device. A file that is opened
+    later would get the descriptor of a closed stream."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)

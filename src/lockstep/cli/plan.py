@@ -104,11 +104,10 @@ def command(
 ) -> int:
     """Predict memory and time of a training step on other devices, and find the best plan for them.
 
-    Runs the script, unchanged, up to `ls.train`. Then executes one training step under each plan on
-    this CPU, as one rank, on tensors that have shapes but no values. Simulates the step's
-    operations, collectives and memory on the devices. Each figure has an interval, from the errors
-    of the predictions of published trainings. Arguments between SCRIPT and --plans are the
-    script's.
+    Runs the script, unchanged, up to `ls.train`. Executes one training step under each plan on this
+    CPU, as one rank, on tensors that have shapes but no values. Simulates the step's operations,
+    collectives and memory on the devices. Each figure has an interval, from the errors of the
+    predictions of published trainings. Arguments between SCRIPT and --plans are the script's.
 
     \b
     Examples:

@@ -22,29 +22,29 @@ from lockstep.scripts.line import ScriptLine
 def command(line: ScriptLine, **given: Any) -> int:
     """Run SCRIPT on several processes, on one machine or several.
 
-    SCRIPT is written for lockstep or for torchrun, and runs unchanged. All arguments after it are
-    the script's. If one process fails, all are stopped, and the traceback of the process that
-    failed first is shown.
+    SCRIPT is written for lockstep or for torchrun, and runs unchanged. All arguments after SCRIPT
+    are the script's. If one process fails, all processes are stopped, and the traceback of the
+    process that failed first is shown.
 
     With --max-restarts R all processes are then started again, at most R times in the whole run. A
     script that uses lockstep continues from the last saved step. The run is not restarted after a
     user's mistake or a request to end.
 
     If memory runs out, the processes are started again under a plan that needs less memory, as far
-    as --out-of-memory allows. These restarts do not count for --max-restarts.
+    as --out-of-memory allows. Restarts for lack of memory do not count for --max-restarts.
 
     --nnodes A:B runs on several machines. Run this command on each machine, with the same files.
     The run begins when A machines have joined. When another machine joins later, all processes save
-    and start again with it. When a machine is lost, the others start again if at least A machines
-    are left. The machine HOST hosts the rendezvous: if it is lost, the others save and end. Anyone
-    who can connect to PORT can run code as you: let only the machines of the run reach it. --nproc
-    is the number of processes on a machine, and may differ between machines. --nproc auto is one
-    process per GPU, or 1 process without GPUs. With --node-rank, --master-addr and --master-port
-    instead of --rdzv, ranks follow the machines' numbers, and the number of machines is fixed.
-    Under srun with one task per node, lockstep run needs none of these options: it uses the nodes
-    and the GPUs of the job.
+    and start again with the new machine. When a machine is lost, the remaining machines start again
+    if at least A machines are left. The machine HOST hosts the rendezvous: if HOST is lost, the
+    remaining machines save and end. Anyone who can connect to PORT can run code as you: let only
+    the machines of the run reach it. --nproc is the number of processes on a machine, and may
+    differ between machines. --nproc auto is one process per GPU, or 1 process without GPUs. With
+    --node-rank, --master-addr and --master-port instead of --rdzv, ranks follow the machines'
+    numbers, and the number of machines is fixed. Under srun with one task per node, lockstep run
+    needs none of these options: it uses the nodes and the GPUs of the job.
 
-    SIGTERM, SIGUSR1 and Ctrl-C ask the run to save and end. A second signal ends it at once.
+    SIGTERM, SIGUSR1 and Ctrl-C ask the run to save and end. A second signal ends the run at once.
     Signals that were ignored at the start (SIGHUP under nohup) stay ignored.
 
     \b

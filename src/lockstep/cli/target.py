@@ -27,7 +27,7 @@ class Target:
     names: list[CheckpointName]
     run: Path | None
     elsewhere: str | None = None
-    """URL of the run's checkpoints, from `run.json`. The user did not name this URL, so it is not
+    """URL of the run's checkpoints, from `run.json`. The user did not name the URL, so it is not
     opened."""
 
     @classmethod

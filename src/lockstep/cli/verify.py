@@ -87,9 +87,9 @@ def command(
 
     Runs the script, unchanged, on one process and under each plan for K steps, and compares every
     gradient, parameter and buffer. Runs with noise of one unit in the last place measure the effect
-    of rounding on the model. The tolerance is a multiple of this effect. The command names the
-    first step and parameter with a larger difference, and the likely cause. Arguments between
-    SCRIPT and --plans go to the script, and everything from --plans on to verify.
+    of rounding on the model. The tolerance is a multiple of the effect of rounding. The command
+    names the first step and parameter with a larger difference, and the likely cause. Arguments
+    between SCRIPT and --plans go to the script, and everything from --plans on to verify.
 
     \b
     Examples:

@@ -19,7 +19,7 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 class CollectiveCall:
     name: str
     group: str
-    """The name of the process group. It is "default_pg" for all processes."""
+    """The name of the process group. The group of all processes is "default_pg"."""
     sequence: int
     tensors: str
     on_device: bool = False

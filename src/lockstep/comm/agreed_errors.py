@@ -13,8 +13,9 @@ E = TypeVar("E", bound=LockstepError)
 
 
 def raise_on_all_ranks(world: World, compute: Callable[[], T], base: type[LockstepError]) -> T:
-    """Return this rank's `compute()`. If it raises an error of class `base` on some ranks, every
-    rank raises the error of the first of these ranks. Every rank must call this function."""
+    """Return the result of `compute` on this rank. If `compute` raises an error of class `base` on
+    some ranks, every rank raises the error of the first of these ranks. Every rank must call this
+    function."""
     mine, message = None, None
     try:
         result = compute()

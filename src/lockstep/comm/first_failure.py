@@ -1,5 +1,5 @@
-"""Sends the first error of any rank to all ranks. Without it, the other ranks see only that a
-collective failed."""
+"""Sends the first error of any rank to all ranks. Without this report, the other ranks see only
+that a collective failed."""
 
 from __future__ import annotations
 

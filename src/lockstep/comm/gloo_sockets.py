@@ -1,5 +1,5 @@
-"""Shuts down the sockets of this process's Gloo process groups, or of its connection to a store.
-This wakes the threads that wait for them. Linux only.
+"""Shuts down the sockets of this process's Gloo process groups, or of its connection to a store. A
+shutdown wakes the threads that wait for the sockets. Linux only.
 
 On torch 2.13 and 2.15 neither `abort` nor `shutdown` of a Gloo group wakes a thread in a
 collective, but the end of a connection does. Each Gloo group has a thread with a known name, which

@@ -1,6 +1,6 @@
 """Hierarchical all-reduce over several hosts. The ranks of a host are summed through shared memory.
-One leader rank of each host then sums over the hosts through torch. Each host sends as many bytes
-as one rank would.
+One leader rank of each host sums over the hosts through torch. Each host sends as many bytes as one
+rank would.
 
 This module has no `from __future__ import annotations`, because DDP reads the annotations of its
 hooks.

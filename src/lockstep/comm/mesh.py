@@ -267,7 +267,8 @@ class PipelineStateDict(Mapping[str, Tensor]):
 
 
 _meshes: dict[Any, tuple[list[DeviceMesh], Mapping[tuple[str, ...], Any]]] = {}
-"""Each mesh is made once, because torch caches the meshes of DTensors and confuses equal meshes."""
+"""Each mesh is made once, because torch's cache of DTensor operations does not distinguish equal
+meshes."""
 _Dims = tuple[tuple[str, ...], ...]
 
 
@@ -278,8 +279,8 @@ def _make_meshes(
     meshes: tuple[_Dims, ...],
 ) -> tuple[list[DeviceMesh], Mapping[tuple[str, ...], Any]]:
     """Make the meshes from process groups that lockstep has made. Torch would split the groups from
-    a group that is bound to a device. Gloo would then get the options of NCCL, and lose its timeout
-    and network interface (torch 2.13 to 2.15)."""
+    a group with a bound device. A Gloo group split from such a group has NCCL's options, and loses
+    the timeout and network interface (torch 2.13 to 2.15)."""
     from torch.distributed.device_mesh import DeviceMesh
 
     set_item_of_distributed(lambda tensor: full_tensor(tensor.detach()).item())

@@ -1,5 +1,5 @@
-"""Calls a Python function before C++ ends this process by `std::terminate`. Gloo does so if ranks
-exchange tensors of different sizes. Linux with libstdc++ only."""
+"""Calls a Python function before C++ ends this process by `std::terminate`. Gloo ends the process
+if ranks exchange tensors of different sizes. Linux with libstdc++ only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _SET_TERMINATE = "_ZSt13set_terminatePFvvE"
 
 
 class NativeEnd:
-    """Calls `before` in the thread in which C++ calls `std::terminate`. `close` disables it."""
+    """Calls `before` in the thread in which C++ calls `std::terminate`. `close` disables the call
+    of `before`."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._set: Any = None

@@ -16,13 +16,14 @@ descriptors and threads.
 
 [Note: A lost wake-up] If a connection ends while a message is on its way, a wait in Gloo sometimes
 ends only at the group's timeout (torch 2.13 to 2.15). In trials, ranks that waited for a lost rank
-always woke; ranks in a tight loop of barriers failed to wake in about one of ten. So the caller of
-`abort_collectives` sets a time limit, and treats a process that has not left by then as lost too.
+always woke; ranks in a tight loop of barriers failed to wake in about one of ten. The caller of
+`abort_collectives` therefore sets a time limit, and treats a process that exceeds the limit as
+lost.
 
-[Note: Reconfigure] torch 2.15 gives a Gloo group new peers in place (`_reconfigure`). It is not
-used here: making a new group takes as long, and the groups of axes, FSDP2's meshes and shared
-memory must be made again in any case. `_reconfigure` closes connections, too, so it would not avoid
-lost wake-ups. With NCCL a run restarts instead of recovering in place.
+[Note: Reconfigure] torch 2.15 gives a Gloo group new peers in place (`_reconfigure`).
+`_reconfigure` is not used here: making a new group takes as long, and the groups of axes, FSDP2's
+meshes and shared memory must be made again in any case. `_reconfigure` also closes connections, so
+it would not avoid lost wake-ups. With NCCL a run restarts instead of recovering in place.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ def abort_collectives() -> None:
     wait in Gloo may in rare cases continue, see [Note: A lost wake-up].
 
     Not tested on an accelerator. NCCL's abort ends its kernels, so a synchronization of the device
-    returns normally, but with wrong numbers. Call `is_aborted` before you use them.
-    TORCH_NCCL_ASYNC_ERROR_HANDLING=0 keeps NCCL's watchdog from ending the process.
+    returns normally, but with wrong numbers. Call `is_aborted` before you use numbers from the
+    device. TORCH_NCCL_ASYNC_ERROR_HANDLING=0 keeps NCCL's watchdog from ending the process.
     """
     with _lock:
         if not _abort.is_set.is_set():
@@ -183,7 +184,7 @@ def join_over(
     timeout: timedelta = TIMEOUT,
     share_devices: bool = False,
 ) -> World:
-    """Join the processes that meet at `store`. It is a `PrefixStore` with a new prefix, over a
+    """Join the processes that meet at `store`. `store` is a `PrefixStore` with a new prefix, over a
     `TCPStore` that outlives every process of the group. Every rank must call this function. The
     group's name has a number that no process has used before, because a mesh of an earlier group
     must not find the new group."""

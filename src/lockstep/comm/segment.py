@@ -1,11 +1,11 @@
 """A shared memory segment for the processes of one host. The memory is a memfd of rank 0, which the
-other ranks open through /proc. The kernel frees it with the last process that maps it, even if
-processes are killed. The limit of /dev/shm (64 MB in a container) does not apply. All pages are
+other ranks open through /proc. The kernel frees the memory with the last process that maps it, even
+if processes are killed. The limit of /dev/shm (64 MB in a container) does not apply. All pages are
 allocated at the start, so a later write cannot fail.
 
-The memory starts with 64-bit words. Only one rank writes each word. On x86-64 stores become visible
-in order, so a counter that is stored after its data needs no barrier. Processors that reorder
-stores are refused.
+The segment starts with 64-bit words. Each word is written by only one rank. On x86-64 stores become
+visible in order, so a counter that is stored after its data needs no barrier. Processors that
+reorder stores are refused.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Collectives on CPU tensors through memory that the processes of one host share. They take 0.02 to
-0.2 ms, and Gloo takes 1 to 2 ms."""
+"""Collectives on CPU tensors through memory that the processes of one host share. A collective
+takes 0.02 to 0.2 ms, and 1 to 2 ms with Gloo."""
 
 import functools
 import weakref
@@ -51,8 +51,8 @@ _DIRECT_BYTES = 256 << 10
 def _collective(
     method: Callable[Concatenate["SharedMemoryGroup", P], None],
 ) -> Callable[Concatenate["SharedMemoryGroup", P], None]:
-    """Decorate a collective. If it raises on this rank, the collectives of all ranks raise, and the
-    group is unusable."""
+    """Decorate a collective. If the collective raises on this rank, the collectives of all ranks
+    raise, and the group is unusable."""
 
     @functools.wraps(method)
     def wrapped(self: "SharedMemoryGroup", *args: P.args, **kwargs: P.kwargs) -> None:
@@ -181,7 +181,7 @@ class SharedMemoryGroup(Closing):
 
     def start_all_gather(self, output: Tensor, tensor: Tensor, label: int = 0) -> PendingAllGather:
         """Start an all-gather. `wait` on the result, or the next collective of the group, completes
-        it. Do not change `tensor` before."""
+        it. Do not change `tensor` before the all-gather has completed."""
         rest = self._gathering(output, tensor, label)
         self._call("all_gather", next, rest)
         self.pending = PendingAllGather(self, rest)

@@ -72,8 +72,8 @@ class Rounds:
         self, collective: str, tensor: Tensor, detail: int = 0, sizes: Sequence[int] | None = None
     ) -> BufferViews:
         """Write a description of this rank's call, which all ranks compare. For a broadcast,
-        `detail` is the source rank. For all other collectives, it is the number of the label.
-        `sizes` is for all_to_all."""
+        `detail` is the source rank. For all collectives except broadcast, `detail` is the number of
+        the label. Only all_to_all uses `sizes`."""
         views = self._views.get(tensor.dtype) or self._make_views(tensor.dtype)
         length = tensor.numel() if sizes is None else 0
         self.signature = signature_of(collective, views.dtype_code, length, detail)

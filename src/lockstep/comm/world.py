@@ -70,7 +70,7 @@ class World:
     """All-reduces CPU tensors over several hosts, some of which have several processes. None with
     numerics=bitwise."""
     ranks_per_device: int = 1
-    """Number of ranks on the busiest device. It is more than 1 only with `--share-devices`."""
+    """Number of ranks on the busiest device. More than 1 only with `--share-devices`."""
 
     @property
     def host_shared_memory(self) -> SharedMemoryGroup | None:
@@ -331,8 +331,8 @@ def join(
 
 
 def leave() -> None:
-    """Drop all references to the process group. Its sockets and threads end with the last
-    reference."""
+    """Drop all references to the process group. The group's sockets and threads end with the last
+    reference to the group."""
     global _made, _excepthooks
     if owns_group():
         dist.destroy_process_group()

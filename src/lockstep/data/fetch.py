@@ -239,8 +239,8 @@ def _pieces(columns: list[Tensor], sizes: list[int]) -> list[list[Tensor]]:
 def _some_requests(
     requests: Iterator[SampleRequest], rows: int, fits: Callable[[int], bool]
 ) -> Iterator[SampleRequest]:
-    """End after a request whose number of samples does not fit. The next request's rows would not
-    be aligned in memory."""
+    """End after a request whose number of samples breaks the alignment. The rows of the next
+    request would not be aligned in memory."""
     for request in islice(requests, GATHERED_REQUESTS):
         yield request
         rows -= len(request.samples)

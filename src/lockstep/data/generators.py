@@ -12,7 +12,7 @@ from lockstep.base import accelerator
 
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the instance behind the functions of `random`
 _seed_python = super(random.Random, _python).seed
-"""`random.seed` for an int, without type checks. It does not reset `gauss_next`."""
+"""`random.seed` for an int, without type checks. Does not reset `gauss_next`."""
 
 
 def seed_generators(key: int, device: torch.device) -> None:

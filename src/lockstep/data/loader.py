@@ -40,8 +40,8 @@ class Span:
     start: int
     stop: int
     is_dummy: bool = False
-    """True if this rank computes the microbatch only to take part in collectives. Its gradient is
-    discarded."""
+    """True if this rank computes the microbatch only to take part in collectives. The gradient of a
+    dummy microbatch is discarded."""
 
 
 @dataclass(slots=True)
@@ -198,9 +198,9 @@ class StreamLoader(_BatchLoader):
     def fetch(
         self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, Position]
     ) -> Iterator[Microbatch]:
-        """Only the lengths of spans matter. Consecutive spans of one microbatch are read once.
-        Shards without an entry in `positions` begin at their first sample. Only one call may be in
-        progress at a time."""
+        """The positions in `spans` are ignored, because a stream is read in order. Consecutive
+        spans of one microbatch are read once. Shards without an entry in `positions` begin at their
+        first sample. Only one call may be in progress at a time."""
         requests = self._round_robin(self._requests(spans, microbatches, positions))
         for request, made in self._fetched(requests):
             if request is None:

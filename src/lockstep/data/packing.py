@@ -145,8 +145,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     """A map-style dataset of rows, into which the documents of another dataset are packed."""
 
     def __init__(self, data: Any, length: int, lengths: Any) -> None:
-        """If `lengths` is None, the dataset's method `lengths()` is called. Without the method, all
-        documents are read."""
+        """If `lengths` is None, the dataset's method `lengths()` is called. If the dataset has no
+        method `lengths()`, all documents are read."""
         self._data, self._length = data, length
         self._lengths = self._checked(lengths)
         self._latest: tuple[int, list[list[Piece]]] = (-1, [])
@@ -244,7 +244,7 @@ def pack(data: Any, length: int, *, lengths: Any = None) -> Stream | PackedDatas
     A document is a list, an array or a tensor of token ids, or a dict with `input_ids` and perhaps
     `labels`. Every 256 documents, in the order of `data`, are packed among themselves: longest
     first, each into the fullest row that has room for it. A document that is longer than a row is
-    cut into pieces, each of which begins with the last token of the previous piece. Every other
+    cut into pieces, each of which begins with the last token of the previous piece. A shorter
     document is in exactly one row.
 
     A row is a dict of tensors with `length` elements: `input_ids`; `labels`, not shifted, -100 at
@@ -252,9 +252,9 @@ def pack(data: Any, length: int, *, lengths: Any = None) -> Stream | PackedDatas
     restart with each document. The rest of a row has the token id 0, the label -100 and the
     document id -1.
 
-    `lengths`: number of tokens of each document of a dataset. None: the dataset's method
-    `lengths()` is called. If it has no such method, every process reads all documents once. Raises
-    `RecipeError` and `DataError`.
+    `lengths`: number of tokens of each document of a dataset. `lengths=None` calls the dataset's
+    method `lengths()`. If the dataset has no method `lengths()`, every process reads all documents
+    once. Raises `RecipeError` and `DataError`.
     """
     check_count("pack(length)", length, "tokens")
     if length < 2:

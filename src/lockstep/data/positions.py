@@ -1,4 +1,4 @@
-"""The position in a stream's shard at which reading continues. Checkpoints contain it."""
+"""The position in a stream's shard at which reading continues. Checkpoints contain the position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.recipe.data import Mixture, PackedStream, Stream
 class ShardPosition(NamedTuple):
     epoch: int = 0
     seen: int = 0
-    """Number of samples read in that epoch."""
+    """Number of samples read in the current epoch."""
 
 
 class MixturePosition(NamedTuple):

@@ -37,8 +37,8 @@ class SampleOrder(ABC):
     epoch p // `stride`. Every rank creates one."""
 
     digest: str
-    """Digest of the indices of epoch 0. Ranks compare it, and a resumed run compares it with the
-    saved one."""
+    """Digest of the indices of epoch 0. Ranks compare the digest, and a resumed run compares it
+    with the saved digest."""
     field: str
     wants: str
     """Text for error messages about the values that the sampler should return."""

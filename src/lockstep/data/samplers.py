@@ -1,5 +1,5 @@
 """Samplers for `Recipe.sampler` and `Recipe.batch_sampler`: weighted, balanced, mixtures, batches
-by length. Each is a pure function of (epoch, seed)."""
+by length. Each sampler is a pure function of (epoch, seed)."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def balanced(labels: Sequence[Hashable], *, samples: int | None = None) -> Sampl
 
 
 def mixture(sizes: Sequence[int], ratios: Sequence[float], *, samples: int) -> Sampler:
-    """Mix datasets. Each epoch has `samples` samples. Each dataset provides its ratio of them,
-    rounded to a whole number of samples. Use it with a `torch.utils.data.ConcatDataset` of datasets
-    of these `sizes`. Each dataset has its own shuffled order, which continues from epoch to epoch.
-    Every sample of a dataset is seen once before any of them is seen again. Raises
+    """Mix datasets. Each epoch has `samples` samples. Each dataset provides its ratio of the
+    samples, rounded to a whole number of samples. Use it with a `torch.utils.data.ConcatDataset` of
+    datasets of these `sizes`. Each dataset has its own shuffled order, which continues from epoch
+    to epoch. Every sample of a dataset is seen once before any of them is seen again. Raises
     `RecipeError`."""
     if (
         len(sizes) != len(ratios)
@@ -101,11 +101,13 @@ def mixture(sizes: Sequence[int], ratios: Sequence[float], *, samples: int) -> S
 
 def by_length(lengths: Sequence[int], *, tokens: int, microbatches: int = 1) -> BatchSampler:
     """Batches of samples of similar length, for `Recipe.batch_sampler`. A microbatch, padded to its
-    longest sample, has at most `tokens` tokens. A longer sample is a microbatch alone.
+    longest sample, has at most `tokens` tokens. A sample with more than `tokens` tokens is a
+    microbatch alone.
 
     `lengths`: number of tokens of each sample. `microbatches`: number of microbatches in a global
-    batch. An epoch's last batch may have fewer. Each epoch has every sample once. The grouping of
-    samples and the order of microbatches change from epoch to epoch. Raises `RecipeError`.
+    batch. An epoch's last batch may have fewer microbatches. Each epoch has every sample once. The
+    grouping of samples and the order of microbatches change from epoch to epoch. Raises
+    `RecipeError`.
     """
     given = np.asarray(lengths)
     if given.ndim != 1 or not given.size or given.min() < 1 or tokens < 1 or microbatches < 1:

@@ -1,8 +1,8 @@
 """Reads the samples of a stream (`ls.Stream`) shard by shard, and makes microbatches of them.
 
 Samples are shuffled within windows of W consecutive samples. Position p of an epoch is in window p
-// W, and the seed determines the permutation of each window. So (epoch, position) is the whole
-state of a shard, and a resumed run reads only one window again.
+// W, and the seed determines the permutation of each window. (epoch, position) is the whole state
+of a shard, and a resumed run reads only one window again.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class StreamFetcher:
         ), origin
 
     def _digests(self, *, again: bool) -> Digests:
-        """Digest the first sample of shard 0. If this machine lacks the shard, the result has the
-        error instead."""
+        """Digest the first sample of shard 0. If this machine lacks the shard, the result has an
+        error."""
         first = {"the first sample of shard 0": (self._stream, self._seed)}
         if isinstance(mixture := self._stream.open, Mixture):
             first = {

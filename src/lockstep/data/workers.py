@@ -64,8 +64,8 @@ class LoaderWorkers:
         self._batches: Any = None
 
     def fetch(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """The DataLoader takes requests ahead of time. A new call ends the previous call. An error
-        of a worker has the worker's traceback as its cause."""
+        """The DataLoader takes requests ahead of time. A new call of `fetch` ends the previous
+        call. An error of a worker has the worker's traceback as its cause."""
         self._current.requests = requests
         if self._batches is None:
             time.sleep(REST_SECONDS)
@@ -176,7 +176,7 @@ def _set_up_worker(folder: str, parent: int, worker: int) -> None:
     """The kernel kills the worker together with the training process, because the worker holds
     copies of sockets on which other ranks wait. After SIGTERM, the worker continues for
     `LATER_SECONDS`, so that the training step can end. The worker ends if it cannot send a batch.
-    Otherwise the queue would skip the batch, and the training process would wait forever."""
+    With a lost batch, the training process would wait forever."""
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     die_with_parent(parent)
     for number in signals("SIGUSR1", "SIGINT"):

@@ -27,7 +27,7 @@ LARGEST_BYTES_ON_CPU = 2**24
 SIZE_SECONDS = 0.06
 MOST_REPEATS = 20
 LONGEST_SECONDS = 1.0
-"""Larger arrays are not timed if a call would take longer than this."""
+"""An array size is skipped if a call would take longer than this."""
 PINGS = 20
 TRANSFER_SECONDS = 0.02
 TRANSFERS = 3

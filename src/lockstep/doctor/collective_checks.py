@@ -38,8 +38,8 @@ _NOT_CALLED = {"nccl": ("int16",)}
 """Maps backends to dtypes that are not checked. With torch 2.11, NCCL fails on int16 without an
 error."""
 _MOST_CONTRIBUTIONS = 85
-"""At each position, at most this many ranks have inputs other than 0. A bfloat16 average of so many
-inputs is exact."""
+"""At each position, at most this many ranks have inputs other than 0. A bfloat16 average of this
+many inputs is exact."""
 _BARRIERS = 3
 _STAGGER_SECONDS = 0.01
 

@@ -3,9 +3,9 @@ work.
 
 A probe is a step that all ranks take together. A thread of each rank watches the probe, and gives
 up if the probe fails or passes its deadline, if the launcher sends SIGTERM, or if another rank has
-given up. The thread then publishes the status of its rank, collects the statuses of the other
-ranks, writes the results so far and ends the process. So a collective that hangs does not block the
-doctor. A rank without a status is stopped, dead, or unreachable.
+given up. A thread that gives up publishes the status of its rank, collects the statuses of the
+other ranks, writes the results so far and ends the process. A collective that hangs does not block
+the doctor. A rank without a status is stopped, dead, or unreachable.
 """
 
 from __future__ import annotations

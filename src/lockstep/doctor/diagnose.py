@@ -50,7 +50,7 @@ from lockstep.options import RunOptions
 
 DEADLINE_SECONDS = 20.0
 WORKER = ("-m", "lockstep.doctor")
-"""The command that starts a rank. Tests replace it."""
+"""The command that starts a rank. Tests replace this command."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,8 @@
 """Finds slow links, ranks and machines in measurements between pairs of ranks.
 
-Links of one kind should be alike. A node is a rank of a machine, or a machine. A node is slow if
-even its best link is several times worse than the best links of other nodes. A link between two
-nodes that are not slow is slow if it is several times worse than the median. So a slow machine is
+Links of one kind should have similar speeds. A node is a rank of a machine, or a machine. A node is
+slow if even its best link is several times worse than the best links of other nodes. A link between
+two nodes that are not slow is slow if it is several times worse than the median. A slow machine is
 named once, not once for each of its links.
 """
 

@@ -1,15 +1,16 @@
 """The tolerance of a comparison: `TOLERANCE` times the rounding of the model.
 
 Rounding is measured with perturbed runs, which have noise of one unit in the last place. The
-rounding of a tensor at a step is the largest distance between any two of these runs.
+rounding of a tensor at a step is the largest distance between any two perturbed runs.
 
-Two runs may be equal by chance in a small tensor. So the rounding of a tensor is at least the
-typical relative rounding of the other tensors at the step, the tensor's rounding at an earlier
+Two runs may be equal by chance in a small tensor. The rounding of a tensor is therefore at least
+the typical relative rounding of the other tensors at the step, the tensor's rounding at an earlier
 step, and a few units in the last place.
 
 Adam divides by the size of the gradient, and can turn rounding of an element near zero into a full
-update in either direction. So the rounding of a parameter is also at least the relative difference
-between the updates of all tensors together, and at least a part of the update of one element.
+update in either direction. The rounding of a parameter is therefore at least the relative
+difference between the updates of all tensors together, and at least a part of the update of one
+element.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TOLERANCE = 10.0
 MINIMUM_ULPS = 4.0
 SIGN_FLIP = 0.25
 """Smallest rounding of a parameter, as a fraction of an element's typical update. The tolerance
-then allows an update of the opposite sign."""
+allows an update of the opposite sign."""
 NOT_REPEATED = 1e-2
 """A logged number that differs by more than this between perturbed runs depends on something other
 than the training, such as the time."""

@@ -102,7 +102,8 @@ class Trace:
     ranks: dict[int, RankTrace]
     microbatches: list[MicrobatchTrace]
     logged: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Numbers that the script has logged, by step. Only the trace of the first model has them."""
+    """Numbers that the script has logged, by step. Only the trace of the first model has logged
+    numbers."""
 
     @property
     def rank_0(self) -> RankTrace:

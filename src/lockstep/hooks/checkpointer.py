@@ -101,8 +101,8 @@ class Scores:
 
 @dataclass(slots=True)
 class Checkpointer:
-    """Starts asynchronous saves, waits for them, and loads the newest checkpoint. Its state is the
-    same on all ranks."""
+    """Starts asynchronous saves, waits for them, and loads the newest checkpoint. The state of a
+    `Checkpointer` is the same on all ranks."""
 
     run: Run
     folder: Storage
@@ -171,7 +171,7 @@ class Checkpointer:
             self._saver.prepare(tensors)
 
     def is_time(self) -> bool:
-        """True on rank 0 if a save is due. False on all remaining ranks."""
+        """True on rank 0 if a save is due. False on all ranks except rank 0."""
         interval = self._interval if self.world.rank == 0 else None
         return interval is not None and time.monotonic() - self._since >= interval
 
@@ -235,9 +235,9 @@ class Checkpointer:
     def rescue(
         self, step: int, ended: EndedStep | None = None, *, on_host: bool = True
     ) -> str | None:
-        """Save this rank's state without the other ranks. Returns None if it is already saved.
-        `ended` has the values that the host held after the saved step, if the host has started
-        later steps."""
+        """Save this rank's state without the other ranks. Returns None if the state is already
+        saved. `ended` has the values that the host held after the saved step, if the host has
+        started later steps."""
         if step <= self._saved and not self._is_open:
             return None
         if step == self._saved:

@@ -202,7 +202,7 @@ class Checkpointing(ControlHook):
 
     def rescue(self, run: Run, error: BaseException) -> bool:
         """Save this rank's state without the other ranks, if it is the state after a complete step.
-        Returns True if it was saved."""
+        Returns True if the state was saved."""
         training = run.training
         source, progress = training.source, training.progress
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)

@@ -10,8 +10,7 @@ from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
 
 DEAD_AFTER_STEPS = 100
-"""Number of consecutive global batches in which no token chose an expert. The expert is then
-dead."""
+"""Number of consecutive global batches without a token after which an expert counts as dead."""
 PREFIX = "load/"
 
 

@@ -16,8 +16,8 @@ from lockstep.training.run import Run
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 PIECE_ELEMENTS = 2**16
-"""Number of elements that are summed at once on a CPU. Torch first copies them as 64-bit numbers,
-and the copy fits the cache."""
+"""Number of elements that are summed at once on a CPU. Torch first copies the elements as 64-bit
+numbers, and the copy fits the cache."""
 Part = tuple[int, Tensor]
 """A factor that depends on the parameter's name, and the sum of the bits of the parameter's
 gradient."""

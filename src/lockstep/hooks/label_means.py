@@ -1,5 +1,5 @@
 """Finds means over labels in a loss's calls of torch's cross entropy. With class weights or ignored
-labels, labels do not count equally. The mean over a batch may then differ from the mean over its
+labels, labels do not count equally. The mean over a batch may differ from the mean over its
 microbatches."""
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ IS_RANDOM = Findings(unchecked="it draws random numbers, without dropout too")
 class LossCheck(ControlHook):
     """Computes the loss of the first microbatch, and of its halves in evaluation mode. Restores the
     model and the loss. Only the loss function is tried, on halves of the model's output, in three
-    cases. A forward with collectives would leave ranks waiting if it failed on a half. A compiled
+    cases. If a forward with collectives failed on a half, the other ranks would wait. A compiled
     forward would compile each new shape. A forward may draw random numbers in evaluation mode."""
 
     _is_done: bool = False
@@ -154,8 +154,8 @@ class LossCheck(ControlHook):
             )
 
     def watched(self, run: Run, recipe: Recipe) -> Callable[[Any, Any], Any] | Gathered:
-        """Return the recipe's loss function. In the first step it also computes the loss on halves
-        of the model's output."""
+        """Return the recipe's loss function. In the first step, the returned function also computes
+        the loss on halves of the model's output."""
         if self._is_watching and recipe.loss is not None:
             return partial(self._watch, run, recipe.loss)
         return recipe.objective
@@ -558,8 +558,8 @@ def _cut_differs(
 
 @contextmanager
 def restored(dicts: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Restore the items of each dict at the end of a `with` block, and the contents of tensors and
-    containers in it."""
+    """At the end of a `with` block, restore the items of each dict, and the contents of the tensors
+    and containers in the dict."""
     kept = [_Attributes(attributes) for attributes in dicts]
     try:
         yield
@@ -643,7 +643,7 @@ Marks = dict[str, list[tuple[Tensor, int]]]
 class CarriedState(ControlHook):
     """Finds attributes by which a model carries values from one microbatch to the next. A forward
     reads a tensor that the forward of an earlier microbatch stored in the attribute, and replaces
-    it. A cache is not replaced."""
+    the tensor (unlike a cache)."""
 
     def __init__(self) -> None:
         self._steps = 0

@@ -1,5 +1,5 @@
-"""The hook that keeps copies of the training state in memory. Recovery in place restores a lost
-process's state from them."""
+"""The hook that keeps copies of the training state in memory. Recovery in place restores the state
+of a lost process from the copies."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lockstep.training.state import KnownTensors, state_of
 MOST_TIME = 0.01
 """Largest share of the run time that copies of the training state may take."""
 MOST_TIME_WITH_REPLICAS = 0.002
-"""Largest share of the run time if every process has the whole state. The copies are then needed
-only after all processes are lost."""
+"""Largest share of the run time that copies of the training state may take, if every process has
+the whole state. With replicas, the copies are needed only if all processes are lost."""
 
 
 @dataclass(eq=False)

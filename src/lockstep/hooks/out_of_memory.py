@@ -1,6 +1,6 @@
 """Changes the plan after an out-of-memory error, by one fallback after another. A process cannot
-reliably free all its memory. So it writes the next plan to the run directory and ends, and new
-processes continue under the new plan."""
+reliably free all its memory. The process writes the next plan to the run directory and ends, and
+new processes continue under the new plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lockstep.training.run import Run
 
 FILE = "out-of-memory.json"  # in the run directory
 FALLBACKS = ("checkpointing", "offload", "microbatch_splits")
-"""The changes of the plan, in the order in which they are tried. Only the last one can change
+"""The changes of the plan, in the order in which they are tried. Only the last fallback can change
 results."""
 
 

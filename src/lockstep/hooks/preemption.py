@@ -13,7 +13,7 @@ from lockstep.training.run import Run
 
 @dataclass(eq=False)
 class Preemption(ControlHook):
-    """Makes all ranks save and end. Then raises `Preempted`, or `Interrupted` after Ctrl-C."""
+    """Makes all ranks save and end. Raises `Preempted`, or `Interrupted` after Ctrl-C."""
 
     termination: Termination
     stop_at: float | None  # the time at which the run ends, in seconds since 1970

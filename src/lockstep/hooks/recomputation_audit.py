@@ -26,7 +26,8 @@ from lockstep.training.set_up import Remark
 
 class RecomputationAudit(ControlHook):
     """Ends the run if two replicas compute different gradients of one microbatch. Deletes the
-    checkpoints since the last agreement. Recovery in place ends only the wrong rank."""
+    checkpoints since the last agreement. A recovery in place ends only the rank with the wrong
+    gradient."""
 
     def __init__(self, checkpointing: Checkpointing, recovery: Recovery | None) -> None:
         self._checkpointing, self._recovery = checkpointing, recovery
@@ -161,8 +162,8 @@ class Disagreement:
     first: str
     """The first parameter whose gradient differs."""
     ranks: Sequence[int]
-    """The ranks that computed wrong gradients. Unless `is_certain`, it is known only that one of
-    these ranks did."""
+    """The ranks that computed wrong gradients. Unless `is_certain`, at least one of these ranks
+    computed a wrong gradient."""
     is_certain: bool
     right: Sequence[int]
     """The ranks that computed this microbatch and are not in `ranks`."""

@@ -1,5 +1,6 @@
 """The hook that compares parameters and optimizer states of replicas, and states of users' hooks,
-by checksums. It finds flipped bits, and models that a script has changed on some ranks only."""
+by checksums. The comparison finds flipped bits, and models that a script has changed on some ranks
+only."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from lockstep.training.microbatches import Microbatches
 from lockstep.training.run import Run
 
 PARTS = ("data", "compute", "hooks")
-"""Parts of a step's time. They omit waits for other ranks."""
+"""Parts of a step's time. The times omit waits for other ranks."""
 _OF_HOOKS = ("hooks", "script")
 _OF_COMPUTE = ("compute", "update")
 _COLUMNS = (
@@ -42,8 +42,8 @@ _COLUMNS = (
 )
 _OF_MICROBATCHES = ("data", "compute")
 MEDIAN_OF = 16
-"""Number of steps from which a rank takes the median time of a microbatch. On a GPU, it is the
-number of exchanges of times."""
+"""Number of steps from which a rank takes the median time of a microbatch. On a GPU, the number of
+exchanges of times."""
 MIN_MEDIAN_OF = 3
 SLOWDOWN = 1.15  # a rank is a straggler if its work takes this many times the others' median
 MIN_SECONDS = 10.0
@@ -242,7 +242,7 @@ class Straggler(NamedTuple):
 
 class StragglerFinder:
     def __init__(self, peers: Sequence[int]) -> None:
-        """`peers` has a number for each rank. Ranks with the same number do the same work."""
+        """`peers` has a number for each rank. Ranks with equal numbers do the same work."""
         self._peers = peers
         self._windows: deque[tuple[float, Times]] = deque()
         self._reported: set[tuple[int, str]] = set()

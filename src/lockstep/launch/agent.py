@@ -165,8 +165,8 @@ class Agent(SimpleElasticAgent):
         in_place: InPlace,
         never_in_place: str | None,
     ) -> None:
-        """`never_in_place` is the reason why workers cannot recover in place. None if they can.
-        Empty if recovery in place was not requested."""
+        """`never_in_place` is the reason why workers cannot recover in place, or None if they can.
+        `never_in_place` is empty if recovery in place was not requested."""
         super().__init__(spec)
         self.in_place = in_place
         self._never_in_place = never_in_place

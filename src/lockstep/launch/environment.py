@@ -21,16 +21,16 @@ Launcher = Literal["python", "torchrun", "lockstep", "spawn", "srun"]
 class Environment(RunOptions):
     rank: int
     local_rank: int
-    """Rank among the processes of this machine. It is also the index of the GPU if the process sees
-    all GPUs."""
+    """Rank among the processes of this machine. Also the index of the GPU if the process sees all
+    GPUs."""
     world_size: int
     local_world_size: int
     launcher: Launcher
     """`python` is no launcher. `srun` is Slurm with one process per task. `torchrun` is any other
     launcher that sets RANK and WORLD_SIZE, except lockstep's."""
     threads: int
-    """Number of intra-op threads. It is OMP_NUM_THREADS if the user set it (torchrun sets 1 by
-    default). Otherwise it is usable CPUs ÷ processes of this machine."""
+    """Number of intra-op threads: OMP_NUM_THREADS if set (torchrun sets 1 by default), else usable
+    CPUs ÷ processes of this machine."""
     restarts: int = 0
 
     @property
@@ -46,8 +46,9 @@ class Environment(RunOptions):
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Environment:
-        """Read RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. Without them, this is rank 0 of
-        1. Without the two local variables, all processes are assumed to be on this machine."""
+        """Read RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. Without these variables, this
+        process is rank 0 of 1. Without LOCAL_RANK and LOCAL_WORLD_SIZE, all processes are assumed
+        to be on this machine."""
         _not_by_mpirun(environ)
         _both_or_neither(environ, "RANK", "WORLD_SIZE")
         _both_or_neither(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -139,8 +140,8 @@ def count_processes(
     asked: str | int, plan: Plan | None, count_gpus: Callable[[], int], *, name: str
 ) -> int:
     """Return the number of processes to start. `asked` is a number, `auto` or `gpu`. `auto` is the
-    product of the plan's axes if all axes have a size. Otherwise `auto` is one process per GPU, or
-    one process without a GPU."""
+    product of the plan's axes if all axes have a size, else one process per GPU, or one process
+    without a GPU."""
     sizes: list[Size] = list(plan.axis_sizes.values()) if plan is not None else ["auto"]
     if asked == "auto":
         fixed = [size for size in sizes if size != "auto"]

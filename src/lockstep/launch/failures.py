@@ -162,7 +162,8 @@ class Ending:
     has_saved: bool = False
     options_read: bool = False
     new_run_dir: str = ""
-    """The run directory that the launcher chose. The same command would choose a different one."""
+    """The run directory that the launcher chose. The same command would choose a different
+    directory."""
 
     @property
     def first(self) -> WorkerFailure | None:
@@ -278,8 +279,8 @@ def failure_record(
 
 
 def error_details(error: BaseException) -> dict[str, Any]:
-    """Return the fields of the event `run-failed`. They are `error`, `detail` (torch's text) after
-    the loss of a peer, and `not_finite_in` (the step) after a loss or gradient that was not
+    """Return the fields of the event `run-failed`. The fields are `error`, `detail` (torch's text)
+    after the loss of a peer, and `not_finite_in` (the step) after a loss or gradient that was not
     finite."""
     text = f"{type(error).__name__}: {_text(error)}"
     if lost_a_peer(error) and not isinstance(error, LockstepError):

@@ -165,8 +165,8 @@ LOOPBACK = "127.0.0.1"
 LAST_CALL_SECONDS = 5.0
 """Time that a rendezvous waits for more machines after the minimum number has joined."""
 RECOVERY_CALL_SECONDS = 0.5
-"""Time that the rendezvous of a recovery in place waits for more machines. All machines join it at
-about the same time."""
+"""Time that the rendezvous of a recovery in place waits for more machines. All machines join the
+rendezvous of a recovery at about the same time."""
 HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 5.0
 """Time without a heartbeat after which a machine counts as lost. A busy machine may pause for
@@ -226,7 +226,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
 class Silence:
     """Measures the time since the last heartbeat of each machine, by the clock of this machine.
-    Time in which this machine or the store was stopped does not count."""
+    Time in which this machine or the store was stopped is not counted."""
 
     def __init__(self, own: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._own, self._clock = own, clock
@@ -422,7 +422,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
     def announce(self, why: str) -> str:
         """Make the workers of all machines leave their collectives for a recovery in place. Returns
-        the reason of the first machine that calls it."""
+        the reason of the first machine that calls this method."""
         return bytes(self._store.compare_set(self._key("leaves"), "", why)).decode()
 
     def announced(self) -> str | None:

@@ -1,6 +1,6 @@
 """Seeds the default generators of a worker before the user's code, so that all ranks make the same
-data and models. Does not import torch or numpy. Their generators are seeded when the user's code
-imports them."""
+data and models. Does not import torch or numpy. The generators of torch and numpy are seeded when
+the user's code imports these packages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import Any
 
 SEED = 0
 HASH_SEED = {"PYTHONHASHSEED": "0"}
-"""The PYTHONHASHSEED of all workers. It makes the iteration order of a set of strings the same in
-every worker."""
+"""The PYTHONHASHSEED of all workers. The fixed value makes the iteration order of a set of strings
+the same in every worker."""
 SAFE_PATH = {"PYTHONSAFEPATH": "lockstep"}
 """The environment variable PYTHONSAFEPATH, which keeps a spawned Python process from importing
 modules from the working directory. Multiprocessing starts processes with `-c`, which would import
-from it."""
+from the working directory."""
 _RUN_NAME = "lockstep-seeding"
 # module -> the name of its function that seeds its default generator
 _SEEDED = {"random": "seed", "numpy.random": "seed", "torch": "manual_seed"}
@@ -36,8 +36,8 @@ def seed_workers_generators() -> None:
 
 class SeedingName(str):
     """The name of a process that multiprocessing spawns. Unpickling the name seeds the generators
-    before the script is imported. It runs this file by its path, because the process may not be
-    able to import lockstep."""
+    before the script is imported. Unpickling runs this file by its path, because the process may
+    not be able to import lockstep."""
 
     __slots__ = ()
 

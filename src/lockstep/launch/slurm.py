@@ -54,8 +54,8 @@ class BatchScript:
     path: str | None = None
     setup: Sequence[str] = ()
     command: Sequence[str] = ()
-    """The command that runs on each node. If empty, it is `lockstep run` with `run`, `script` and
-    `arguments`."""
+    """The command that runs on each node. An empty command stands for `lockstep run` with `run`,
+    `script` and `arguments`."""
     sbatch: Sequence[str] = ()
 
     def text(self) -> str:
@@ -144,7 +144,7 @@ def limit_seconds(time: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmStep:
-    """A Slurm step (the tasks of one srun). Read from the environment of a task."""
+    """A Slurm step (the tasks of one srun). Read from the environment variables of a task."""
 
     nodes: Sequence[str]
     tasks: Sequence[int]
@@ -291,8 +291,8 @@ def submit(script: str) -> int:
 
 
 def follow(job: int, name: str, say: Callable[[str], None], show: Callable[[str], None]) -> int:
-    """Follow a job to its end. `say` gets each change of its state, and `show` gets each new line
-    of its output. A line from a node's log begins with the name of the node."""
+    """Follow a job to its end. `say` gets each change of the job's state, and `show` gets each new
+    line of the job's output. A line from a node's log begins with the name of the node."""
     read: dict[str, int] = {}
     before = None
     files = f"{name}-{job}"

@@ -41,9 +41,9 @@ def spawn(
 ) -> T:
     """Call `main(*args)` in `nproc` new processes on this machine, and return rank 0's result.
 
-    `nproc="auto"` is the product of the plan's axes if all axes have a size. Otherwise it is one
-    process per GPU, or one process without GPUs. `plan` and `run_dir` apply to every run that
-    `main` trains. The result must be picklable.
+    `nproc="auto"` is the product of the plan's axes if all axes have a size, else one process per
+    GPU, or one process without GPUs. `plan` and `run_dir` apply to every run that `main` trains.
+    The result must be picklable.
 
     If `main` can be imported from a file, the processes are fresh interpreters: `args` must be
     picklable, and a script must call `spawn` under `if __name__ == "__main__":`. If it cannot be

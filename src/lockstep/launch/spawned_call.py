@@ -23,8 +23,8 @@ from lockstep.launch.seeding import seed_workers_generators
 
 
 class SpawnedCall:
-    """The function and arguments of `ls.spawn`. They are unpickled when the function is called, so
-    an error of unpickling is recorded as the worker's failure."""
+    """The function and arguments of `ls.spawn`. The function and arguments are unpickled only for
+    the call, so an error of unpickling is recorded as the worker's failure."""
 
     def __init__(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._content: tuple[Callable[..., Any], tuple[Any, ...]] | bytes = (main, args)

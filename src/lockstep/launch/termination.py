@@ -1,10 +1,11 @@
 """Signals that ask a training process to save and end, or to end at once.
 
 Under every launcher, SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask the process to finish its step, save
-and end. A second signal asks it to end at once. If the launcher has passed on a signal, the third
-signal asks it to end at once, because the first two may be the same request. In a process that
-lockstep started, SIGHUP asks it to end at once. So does SIGTERM after another worker has failed.
-Signals that the user's code handles or ignores are not changed.
+and end. A second signal asks the process to end at once. If the launcher has passed on a signal,
+the third signal asks the process to end at once, because the first two may be the same request. In
+a process that lockstep started, SIGHUP asks the process to end at once. SIGTERM asks a process to
+end at once if another worker has failed. Signals that the user's code handles or ignores are not
+changed.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Terminated(SystemExit):
 
 
 def _is_on_one_machine() -> bool:
-    """True if all ranks are on this machine. The end of the launcher then affects all of them."""
+    """True if all ranks are on this machine. The end of the launcher would affect all ranks."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()
@@ -92,7 +93,7 @@ class Termination:
     """Handles the signals of `PREEMPTING` and `ENDING`, in the main thread. The first signal of
     `PREEMPTING` is recorded in `asked`. The second signal, or a signal of `ENDING`, raises
     `Terminated` (`KeyboardInterrupt` for SIGINT). After `hold`, the exception is raised only at the
-    exit. One more signal kills the process."""
+    exit. A signal after the exception kills the process."""
 
     def __init__(self, *, saves: bool = True) -> None:
         """With `saves=False` the run has nothing to save, and the first signal ends it."""
@@ -173,8 +174,8 @@ class Termination:
             raise Terminated(number)
 
     def _on_signal_in_fork(self, number: int) -> None:
-        """Ignore the first Ctrl-C in a forked process. The terminal sends it to every process of a
-        job, and the training process may need the fork to finish its step."""
+        """Ignore the first Ctrl-C in a forked process. The terminal sends Ctrl-C to every process
+        of a job, and the training process may need the fork to finish its step."""
         if number != signal.SIGINT:
             _take_default(number)
         elif self.asked is not None:

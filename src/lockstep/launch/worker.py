@@ -1,13 +1,13 @@
-"""A worker process. It runs the user's code like Python does, and writes a record if the code
-fails. `lockstep run` starts it by `python -P -m lockstep.launch.worker [-m] SCRIPT ARGS...`.
+"""A worker process. A worker runs the user's code as Python does, and writes a record if the code
+fails. `lockstep run` starts a worker by `python -P -m lockstep.launch.worker [-m] SCRIPT ARGS...`.
 
 This module does not import torch or multiprocessing before the user's code does. Torch takes
 seconds, and multiprocessing would remember the wrong `__main__`.
 
 [Note: exit] A worker ends as Python does, but does not destroy modules and objects. With a live
-process group, their destruction aborts or waits for lost peers. (In 4 of 15 finished runs of a DDP
-script, it printed "terminate called without an active exception": a thread of the process group
-acquires the GIL after finalization.)
+process group, the destruction of objects aborts or waits for lost peers. (In 4 of 15 finished runs
+of a DDP script, it printed "terminate called without an active exception": a thread of the process
+group acquires the GIL after finalization.)
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def _write(failure: FailureRecord, path: Path) -> None:
 
 
 def _call_hook(error: BaseException, frames: TracebackType | None) -> None:
-    """Call the user's excepthook. Discard its output, because the launcher's report contains it."""
+    """Call the user's excepthook. Discard the hook's output, because the launcher's report contains
+    it."""
     with suppress(Exception, SystemExit), redirect_stderr(io.StringIO()):
         sys.excepthook(type(error), error, frames)
 
@@ -170,8 +171,8 @@ def _leave_as_asked(error: SystemExit, record: Path) -> NoReturn:
 
 
 def _leave(status: int, *, by: int | None = None) -> NoReturn:
-    """End the process without destroying objects. It ends with this exit status, or by the signal
-    `by`. See [Note: exit]."""
+    """End the process without destroying objects. The process ends with exit status `status`, or by
+    the signal `by`. See [Note: exit]."""
     try:
         if status == 0:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are not daemons
@@ -261,8 +262,8 @@ def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def _execute(code: CodeType, **attributes: Any) -> None:
-    """Run code in a new `__main__` module. It stays in `sys.modules` for atexit functions, threads
-    and pickle."""
+    """Run code in a new `__main__` module. The module stays in `sys.modules` for atexit functions,
+    threads and pickle."""
     module = ModuleType("__main__")
     module.__dict__.update({"__builtins__": builtins, "__cached__": None, **attributes})
     sys.modules["__main__"] = module

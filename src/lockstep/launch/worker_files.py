@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 WORKER = variable("worker")
 STARTED_BY = variable("started_by")
 """The environment variable by which the launcher finds processes that a worker has left running.
-Every process that a worker starts inherits it."""
+Every process that a worker starts inherits the variable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStart:
     """The launcher's parameters for a worker process or spare process: JSON in one environment
-    variable. The process removes the variable, because its child processes must not write to the
-    same files."""
+    variable. A worker removes the variable, because its child processes must not write to the same
+    files."""
 
     launcher: int
     files: str | None = None
@@ -92,18 +92,17 @@ class WorkerFiles:
 
     @property
     def saving(self) -> Path:
-        """This file exists while the worker saves. The launcher then does not kill the worker."""
+        """Exists while the worker saves. The launcher does not kill a worker that is saving."""
         return self._own("saving")
 
     @property
     def saved(self) -> Path:
-        """This file exists after a worker that ends by an error or a signal has saved its last
-        step."""
+        """Exists if the worker saved its last step before an error or a signal ended it."""
         return self._own("saved")
 
     @property
     def restart_request(self) -> Path:
-        """This file contains the reason why the worker asks the launcher for a restart."""
+        """Contains the reason why the worker asks the launcher for a restart."""
         return self._own("restart")
 
     def remove_own(self) -> None:
@@ -119,7 +118,7 @@ class WorkerFiles:
 
     @property
     def shutdown(self) -> Path:
-        """This file exists after the launcher has begun to end all workers."""
+        """Exists after the launcher has begun to end all workers."""
         return self.stem.with_name("shutdown")
 
     @property
@@ -184,8 +183,8 @@ def write_failure(record: FailureRecord) -> None:
 
 
 def is_shutting_down() -> bool:
-    """True after the launcher has begun to end all workers. This process must then take no more
-    steps."""
+    """True after the launcher has begun to end all workers. A process must take no steps after the
+    launcher has begun to end it."""
     return _files is not None and _files.shutdown.exists()
 
 

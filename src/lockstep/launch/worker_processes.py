@@ -2,10 +2,10 @@
 end.
 
 [Note: the end] A worker has failed when its process ends with a status other than 0 or its failure
-record exists. The launcher then waits a moment for simultaneous failures. It waits longer while all
-failures are errors about lost peers, because it looks for the failure that caused them. Then it
-stops the running workers, and kills workers that do not stop. All this takes at most
-PEER_FAILURES_SECONDS + STOP_SECONDS + KILL_SECONDS.
+record exists. After a failure, the launcher waits a moment for simultaneous failures. The launcher
+waits longer while all failures are errors about lost peers, to find the failure that caused these
+errors. The launcher then stops the running workers, and kills workers that do not stop in time. The
+wait and the stop take at most PEER_FAILURES_SECONDS + STOP_SECONDS + KILL_SECONDS.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ FAILURES_SECONDS = 0.3
 PEER_FAILURES_SECONDS = 3.0
 STOP_SECONDS = 3.0
 HOLD_SECONDS = 300.0
-"""Time that a worker gets to leave its step after another worker is lost. It may be compiling."""
+"""Time that a worker gets to leave its step after another worker is lost. A worker may be compiling
+its model."""
 HOLD_POLL_SECONDS = 0.002
 LEAVE_SECONDS = 1.0
 """Time that the child processes of workers get to end after all workers have ended successfully."""
@@ -66,22 +67,22 @@ class WorkerProcess(Protocol):
 GRACE_SECONDS = dict.fromkeys(signals("SIGQUIT"), 5.0) | dict.fromkeys(
     (*PREEMPTING, *ENDING), END_SECONDS
 )
-"""Seconds until the launcher kills its workers after it has passed on a signal, by signal. A second
-signal ends the wait."""
+"""For each signal, the seconds from forwarding the signal to the workers until the launcher kills
+them. The launcher does not wait after a second signal."""
 
 
 class SignalForwarding:
-    """Passes signals that the launcher receives on to the workers. The first signal ends the run,
-    by a `SignalException` in the launcher's main thread. While workers are being ended, the
-    exception waits."""
+    """Forwards the launcher's signals to the workers. The first signal ends the run, by a
+    `SignalException` in the launcher's main thread. While workers are being ended, the exception is
+    delayed."""
 
     def __init__(self, on_interrupt: Callable[[], None]) -> None:
         self._on_interrupt = on_interrupt
         self.received: signal.Signals | None = None
         self.is_impatient = False
         self.is_ending = False
-        """True while the workers are being ended because one has failed. The run then ends with the
-        worker's failure."""
+        """True while the workers are being ended after the failure of a worker. A signal that
+        arrives meanwhile does not change the run's failure."""
         self._is_deferred = False
 
     def go_on(self) -> None:
@@ -119,8 +120,8 @@ Start = Callable[[Mapping[str, str]], WorkerProcess]
 
 
 class Spare:
-    """A spare process, as the launcher sees it. It has imported torch and lockstep, and waits to
-    replace a lost worker."""
+    """A spare process, as the launcher sees it. A spare process has imported torch and lockstep,
+    and waits to replace a lost worker."""
 
     def __init__(
         self, start: Start, environment: Mapping[str, str], imports: Sequence[str]
@@ -181,8 +182,8 @@ class WorkerProcesses:
         name: str = "rank",
     ) -> None:
         """The names of the workers' files in `folder` begin with `name`. `not_in_place` is the
-        reason why workers cannot recover in place. None if they can. Empty if recovery in place was
-        not requested."""
+        reason why workers cannot recover in place, or None if they can. `not_in_place` is empty if
+        recovery in place was not requested."""
         self.connections = Connections(not_in_place)
         self.folder = folder
         self._name = name
@@ -308,7 +309,7 @@ class WorkerProcesses:
 
     def hold(self) -> str | None:
         """Make the running workers leave their collectives and wait for new ranks. Kills workers
-        that do not do so in time. Returns None, or the reason why the workers cannot recover."""
+        that do not leave in time. Returns None, or the reason why the workers cannot recover."""
         began = time.monotonic()
         self.connections.send(self.connections.must_leave(self.running), "lost")
         while missing := set(self.connections.must_leave(self.running)).union(
@@ -387,8 +388,8 @@ class WorkerProcesses:
                 worker.failure = _failure(rank, worker)
 
     def _note_end(self, worker: LaunchedWorker, returncode: int) -> None:
-        """Kill the process group of a worker that has ended. The group's id may later belong to
-        another process."""
+        """Kill the process group of a worker that has ended. The id of a process group may later
+        belong to another process."""
         if returncode != 0 or worker.is_stopped:
             with suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, signal.SIGKILL)

@@ -18,8 +18,8 @@ CLOSE_TIMEOUT_SECONDS = 60.0
 
 
 class Logger(Protocol):
-    """A service that receives metrics. It is called on rank 0, in a separate thread. If a method
-    raises, training continues without the logger, after one warning."""
+    """A service that receives metrics. The methods of a logger are called on rank 0, in a separate
+    thread. If a method raises, training continues without the logger, after one warning."""
 
     def start(self, run_dir: Path, config: Mapping[str, Any]) -> None:
         """Called before the first step, also after a resume. `config` is the content of

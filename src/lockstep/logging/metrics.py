@@ -28,8 +28,8 @@ _FLUSH_SECONDS = 1.0
 
 
 class MetricsLog(Closing):
-    """Writes `metrics.jsonl` and a TensorBoard file, at most once a second. Only rank 0 makes
-    it."""
+    """Writes `metrics.jsonl` and a TensorBoard file, at most once a second. Only rank 0 creates a
+    `MetricsLog`."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -89,7 +89,7 @@ class MetricsLog(Closing):
 
 
 class StepRows(Closing):
-    """A file of JSON lines. Rank 0 creates it at the first logging step."""
+    """A file of JSON lines. Rank 0 creates the file at the first logging step."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

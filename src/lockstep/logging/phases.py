@@ -40,7 +40,7 @@ class StreamTimes:
         self._totals: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, name: str) -> None:
-        """Enter a phase. GPU work that is queued from now on belongs to it."""
+        """Enter a phase. GPU work that is queued after the call belongs to the phase."""
         event = self._spare.pop() if self._spare else self._create_event()
         event.record()
         self._events.append((name, event))
@@ -61,7 +61,7 @@ class StreamTimes:
 
 
 class Phases:
-    """The training thread enters phases. Any thread may read them."""
+    """The training thread enters phases. Any thread may read the phases."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

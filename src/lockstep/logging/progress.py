@@ -26,10 +26,10 @@ _NOTEBOOK_COLUMNS = 100
 
 
 class Progress(Closing):
-    """The progress display of a run. On a terminal or in a notebook it is one live line below all
-    output. Elsewhere it is a line for the first step, for the last step, and for steps at least 2
-    seconds apart. Rank 0 makes it, after `start` steps. A broken `stream` ends the display, not the
-    run."""
+    """The progress display of a run. On a terminal or in a notebook, the display is one live line
+    below all output. Without a terminal or a notebook, the display is a line for the first step,
+    for the last step, and for steps at least 2 seconds apart. Rank 0 creates the display, after
+    `start` steps. A broken `stream` ends the display, not the run."""
 
     def __init__(
         self,

@@ -66,9 +66,9 @@ class Recorder:
         """Raises on every rank if rank 0 cannot use the directory, or if a machine does not have
         it. The second run of a process is in `launched`-2, and so on.
 
-        An ended run is resumed at its last checkpoint if the script repeats it on the way to a
-        later run. The script does so in three cases: the launcher has `restarted` this process, an
-        earlier process continued after the ended run, or this process has passed an ended run
+        An ended run is resumed at its last checkpoint if the script repeats the run on the way to a
+        later run. A script repeats a run in three cases: the launcher has `restarted` this process,
+        an earlier process continued after the ended run, or this process has passed an ended run
         before. `check_ended` gets the run.json of an ended run, and raises `UserError` if the
         recipe has changed. `again` is True if this process has opened the run before. Rank 0 takes
         over the directory from `lost_holders`.
@@ -336,8 +336,8 @@ class Throughput:
             self._weight += sum(weights.values())
 
     def restart(self) -> dict[str, float]:
-        """Return the samples per second since the last call. With a single loss term, also return
-        its denominator per second, such as tokens per second."""
+        """Return the samples per second since the last call. For a single loss term, also return
+        the denominator per second, such as tokens per second."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         rates = {"samples_per_second": self._samples / seconds}

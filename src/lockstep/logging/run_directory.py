@@ -1,4 +1,5 @@
-"""The run directory: all files of one run. Only this run writes to it. Nothing is overwritten."""
+"""The run directory: all files of one run. Only this run writes to the run directory. No file is
+overwritten."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ _OTHER_FILES = ("out-of-memory.json", "output.txt", _FOLLOWED)
 _PREFIXES = ("events.out.tfevents.", "hang-")
 _LOCK = "lock"
 Holder = dict[str, Any]
-"""The process that holds the lock, and the time since when it does."""
+"""The process that holds the lock, and the time when the process acquired the lock."""
 _SAVED_DTYPES = frozenset(
     getattr(torch, name)
     for name in (
@@ -79,9 +80,10 @@ class RunDirectory(Closing):
         reopen: bool = False,
         lost_holders: Sequence[Holder] = (),
     ) -> RunDirectory:
-        """Open a run directory. With `resume`, it may contain an unfinished run. With `extend`, it
-        may contain an ended run, whose result `keep_result` renames. With `reopen`, it may contain
-        an ended run that will have the same result, or an evaluation."""
+        """Open a run directory. With `resume`, the directory may contain an unfinished run. With
+        `extend`, the directory may contain an ended run, whose result `keep_result` renames. With
+        `reopen`, the directory may contain an ended run that will have the same result, or an
+        evaluation."""
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ RUN, RESULT, METRICS, RANKS, EXPERTS, EVENTS = (
     "events.jsonl",
 )
 CHECKSUM = "gradient_checksum"
-"""The gradient's checksum in metrics.jsonl: 16 hexadecimal digits. It is the only text value."""
+"""The gradient's checksum, the only text value in metrics.jsonl: 16 hexadecimal digits."""
 _RUN_KINDS = {
     "recipe": dict, "plan": {"text": str}, "world_size": int, "checkpoints": str,
     "place_in_script": int,
@@ -84,7 +84,8 @@ def is_count(value: Any) -> bool:
 
 @contextmanager
 def readable(what: Path | str) -> Iterator[None]:
-    """Convert an `OSError` into a `RunDirectoryError`. Its text names the file, or `what`."""
+    """Convert an `OSError` into a `RunDirectoryError`. The error's text names the file, or
+    `what`."""
     try:
         yield
     except OSError as error:

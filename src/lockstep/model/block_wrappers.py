@@ -122,8 +122,8 @@ def error_of_compiling(error: BaseException | None, plan: object) -> PlanError |
 
 
 def compile_forward(block: nn.Module, *, bitwise: bool) -> None:
-    """Compile the forward once for each shape of the inputs. Every rank then runs the same code for
-    a shape."""
+    """Compile the forward once for each shape of the inputs. Every rank runs the same code for a
+    shape."""
     # fallback_random: dropout has the same masks as in uncompiled code. deterministic: kernels are
     # not chosen by their time, so all ranks and runs sum in the same order.
     block.forward = torch.compile(

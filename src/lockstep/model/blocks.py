@@ -77,7 +77,7 @@ def blocks_with_shared_parameters(model: nn.Module, blocks: Sequence[str]) -> se
 
 def is_within(name: str, outer: str) -> bool:
     """Return True if the module `name` is the module `outer` or one of its submodules. The empty
-    name is the whole model."""
+    name stands for the whole model."""
     return not outer or f"{name}.".startswith(f"{outer}.")
 
 

@@ -6,8 +6,9 @@ after another. The forward already computes the gradients, and the backward mult
 by one number. With `reduction="none"` the number differs between tokens, so the backward computes
 the logits again.
 
-`torch.nn.functional.linear_cross_entropy` also computes in chunks. Under autocast, it sums the loss
-in bf16 or fp16, with an error of 1% for 2,048 tokens. Its chunks are too small for CPUs.
+`torch.nn.functional.linear_cross_entropy` also computes in chunks. Under autocast,
+`linear_cross_entropy` sums the loss in bf16 or fp16, with an error of 1% for 2,048 tokens. The
+chunks of `linear_cross_entropy` are too small for CPUs.
 """
 
 from __future__ import annotations
@@ -443,7 +444,7 @@ def _cast_head(weight: Tensor, bias: Tensor | None, dtypes: tuple[torch.dtype, .
 
 
 class ChunkedTotal(torch.autograd.Function):
-    """The sum of the cross-entropy of all tokens. Its forward computes the gradients too."""
+    """The sum of the cross-entropy of all tokens. The forward also computes the gradients."""
 
     @staticmethod
     def forward(
@@ -479,7 +480,7 @@ class ChunkedTotal(torch.autograd.Function):
 
 
 class ChunkedLosses(torch.autograd.Function):
-    """The cross-entropy of each token. Its backward computes the logits again."""
+    """The cross-entropy of each token. The backward computes the logits again."""
 
     @staticmethod
     def forward(

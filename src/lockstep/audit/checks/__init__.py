@@ -1,2 +1,2 @@
-"""The checks of `lockstep audit`. Each compares the records of a run with one rule of correct
+"""The checks of `lockstep audit`. Each check compares the records of a run with one rule of correct
 training."""

@@ -1,8 +1,8 @@
 """Checks mixtures of experts: experts that ranks divide among them, routers, and balance losses.
 
-Ranks that divide experts exchange tokens by `all_to_all`. A rank's experts then compute tokens of
-all ranks, so their gradient is already a sum over all ranks. The gradient of experts must be scaled
-like the other gradients, which are summed by a reduction.
+Ranks that divide experts exchange tokens by `all_to_all`. A rank's experts compute tokens of all
+ranks, so the experts' gradient is a sum over all ranks. The gradient of experts must be scaled like
+the other gradients, which are summed by a reduction.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _experts(records: Records, groups: Sequence[tuple[int, ...]]) -> set[str]:
     """Return the names of the experts' parameters.
 
     An expert exists on some ranks only, or differs between ranks and is not reduced over `groups`.
-    An expert that is reduced by mistake is found by its name.
+    An expert that is wrongly reduced is found by its name.
     """
     experts: set[str] = set()
     for rows in (rows for rows in records.together() if rows[0]["index"] == 0):

@@ -35,7 +35,7 @@ class Term:
     count: float
     microbatch: int
     """Number of the backward pass that computed the output's gradient. Under FSDP2, a later
-    backward pass may reduce it."""
+    backward pass may reduce the gradient."""
     unit: str
     weight: float
     """Derivative of the final loss with respect to the loss of one target."""
@@ -288,8 +288,8 @@ def _check_gathered(
 ) -> None:
     """Find a loss over values that were gathered without gradients.
 
-    All ranks compute the same loss, but each rank has only the gradient of its own values. So the
-    sum of the gradients over the ranks is right, and their mean is too small.
+    All ranks compute the same loss, but each rank has only the gradient of its own values. The sum
+    of the gradients over the ranks is right, and their mean is too small.
     """
     ranks = len(rows)
     if ranks < 2 or not all(_is(each, 1 / ranks) for each in found):

@@ -146,8 +146,8 @@ def _check_training_mode(result: AreaResult, rank: Rank) -> int:
 
 
 def _forwards(rank: Rank) -> list[Row]:
-    """Return the backward pass after each forward that drew random numbers. Its `drawn` identifies
-    the state of the generator."""
+    """Return the backward pass after each forward that drew random numbers. `drawn` of a backward
+    pass identifies the state of the generator."""
     found: list[Row] = []
     state, has_batch = None, False
     for row in rank.of("batch", "backward"):

@@ -72,7 +72,7 @@ def _check_speed(result: AreaResult, records: Records, optimizer: int, schedule:
 
 def _check_horizon(result: AreaResult, rank: Rank, optimizer: int, last: Row, calls: int) -> bool:
     """Check the length of a schedule that Accelerate steps once for each process. Return True if
-    the length is known."""
+    the length of the schedule is known."""
     steps = sum(row["optimizer"] == optimizer for row in rank.steps)
     if (horizon := last["horizon"]) is None:
         result.miss(

@@ -114,7 +114,8 @@ class Loaders:
         )
 
     def _describe(self, dataset: Any) -> dict[str, Any]:
-        """Describe a dataset at its first read. Later it may contain cached samples."""
+        """Describe a dataset at its first read. After the first read, the dataset may contain
+        cached samples."""
         if type(dataset).__weakrefoffset__ == 0 or type(dataset).__hash__ is None:
             return describe(dataset)
         if dataset not in self._described:

@@ -1,5 +1,5 @@
 """Records torch's loss functions: the number of targets in each call, and the gradient of the final
-loss with respect to the call's output. This gradient includes all factors by which the script
+loss with respect to the call's output. The gradient includes all factors by which the script
 multiplies the loss, such as 1 / accumulation_steps."""
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ def _steps_on_the_stack() -> int:
 
 def updates_shards_as_wholes(optimizer: Optimizer) -> bool | None:
     """Return True if the optimizer updates the shards of a small matrix like the whole matrix.
-    Return None if this could not be tried. All ranks must call this function."""
+    Return None if the optimizer could not be tried. All ranks must call this function."""
     for group in optimizer.param_groups:
         sharded = [
             each

@@ -108,7 +108,7 @@ class RecordWriter:
 
     def watch(self, owners: Any, name: str, probe: Probe, *, traced: bool = False) -> None:
         """Replace a function by `probe(original, *args, **kwargs)`. `traced` is True for a function
-        that torch.compile or TorchScript may trace. A traced call uses the original."""
+        that torch.compile or TorchScript may trace. A traced call uses the original function."""
         owners = owners if isinstance(owners, list) else [owners]
         original = getattr(owners[0], name)
 

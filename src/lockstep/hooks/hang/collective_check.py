@@ -39,8 +39,8 @@ _NOT_ON_ALL_RANKS = ("send", "recv", "recv_any_source", "wait_tensor", "monitore
 
 
 class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every rank enters this context at the same point of the program. Only one may be active at a
-    time."""
+    """Every rank enters this context at the same point of the program. Only one `CollectiveCheck`
+    may be active at a time."""
 
     def __init__(self, store: Any, rank: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

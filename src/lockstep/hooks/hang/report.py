@@ -37,8 +37,8 @@ class Hang:
 
 
 def different_exchanges(snapshots: Mapping[int, StackSnapshot]) -> Hang | None:
-    """Return the hang of ranks that exchange the shards of different blocks of the model. Such
-    ranks hang forever, even if no rank has waited for long."""
+    """Return the hang of ranks that exchange the shards of different blocks of the model. Ranks
+    that exchange different blocks hang forever, even if no rank has waited for long."""
     everyone = [snapshots[rank] for rank in sorted(snapshots)]
     calls = first_different_exchange(
         [exchanges for each in everyone for exchanges in each.exchanges]

@@ -28,8 +28,8 @@ from lockstep.logging.phases import Phases
 from lockstep.training.reducers.exchange_order import Exchanges
 
 Activity = Literal["waits", "runs", "computes", "sleeps"]
-"""`waits` is in a collective, or waits for a device that is in a collective. `runs` executes
-Python. `computes` executes native code, but no collective. `sleeps` is in a call that does not
+"""`waits`: in a collective, or waiting for a device that is in a collective. `runs`: executing
+Python. `computes`: executing native code, but no collective. `sleeps`: in a call that does not
 return."""
 STACK_SIGNAL: int = getattr(signal, "SIGURG", 0)  # by default, processes ignore it
 _WRITING_SECONDS = 2.0
@@ -63,7 +63,8 @@ Stack = tuple[Frame, ...]  # outermost frame first
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackSnapshot:
-    """One rank's process at a moment. The rank sends it to all ranks as JSON."""
+    """The state of one rank's process at a moment. Each rank sends its snapshot to all ranks as
+    JSON."""
 
     rank: int
     host: str
@@ -172,7 +173,7 @@ def activity(
     """`moves` is True if the thread's Python code advanced between samples.
 
     [Note: waits for the device] A host that waits for its device may be anywhere in native code,
-    often with full use of a processor. So a rank whose device is in a collective counts as waiting.
+    often with full use of a processor. A rank whose device is in a collective counts as waiting.
     """
     innermost = stack[-1].file if stack else ""
     if calls and innermost == segment.__file__:
@@ -236,7 +237,7 @@ def _is_runnable(thread: threading.Thread) -> bool:
 
 class StackWriter:
     """Makes this process and its forks write their stacks into memory when they receive
-    `STACK_SIGNAL`. A process has at most one. Linux only."""
+    `STACK_SIGNAL`. A process has at most one `StackWriter`. Linux only."""
 
     def __init__(self) -> None:
         self.descriptor: int | None = None

@@ -1,10 +1,11 @@
 """The watchdog of each rank, and the hook that handles a hang. The watchdog collects the stack
-snapshots of all ranks if the training thread exceeds a timeout. The hook then writes a report,
-saves the last complete step, and ends the process.
+snapshots of all ranks if the training thread exceeds a timeout. After a hang, the hook writes a
+report, saves the last complete step, and ends the process.
 
 [Note: rounds] Each collection of snapshots is a round with new keys in torch's store. The first
 late rank that writes the round's key collects the snapshots, and writes the diagnosis for all
-ranks. It waits for every rank that may still answer, because a busy machine is slow.
+ranks. The collecting rank waits for every rank that may still answer, because a busy machine is
+slow.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class Mailbox:
         self._store = dist.PrefixStore(prefix, connection)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Close the connection. This also ends a request of another thread to a machine that does
-        not answer."""
+        """Close the connection, and end a request of another thread to a machine that does not
+        answer."""
         if self._socket is not None:
             gloo_sockets.shut_down(self._socket)
 
@@ -112,7 +113,8 @@ class Mailbox:
 
 @dataclass(slots=True, eq=False)
 class Watchdog:
-    """Detects a hang of the training thread, which makes the watchdog. Every rank makes one."""
+    """Detects a hang of the training thread, in which the watchdog must be created. Every rank
+    creates a watchdog."""
 
     phases: Phases
     timeouts: WatchdogTimeouts
@@ -194,9 +196,9 @@ class Watchdog:
         )
 
     def _leave_failed_peer(self) -> bool:
-        """Close Gloo's connections if this rank waits while another rank has ended its run with an
-        error. This ends the wait. The process of the failed rank may live on, as a notebook does,
-        and keep its connections open."""
+        """End this rank's wait by closing Gloo's connections if another rank has ended its run with
+        an error. The process of the failed rank may live on, as a notebook does, and keep its
+        connections open."""
         if self.phases.seconds < self._looks_after:
             self._looks_after = min(self._looks_after, self.phases.seconds + EXCHANGE_SECONDS)
             return False
@@ -347,7 +349,8 @@ class Watchdog:
             self._compared.wait(ABORT_SECONDS)
 
     def wait_until_closed(self, seconds: float) -> bool:
-        """Return True if the run ends within this time. Otherwise the watchdog ends the process."""
+        """Return True if the run ends within `seconds`. If the run has not ended, the watchdog ends
+        the process."""
         self.ends_the_process = self._is_ending or not self._closed.wait(seconds)
         return not self.ends_the_process
 

@@ -171,7 +171,7 @@ def merged(
 
 def heaviest(trace: Mapping[str, Any], thread: int, count: int) -> list[tuple[str, int, float]]:
     """Return (name, number of calls, seconds) of the operators that take the most time. The seconds
-    omit operators that they call."""
+    of an operator omit the operators that it calls."""
     calls: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     timed = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
@@ -357,7 +357,7 @@ def _attribute(
     backward: Sequence[Span],
     thread: int,
 ) -> None:
-    """Set the cause of the allocations that no note names. The training thread allocates
+    """Set the cause of the allocations that no memory note names. The training thread allocates
     activations in a forward, and they are alive at the next backward."""
     starts = [start for start, _ in backward]
     unknown = [each for each in found if each.thread is not None and not (each.cause and each.name)]

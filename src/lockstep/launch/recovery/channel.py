@@ -4,17 +4,17 @@ the surviving workers continue in their processes with a replacement.
 [Note: recovery in place]
 
 1. When a run opens, each worker says `able`, with the reason if it cannot recover in place. With
-`images` it passes the launcher the shared memory that has copies of its state, and of the state of
-ranks on other hosts. These images outlive the worker.
+`images`, a worker passes the launcher the shared memory that has copies of the worker's state, and
+of the state of ranks on other hosts. The images outlive the worker.
 
-2. When a worker has ended, the launcher sends `lost` to the surviving workers. They leave their
-collective. They say `ready` with the step of their state, or `refuses` with the reason. The
+2. When a worker has ended, the launcher sends `lost` to the surviving workers. The survivors leave
+their collective, and say `ready` with the step of their state, or `refuses` with the reason. The
 replacement says `ready`, without a state, when its script reaches `ls.train`. A watchdog that finds
 a hanging worker sends `hangs`, and the launcher kills that worker.
 
 3. When all workers are ready, the launcher sends `rejoin` to each, with the variables of its rank
-and the images of all workers. If that is not possible, it sends `restart`: the workers save and
-end, and all start again.
+and the images of all workers. If recovery is not possible, the launcher sends `restart`: the
+workers save and end, and all workers start again.
 """
 
 from __future__ import annotations

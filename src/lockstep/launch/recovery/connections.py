@@ -27,7 +27,7 @@ class Connection:
     """Number of steps done when the worker left its collectives for a recovery. -1 if unknown."""
     refusal: str | None = None
     is_starting: bool = False
-    """True for a replacement whose script has not reached its training. Such a worker is in no
+    """True for a replacement whose script has not reached its training. A starting worker is in no
     collective."""
     step: int | None = None
     """Number of steps in the state of a worker that waits for its new rank (-1 without a state).
@@ -37,8 +37,8 @@ class Connection:
 @dataclass(slots=True)
 class Connections:
     unused: str | None
-    """The reason why workers cannot recover in place. None if they can. Empty if recovery in place
-    was not requested."""
+    """The reason why workers cannot recover in place, or None if they can. Empty if recovery in
+    place was not requested."""
     by_rank: dict[int, Connection] = field(default_factory=dict)
     hanging: list[tuple[Sequence[int], Mapping[str, Any]]] = field(default_factory=list)
     images: list[dict[int, list[int]]] = field(default_factory=lambda: [{}])

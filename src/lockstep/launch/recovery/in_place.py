@@ -1,5 +1,5 @@
-"""Recovery in place, in the launcher. It keeps a spare process, replaces lost workers, and waits
-until all workers are ready to continue."""
+"""Recovery in place, in the launcher. The launcher keeps a spare process, replaces lost workers,
+and waits until all workers are ready to continue."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class InPlace:
         variables: Callable[[int], Mapping[str, str]],
         newcomers: Callable[[int], tuple[WorkerProcesses, Mapping[int, Mapping[str, str]]]],
     ) -> None:
-        """Replace each worker that has ended by a new process. If that would take long, and the
-        plan fits fewer workers, continue without the worker."""
+        """Replace each worker that has ended by a new process. If a new process would take long,
+        and the plan fits fewer workers, continue with fewer workers."""
         took = [each.script_seconds for each in workers.connections.by_rank.values()]
         self._script_seconds = max(self._script_seconds, *took, 0.0)
         if self._newcomers is not None and self.newcomers_are_ready():
@@ -77,7 +77,7 @@ class InPlace:
         self.put(workers, {rank: variables(rank) for rank in workers.lost})
 
     def newcomers_are_ready(self) -> bool:
-        """True if all newcomers (processes that join the run later) wait to join. If one has
+        """True if all newcomers (processes that join the run later) wait to join. If a newcomer has
         failed, all newcomers are dropped."""
         if self._newcomers is None:
             return False

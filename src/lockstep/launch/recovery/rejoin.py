@@ -19,15 +19,14 @@ from lockstep.launch.recovery.channel import ENDED, Channel
 from lockstep.launch.worker_files import write_failure
 
 STUCK_SECONDS = 2.0
-"""Time after which this process ends if a collective does not return after its abort. The process
-then counts as lost."""
+"""Time after which this process ends if a collective does not return after its abort."""
 NOTICE_SECONDS = 15.0
 """Longest time between an error caused by a lost peer and the launcher's message about the loss.
 Launchers notice the loss of a machine only by missing heartbeats."""
 
 
 class Rejoin:
-    """Recovery in place on the side of the worker. Made once, in the training thread."""
+    """Recovery in place on the side of the worker. Created once, in the training thread."""
 
     def __init__(
         self, channel: Channel, abort: Callable[[], None], waits: Callable[[], object]
@@ -65,7 +64,7 @@ class Rejoin:
 
     def offer_images(self, descriptors: Sequence[int]) -> None:
         """Pass the launcher the descriptors of shared memory with copies of training states. This
-        process keeps the copies, of its own state and of other ranks' states."""
+        process keeps the copies of its own state and of other ranks' states."""
         self._channel.send("images", descriptors)
 
     def note_all_offered(self) -> None:
@@ -77,8 +76,8 @@ class Rejoin:
         self.images = []
 
     def join_at_first(self) -> None:
-        """In a process that replaces a lost worker, wait until the run includes it. Ends the
-        process if the run does not need it."""
+        """In a process that replaces a lost worker, wait until the run includes the process. Ends
+        the process if the run does not need a replacement."""
         if self._is_new:
             self._is_new = False
             if not self._wait_for_verdict(-1):
@@ -91,7 +90,7 @@ class Rejoin:
         self, error: BaseException, hold: Callable[[], int | str], *, at: int = -1
     ) -> bool:
         """Return True if `error` came from the loss of another worker, and this process has a new
-        rank in the environment. Called in the training thread. A second call for the same error
+        rank in the environment. Called in the training thread. A second call with the same `error`
         returns the same result. `hold` keeps this process's state in memory, and returns the number
         of steps (-1 without a state) or the reason why this process cannot recover."""
         if any(link is self._handled for link in chain(error)):

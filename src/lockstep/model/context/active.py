@@ -24,7 +24,7 @@ class ActiveSequence:
     exchange: Literal["auto", "keys", "heads"]
     documents: Documents | None
     is_handled: bool = False
-    """True in code that exchanges tensors between ranks. `SequenceMode` does not change the code's
+    """True in code that exchanges tensors between ranks. `SequenceMode` does not change such code's
     calls of torch."""
     checkpointed_blocks: int = 0
     counts: dict[Any, int] = field(default_factory=dict)

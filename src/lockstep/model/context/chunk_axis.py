@@ -15,9 +15,9 @@ from lockstep.tree import Counter, cover, fold
 
 @dataclass(frozen=True)
 class ChunkAxis:
-    """The chunks of a sequence, in place of the ranks of an axis. Their paired order is first,
-    last, second, last but one, and so on. A process has several chunks, and computes each chunk in
-    a separate thread."""
+    """The chunks of a sequence, in place of the ranks of an axis. The paired order of chunks is
+    first, last, second, last but one, and so on. A process has several chunks, and computes each
+    chunk in a separate thread."""
 
     rank: int
     """The index, in paired order, of the chunk that the calling thread computes."""

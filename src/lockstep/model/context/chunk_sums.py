@@ -38,7 +38,7 @@ class ChunkInputs:
     leaves: Sequence[Sequence[Tensor]] = ()
     in_two: bool = False
     """True if a zero-bubble schedule runs separate backwards for inputs and for weights. The first
-    backward then computes both gradients."""
+    of these backwards computes both gradients."""
 
 
 def sum_losses(values: Sequence[Any], inputs: ChunkInputs) -> Any:

@@ -59,8 +59,8 @@ class ChunkThreads:
         answer: Callable[[Any], Sequence[Any]],
         collect: Callable[[], Any] = list,
     ) -> Any:
-        """Wait until every function has called `meet`. `answer` is then called once with all
-        values, and each function gets one item of the result."""
+        """Wait until every function has called `meet`. `answer` is called once with all values, and
+        each function gets one item of the result."""
         assert self._turns is not None, "inside of run"
         return self._turns.meet(what, value, answer, collect)
 
@@ -214,8 +214,8 @@ class _Generators:
 
 def _thread_settings(device: torch.device) -> Callable[[], Any]:
     """Return a context that gives another thread this thread's settings, such as autocast and grad
-    mode. In the context, a backward runs in the thread that starts it. One backward can then wait
-    for another backward."""
+    mode. In the context, a backward runs in the thread that starts it. A backward of one thread can
+    wait for a backward of another thread."""
     threads, has_gradients = torch.get_num_threads(), torch.is_grad_enabled()
     kinds = [kind for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)]
     dtypes = [torch.get_autocast_dtype(kind) for kind in kinds]

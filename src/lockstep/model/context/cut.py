@@ -59,7 +59,7 @@ WINDOWS = 8
 """Number of windows (runs of tokens) of a long sequence on which the loss is tried before all
 windows."""
 MOST_LOSSES = 16
-"""Largest number of loss functions whose checks are remembered. A training loop may make a new
+"""Largest number of loss functions whose checks are remembered. A training loop may make a new loss
 function for each step."""
 MOST_LAYOUTS = 64
 
@@ -424,8 +424,8 @@ class SequenceCut:
 
     def _know_sequences(self, arguments: Any, tokens: int) -> list[bool]:
         """Return, for each tensor of the model's arguments, True if the tensor has a dim of tokens.
-        The first batch decides. In a later batch, a tensor may be as long as the sequence by
-        chance."""
+        The first batch decides which tensors have such a dim. In a later batch, a tensor may be as
+        long as the sequence by chance."""
         leaves = tensors_in(arguments)
         are_sequences = [has_tokens(leaf, self.dim, tokens) for leaf in leaves]
         known = self._sequences.setdefault(len(leaves), are_sequences)
@@ -582,8 +582,8 @@ class SequenceCut:
         tries_all: bool = False,
     ) -> int:
         """Return 1 if the loss compares a token's output with the next token's label, else 0. If
-        the batch does not show the shift, both values are right for the batch. Raises `LossError`
-        if the loss of a tried window is not a sum over tokens."""
+        the batch does not show the shift, 0 and 1 are both right. Raises `LossError` if the loss of
+        a tried window is not a sum over tokens."""
         samples, tokens = cut.samples, cut.layout.tokens
         known, most = self._know_labels(batch, tokens), self._most_of(tokens)
         most -= most > 2 and most % 2 == 0  # odd, so that a rank has no two consecutive tokens

@@ -1,6 +1,6 @@
 """The numbers that a forward or a loss reads from tensors into Python. If ranks divide a sequence's
-tokens, `if x.sum() > 0` would decide by a rank's tokens only. All ranks must therefore read the
-same number. Counts of chosen tokens may differ (`count_reads.py`)."""
+tokens, `if x.sum() > 0` would decide by a rank's tokens only. All ranks must read the same number.
+Counts of chosen tokens may differ (`count_reads.py`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Computes a loss function on the tokens of one rank. A loss may shift its labels (`output[:,
-:-1]`, `labels[:, 1:]`). The label of a chunk's last token is then on another rank. The loss
-therefore gets labels that are already shifted."""
+:-1]`, `labels[:, 1:]`). The label of a chunk's last token may be on another rank. The loss gets
+labels that are already shifted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from lockstep.recipe.recipe import Loss, Sum
 
 LossFunction = Callable[[Any, Any], Any]
 TOLERANCE = 1e-4
-"""A relative tolerance for float32. Sums of the same losses in different orders differ by less."""
+"""A relative tolerance for float32. Sums of the same losses in different orders differ by less than
+this tolerance."""
 
 
 def has_tokens(tensor: Tensor, dim: int, tokens: int) -> bool:
