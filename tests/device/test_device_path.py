@@ -101,18 +101,16 @@ def started(
 
 
 @pytest.mark.command
-def test_a_command_starts_a_process_for_each_device(tmp_path: Path) -> None:
+def test_a_command_starts_a_process_for_each_device(devices: WorkerPool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    found = set()
-    for count in ("auto", "1"):
-        line = ["-m", "lockstep", "run", "--nproc", count, "--plan", "numerics=bitwise", "train.py"]
-        done = started(*line, folder=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        found.add(done.stdout)
-    assert len(found) == 1
-    assert "fingerprint" in found.pop()
-    run, *_ = (tmp_path / "runs").glob("*/run.json")
+    line = ["-m", "lockstep", "run", "--nproc", "auto", "--plan", "numerics=bitwise", "train.py"]
+    done = started(*line, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ((alone, _),) = devices.run(1, on_device, train, "numerics=bitwise", str(tmp_path / "alone"))
+    assert done.stdout.split() == ["fingerprint", alone]
+    (run,) = (tmp_path / "runs").glob("*/run.json")
     assert "standin" in run.read_text()
+    assert json.loads(run.with_name("result.json").read_text())["plan"].startswith("replicate=2")
 
 
 FAILING = """

@@ -27,7 +27,7 @@ from lockstep.comm.mesh import to_local
 from lockstep.hooks.out_of_memory import FILE
 from lockstep.testing.pool import WorkerPool
 
-WIDTH, MICROBATCH, STEPS, AT = 128, 1024, 6, 3
+WIDTH, MICROBATCH, STEPS, AT = 128, 1024, 4, 2
 PLAN = "shard=2,numerics=bitwise"
 FALLBACKS = ("checkpointing=full", "offload=yes", "microbatch_splits=1")
 LIMITS = (12_700_000, 9_500_000, 7_500_000, 5_800_000)

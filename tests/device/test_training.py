@@ -31,12 +31,12 @@ SAME_BITS = {
     "replicate=2": 2,
     "replicate=3": 3,
     "shard=2": 2,
-    "shard=3": 3,
     "replicate=2,shard=2": 4,
 }
 PLANS = {**SAME_BITS, "tensor=2": 2, "split=2": 1, "pipeline=2": 2, "pipeline=2,replicate=2": 4}
 """Plan -> its number of processes."""
-SMALL = [plan for plan in PLANS if plan not in ("replicate=3", "shard=3")]
+SMALL = [plan for plan in PLANS if plan != "replicate=3"]
+IN_ALL_PRECISIONS = ("replicate=2", "shard=2")
 EXCHANGES = "exchanges between hosts"
 HOST_WAITS = {"pipeline=2": {EXCHANGES: 2}, "pipeline=2,replicate=2": {EXCHANGES: 2}}
 """Collectives between hosts in a step: stages learn of the shapes of microbatches, and of failed
@@ -133,10 +133,11 @@ def bitwise(plan: str, run_dir: str) -> tuple[str, str, list[dict[str, int]]]:
 
 
 def fast(plan: str, run_dir: str) -> dict[str, list[dict[str, int]]]:
-    """Return the host's waits in each precision."""
+    """Return the host's waits in each precision. In fp16 it has the most to wait for: autocast and
+    a loss scale."""
     return {
         precision: train(plan, f"{run_dir}-{precision}", precision=precision, global_batch=20)[2]
-        for precision in ("fp32", "bf16", "fp16")
+        for precision in (("fp32", "bf16", "fp16") if plan in IN_ALL_PRECISIONS else ("fp16",))
     }
 
 
@@ -401,7 +402,8 @@ def test_the_bits_are_those_of_one_process_and_the_host_waits_for_nothing(
 def test_in_fast_numerics_the_host_waits_for_nothing(found: Found, plan: str) -> None:
     waits = [HOST_WAITS.get(plan, {})] * 2
     for by_precision in found(fast, plan):
-        assert by_precision == dict.fromkeys(("fp32", "bf16", "fp16"), waits)
+        assert len(by_precision) == (3 if plan in IN_ALL_PRECISIONS else 1)
+        assert by_precision == dict.fromkeys(by_precision, waits)
 
 
 @plans_of(loss_scale)

@@ -114,7 +114,7 @@ def ends(end: float, middle: float, ranks: int) -> Callable[[int], float]:
 
 
 HALF = everywhere(P / 2)
-QUICK = (0, 1, 3, 5, 8, 9, 10, 12, 16, 17, 24, 26)
+QUICK = (0, 1, 3, 5, 8, 12, 16, 17, 24, 26)
 """Of the cases; the others are in the slow tier."""
 CASES = [
     Case("replicate=2", 2, everywhere(2 * P * ring(2)), everywhere(P), lambda rank: BLOCKS),

@@ -8,7 +8,7 @@
 //
 // Where the host goes ahead (STAND_IN_HOST_AHEAD), a collective that fails, or does not end within so many seconds, stops
 // its stream for good. Kernels behind it, on all streams that wait for it, are queued and never run: they write nothing.
-// A host that waits for one spins for ever.
+// A host that waits for one waits for ever.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -105,7 +105,7 @@ void Times::host_wait(const VectorClock& clock, const std::string& why) {
   if (never_ends(clock)) {
     lock.unlock();
     while (true) {
-      std::this_thread::yield();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }
   ++counters_.host_waits[why];

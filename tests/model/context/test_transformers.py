@@ -131,15 +131,21 @@ def distances_on_ranks(name: str, exchanges: tuple[str, ...]) -> dict[str, float
     return found
 
 
-def distances_of_all(exchanges: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    return {name: distances_on_ranks(name, exchanges) for name in CONFIGS}
+def distances_of_all(
+    families: tuple[str, ...], exchanges: tuple[str, ...]
+) -> dict[str, dict[str, float]]:
+    return {name: distances_on_ranks(name, exchanges) for name in families}
 
 
-@pytest.mark.parametrize(("ranks", "exchanges"), [(2, ("keys", "heads")), (3, ("keys",))])
+@pytest.mark.parametrize(
+    ("ranks", "families", "exchanges"),
+    [(2, (*CONFIGS,), ("keys", "heads")), (3, ("mistral", "gpt2"), ("keys",))],
+    ids=["2", "3, a window and positions that are learned"],
+)
 def test_gradients_on_several_ranks_are_those_of_each_document_alone(
-    pool: WorkerPool, ranks: int, exchanges: tuple[str, ...]
+    pool: WorkerPool, ranks: int, families: tuple[str, ...], exchanges: tuple[str, ...]
 ) -> None:
-    for found in pool.run(ranks, distances_of_all, exchanges):
+    for found in pool.run(ranks, distances_of_all, families, exchanges):
         assert max(max(each.values()) for each in found.values()) < 1e-5, found
 
 
