@@ -72,7 +72,7 @@ from lockstep.training.set_up import (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRequest:
     """The run that a script requests: the arguments of `Session`. Options of the launcher replace
-    them."""
+    options of the script."""
 
     run_dir: str | None
     seed: int
@@ -199,8 +199,8 @@ class RunRequest:
         )
 
     def compared(self, launched: str | None) -> dict[str, Any]:
-        """Return the values that must be the same on all ranks. `launched` is the launcher's plan,
-        which replaces the script's plan."""
+        """Return the values that must be the same on all ranks. `launched` is the plan that the
+        launcher gives instead of the script."""
         learned = {
             "seed": self.seed,
             "precision": self.precision,
@@ -234,7 +234,7 @@ class Opened:
     given_plan: Plan
     """The requested plan, without changes after out-of-memory errors."""
     taken_fallbacks: TakenFallbacks
-    """Changes of the plan after earlier out-of-memory errors of the run."""
+    """Changes of the plan that earlier out-of-memory errors of the run have caused."""
 
 
 def open_run(
@@ -243,7 +243,7 @@ def open_run(
     stack: ExitStack,
     recovery: Recovery | None = None,
 ) -> Opened:
-    """Open a run. `stack` closes it. Every rank calls it."""
+    """Open a run. `stack` closes it. Every rank must call this function."""
     check_torch(torch.__version__)
     set_task_variables(os.environ)
     environment = Environment.read(os.environ)
@@ -346,8 +346,8 @@ def _check_allow_change(asked: RunRequest) -> None:
 def _join(
     request: RunRequest, environment: Environment, *, recovers: bool
 ) -> tuple[World, Sequence[Mapping[str, str]]]:
-    """Join the process group, and compare the settings of all ranks. Also returns the device
-    properties of each rank."""
+    """Join the process group, and compare the settings of all ranks. Also returns each rank's
+    device properties."""
     joins = (
         partial(join_over, launcher_store(os.environ))
         if recovers and environment.world_size > 1

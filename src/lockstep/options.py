@@ -27,8 +27,8 @@ TIMES_USUAL = 20.0
 LEAST_STEP_SECONDS = 60.0
 """Smallest timeout of a phase in `STEP_PHASES`."""
 LEAST_OTHER_SECONDS = 300.0
-"""Smallest timeout of all phases that are not in `STEP_PHASES`. Their times depend on disks,
-networks and users' code."""
+"""Smallest timeout of all phases that are not in `STEP_PHASES`. The times of such phases depend on
+disks, networks and users' code."""
 FIRST_SECONDS = 540.0
 """Timeout of a phase that has never ended. Gloo and NCCL give up after 600 seconds."""
 STEP_PHASES = ("compute", "exchange", "update", "waiting for the device")
@@ -61,8 +61,8 @@ class WatchdogTimeouts:
         return cls(fixed, cast(OnHang, on_hang or "end"))
 
     def limit_seconds(self, phase: str, usual_seconds: float | None) -> float:
-        """Return the timeout of a phase. `usual_seconds` is the recent duration of the phase. None
-        if the phase has never ended."""
+        """Return the timeout of a phase. `usual_seconds` is the recent duration of the phase.
+        `usual_seconds` is None if the phase has never ended."""
         if self.fixed_seconds is not None:
             return self.fixed_seconds
         if usual_seconds is None:
@@ -114,8 +114,8 @@ class Option:
     on_command_line: bool = True
     """False if only a launcher sets the option, in the environment."""
     shared: bool = True
-    """True if all ranks must have the same value. Such an option decides which collectives they
-    call."""
+    """True if all ranks must have the same value. Ranks with different values of a shared option
+    would call different collectives."""
 
     def read(self, text: str, name: str) -> Any:
         if self.kind is int:
@@ -186,8 +186,9 @@ OTHER_VARIABLES = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
     """Options that a launcher gives to the processes of a run. Workers read them from their
-    environment. The variables also apply under torchrun and srun, and to `lockstep run`. The
-    command line of `lockstep run` replaces them. A field with its default value was not given."""
+    environment. The environment variables also apply under torchrun and srun, and to `lockstep
+    run`. The command line of `lockstep run` replaces the environment variables. A field with its
+    default value counts as not given."""
 
     plan: str | None = _option(
         None,
@@ -337,8 +338,8 @@ def read_options(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_shared_options(everyone: Sequence[Mapping[str, str]]) -> None:
-    """Raise an error unless all ranks have the same shared options. Every rank calls it with the
-    same values, so either all ranks raise or none."""
+    """Raise an error unless all ranks have the same shared options. Every rank must call this
+    function with the same values, so either all ranks raise or none."""
     for rank, given in enumerate(everyone):
         for name, value in given.items():
             if value != everyone[0][name]:
@@ -471,7 +472,7 @@ class LaunchOptions(RunOptions):
         return RunOptions(**values)
 
     def flags_for_script(self) -> list[str]:
-        """Return the given options that have no effect unless the script trains with lockstep."""
+        """Return the command-line options that only a script with lockstep reads."""
         return [flag(name) for name in self._given_for_script()]
 
     def same_on_all_machines(self) -> list[str]:

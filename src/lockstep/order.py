@@ -31,7 +31,8 @@ SMALLEST_DOMAIN_BITS: Final = 4
 
 
 class Order:
-    """The order of `length` samples under `seed` in every epoch. Every rank makes one."""
+    """The order of `length` samples under `seed` in every epoch. Every rank must create an
+    `Order`."""
 
     def __init__(self, length: int, seed: int) -> None:
         if length < 1:
@@ -49,8 +50,8 @@ class Order:
 
     def samples(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the epoch and the sample of each position (0 to 2**63 - 1): two arrays with the
-        shape of `positions`. It uses about ten times the memory of `positions`, so pass a few
-        thousand at a time."""
+        shape of `positions`. The method uses about ten times the memory of `positions`, so pass a
+        few thousand at a time."""
         epochs, places = np.divmod(positions.reshape(-1), np.int64(self.length))
         keys = _mix(self._key + epochs.view(np.uint64) * np.uint64(GOLDEN))
         tables = None

@@ -88,10 +88,10 @@ class Axis:
     divides: tuple[Divided, ...]
     same_state: bool
     """True if all ranks of the axis hold the same parameters, buffers and optimizer state.
-    `Plan.larger` gives False for all axes over which the plan shards parameters."""
+    `Plan.larger` sets this field to False for an axis over which the plan shards parameters."""
     in_forward: bool
-    """True if the forward communicates over the axis. Its ranks must then compute at the same
-    time."""
+    """True if the forward communicates over the axis. If True, the ranks of the axis must compute
+    at the same time."""
     sums: Literal["all", "partial", "shared"]
     """Parameters whose gradients are summed over the axis after the backward. `all`: all
     parameters, except experts that the axis divides. `partial`: parameters whose gradient a layer
@@ -99,9 +99,9 @@ class Axis:
 
     @property
     def shards_parameters(self) -> bool:
-        """True if sharded parameters are also sharded over this axis. The ranks of the axis compute
-        together, and the gradient is summed over them. Experts are not sharded over the axis that
-        divides them."""
+        """True if the plan shards parameters over this axis in addition to `shard`. The ranks of
+        the axis compute together, and the gradient is summed over them. Experts are not sharded
+        over the axis that divides them."""
         return self.in_forward and self.sums == "all"
 
 
@@ -116,8 +116,8 @@ class Plan:
     """The mesh axes, whose sizes multiply to the world size, and how each process computes. Raises
     `PlanError`.
 
-    `Plan()` is `replicate=auto`. If an axis is given, the default of all axes is 1. At most one
-    axis is `auto`: it takes the remaining processes.
+    `Plan()` is `replicate=auto`. If any axis is given, the other axes have size 1 by default. At
+    most one axis may be `auto`: the axis gets the remaining processes.
     """
 
     replicate: Size | None = field(
@@ -157,29 +157,28 @@ class Plan:
     at any world size."""
     sharding: Sharding = "full"
     """Under `shard`, `full` frees a block's gathered parameters after its forward and gathers them
-    again for its backward (ZeRO-3). `gradients` keeps them until the backward (ZeRO-2). It needs
-    more memory and one all-gather less."""
+    again for its backward (ZeRO-3). `gradients` keeps a block's gathered parameters until its
+    backward (ZeRO-2). ZeRO-2 uses more memory than ZeRO-3, and has one all-gather less."""
     offload: bool = False
     """CPU offload, under `shard` on GPUs. Parameters, gradients and optimizer state stay in CPU
-    memory, and the optimizer runs there. Each block's parameters are copied to the GPU when they
-    are gathered."""
+    memory, and the optimizer runs there. Each all-gather copies a block's parameters to the GPU."""
     checkpointing: Checkpointing = "none"
     """Activation checkpointing. `full` keeps only the inputs of each block and recomputes its
     activations in the backward. `selective` also keeps the results of matrix products, convolutions
     and attention."""
     microbatch_splits: int = 0
     """Number of times that each microbatch is halved, to save memory. A part has at least one
-    sample. Each part has a separate random stream. Without random numbers in the forward, the
-    result is the same up to rounding. Refused with BatchNorm, whose statistics would cover one part
-    only."""
+    sample. Each part of a microbatch draws from a separate random stream. Without random numbers in
+    the forward, the result is the same up to rounding. Models with BatchNorm are refused, because
+    each part would have its own batch statistics."""
     slices: int = 1
     """Under `numerics=bitwise`, the number of slices in which layers of `Recipe.tensor` compute,
-    even on one process. It is a multiple of `tensor`. Runs with the same `slices` give the model
-    the same bits."""
+    even on one process. `slices` must be a multiple of `tensor`. Runs with the same `slices` give
+    the model the same bits."""
     logits: Logits = "whole"
-    """With `chunked`, the model's head (`Recipe.head`) computes no logits. `F.cross_entropy` of its
-    output computes the logits, their loss and their gradient for some tokens at a time. This saves
-    the memory of the whole logits. Only the loss can use the logits."""
+    """With `chunked`, the model's head (`Recipe.head`) computes no logits. `F.cross_entropy` of the
+    head's output computes the logits, their loss and their gradient for some tokens at a time.
+    Chunks save the memory of the full logits. Only the loss can use the logits."""
     schedule: Schedule = "1f1b"
     """Pipeline schedule. `gpipe`: all forwards, then all backwards. `1f1b`: each backward as early
     as possible, which keeps fewer activations. `interleaved`: two stages per process, with less
@@ -192,12 +191,12 @@ class Plan:
     compile: bool = False
     """Compile each block's forward with torch.compile, once for each shape."""
     split: Split = 1
-    """Number of devices of one process over which the layers are distributed, balanced by bytes. On
-    a CPU all of these devices are the CPU. Or the number of layers on each device, in the model's
-    order: `(3, 5)`, as text `3+5`."""
+    """Number of devices of one process over which the layers are distributed, with similar bytes on
+    each. On a CPU all of these devices are the CPU. Or the number of layers on each device, in the
+    model's order: `(3, 5)`, as text `3+5`."""
     data_parallel: int = 1
     """Number of GPUs over which one process splits each microbatch (`torch.nn.DataParallel`).
-    `replicate` is faster."""
+    `replicate` is faster than `data_parallel`."""
     transport: Transport = "auto"
     """Backend of collectives between processes on CPUs. `auto`: shared memory if all processes are
     on one host, else Gloo. `torch`: always Gloo."""
@@ -206,7 +205,7 @@ class Plan:
     one. `measured`: in proportion to the replica's measured speed, so that a slow machine does not
     hold up the run."""
     threads: Size | None = None
-    """Intra-op threads per process. With None, it is OMP_NUM_THREADS if set, else cores ÷ processes
+    """Intra-op threads per process. With None, OMP_NUM_THREADS if set, else cores ÷ processes
     (`bitwise` on CPUs: 1)."""
     workers: Size = 0
     """Number of data loader workers per rank. With 0, the training process loads the data. `auto`
@@ -466,13 +465,13 @@ class Plan:
         return {axis.name: getattr(self, axis.name) for axis in self.axes()}
 
     def size(self, axis: Axis) -> int:
-        """The size of an axis of a resolved plan."""
+        """Return the number of ranks along an axis of a resolved plan."""
         return int(getattr(self, axis.name))
 
     @property
     def larger(self) -> list[Axis]:
         """The axes that may have more than one rank, in the order of the mesh. Pipeline stages come
-        first, because they communicate least."""
+        first, because they communicate least of all axes."""
         larger = [axis for axis in self.axes() if getattr(self, axis.name) != 1]
         if any("parameters" in axis.divides for axis in larger):
             larger = [

@@ -23,9 +23,9 @@ def rank() -> int:
 def once(function: Callable[[], T]) -> T:
     """Call `function` on one process of each machine first, and then on all processes of the
     machine that have not called it. Returns the result of this process's call. Use it for
-    downloads, which only the first process then makes. Every rank calls it, before training. If the
-    call raises on the first process of a machine, this process raises the error, and all other
-    ranks raise a `LaunchError`."""
+    downloads, which only the first process then makes. Every rank must call this function, before
+    training. If the call raises on the first process of a machine, this process raises the error,
+    and all other ranks raise a `LaunchError`."""
     from lockstep.comm.world import join  # imports torch
 
     environment = _environment()

@@ -30,7 +30,7 @@ from lockstep.training.set_up import check_microbatch_is_fixed
 @with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """The result of a run. It is the same on every rank, except `rank`. Rank 0 writes it to
+    """The result of a run. All fields except `rank` are equal on all ranks. Rank 0 writes it to
     `result.json`."""
 
     steps: int
@@ -88,7 +88,7 @@ def _check_shorthand(plan: Plan, recipe: Recipe) -> None:
 
 
 class RecipeSession(Session):
-    """The session of a recipe. Entering it measures the `auto` settings and puts the values into
+    """The session of a recipe. `__enter__` measures the `auto` settings and puts the values into
     `recipe`."""
 
     def __init__(
@@ -145,8 +145,8 @@ class RecipeSession(Session):
         return context
 
     def build(self) -> None:
-        """Build the model and its optimizer. Also registers the state that is saved with the
-        run."""
+        """Build the model and its optimizer. Also registers the objects whose state is saved with
+        the run."""
         recipe = with_loss_in_model(self.recipe)
         if recipe is not self.recipe and self.plan.pipeline != 1:
             raise RecipeError(

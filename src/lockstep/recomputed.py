@@ -1,5 +1,6 @@
 """Detects ranks that compute wrong results. Chooses microbatches whose gradients several ranks
-compute, and finds the ranks whose results differ. Pure arithmetic."""
+compute, and finds the ranks whose results differ. The module does only arithmetic, and no
+communication."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 Position = list[float]
-"""A position in the order in which the ranks of a replica exchange tensors. All these ranks have
-the same order. Positions compare as sequences."""
+"""A position in the order in which the ranks of a replica exchange tensors. All ranks of a replica
+have the same order. Lists of numbers compare element by element."""
 RECEIVED, WITHIN, SENT = range(3)
 """The second number of a position. The first number counts the parts of a microbatch's computation.
-A rank receives tensors before it computes the part, exchanges tensors while it computes the part,
-or sends tensors afterwards."""
+`RECEIVED` tensors arrive before the part's computation, `WITHIN` tensors are exchanged during the
+computation, and `SENT` tensors are sent afterwards."""
 GRADIENT: Position = [math.inf]
 """The position of the parameters' gradients, after all exchanges of tensors."""
 
@@ -26,8 +27,8 @@ class Recomputed:
 
     microbatch: int
     ranks: tuple[int, ...]
-    """The rank to which the microbatch is assigned, and the rank that recomputes it. With at least
-    three ranks, also a third rank, which decides which of the two is right."""
+    """The rank that has the microbatch, and the rank that recomputes the microbatch. With three or
+    more ranks, a third rank also recomputes the microbatch, to find the wrong rank."""
 
 
 def recomputed(
@@ -52,9 +53,10 @@ def recomputed(
 def ranks_at_fault(
     votes: Sequence[tuple[Recomputed, Sequence[object]]],
 ) -> tuple[list[int], list[int]]:
-    """Return the ranks that computed a wrong gradient, and ranks among which at least one did.
-    `votes` has each microbatch, with the gradient that each of its `ranks` computed, in any form
-    that can be compared. Two ranks that agree are right."""
+    """Return the ranks that computed a wrong gradient, and the ranks that cannot be told apart from
+    a wrong one. `votes` has each microbatch, with the gradient that each of its `ranks` computed,
+    in any form that can be compared. The two ranks of a microbatch with equal gradients count as
+    right."""
     wrong, unclear = set[int](), list[tuple[int, ...]]()
     for each, gradients in votes:
         agreed = [one for one in gradients if gradients.count(one) > 1]
@@ -97,7 +99,7 @@ class WrongRanks:
     """The ranks that computed wrong results, and the microbatch in which this was detected."""
 
     ranks: Sequence[int]
-    """The wrong ranks. Unless `is_certain`, at least one of these ranks is wrong."""
+    """The wrong ranks. If `is_certain` is False, at least one rank in `ranks` is wrong."""
     is_certain: bool
     microbatch: Recomputed
     role: int
@@ -105,7 +107,8 @@ class WrongRanks:
     position: Position
     """The first position at which the results of `role` and `other` differ."""
     has_third: bool
-    """True if two data ranks agree on the microbatch. The third rank is then wrong."""
+    """True if two data ranks agree on the microbatch. If `has_third` is True, the third rank is
+    wrong."""
 
 
 def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]) -> WrongRanks:

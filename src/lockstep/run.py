@@ -34,7 +34,8 @@ def train(
     allow_change: Collection[str] = (),
     loggers: Sequence[Logger] = (),
 ) -> Result:
-    """Train on the processes that were started. Every rank calls it, with the same recipe.
+    """Train on the processes that were started. Every rank must call this function, with the same
+    recipe.
 
     - `plan`, `run_dir`: used unless the launcher gives them. The defaults are `replicate=auto` and
       a new directory below `runs`.
@@ -45,11 +46,11 @@ def train(
     - `resume`: "auto" continues an unfinished run in `run_dir`. "never" refuses to continue it.
       "must" refuses to start a new run. The launcher's value replaces it.
     - `allow_change`: fields of the recipe that may differ from the saved recipe at a resume.
-    - `loggers`: services that receive the run's metrics, such as `ls.WandB(project=...)`. See
-      `logging.loggers.Logger`.
+    - `loggers`: services that receive the run's metrics, such as `ls.WandB(project=...)`. A logger
+      implements `logging.loggers.Logger`.
 
     Raises the children of `ls.errors.UserError`. Raises `Preempted` if the run was asked to save
-    and end. The process then ends with status 75.
+    and end. After `Preempted`, the process ends with status 75.
     """
     if not isinstance(recipe, Recipe):
         raise RecipeError(

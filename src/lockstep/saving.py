@@ -20,8 +20,8 @@ resume an unfinished run. `must` refuses to start a new run."""
 OutOfMemory = Literal["retry", "halve", "same-bits", "stop"]
 """The change of the plan after an out-of-memory error. `halve` takes the next fallback among
 checkpointing, offload and microbatch_splits. `same-bits` takes the next fallback that does not
-change bits. `retry` is `same-bits` under bitwise numerics, else `halve`. `stop` changes nothing,
-and the run ends."""
+change bits. `retry` is `same-bits` under bitwise numerics, else `halve`. `stop` keeps the plan, and
+the run ends."""
 
 
 @with_field_docs
@@ -36,16 +36,16 @@ class Saving:
     last: int = 2
     """Number of newest checkpoints to keep, at least 1."""
     keep_every: int | None = None
-    """Checkpoints at multiples of this number of steps are never deleted. With None, there are no
-    such checkpoints."""
+    """Checkpoints at multiples of this number of steps are never deleted. With None, no checkpoint
+    is kept because of its step."""
     keep: Literal["log"] | None = None
     """`log` keeps older checkpoints at distances that double with their age, about 2 log2(n) of n,
-    so that `lockstep replay` can begin near any old step. With None, there are no such
-    checkpoints."""
+    so that `lockstep replay` can begin near any old step. With None, no checkpoint is kept because
+    of its age."""
     best: str | None = None
     """Name of an evaluation metric. The run is saved at each new best value, independently of
-    `every`. The checkpoint is kept until a better value. With None, no checkpoint is kept for a
-    metric."""
+    `every`. The checkpoint with the best value is kept until the metric improves. With None, no
+    checkpoint is kept for a metric."""
     mode: Literal["min", "max"] = "min"
     """`min` if a smaller value of the metric is better, `max` if a larger value is better."""
     folder: str | None = None
@@ -91,14 +91,14 @@ class Saving:
             )
 
     def improves(self, value: float, before: float | None) -> bool:
-        """True if `value` of the metric is better than the best previous value, `before`. NaN is
-        never better. `before` is None if there is no previous value."""
+        """True if `value` of the metric is better than the best previous value, `before`. A NaN
+        `value` is never better. `before` is None if there is no previous value."""
         if math.isnan(value):
             return False
         return before is None or (value < before if self.mode == "min" else value > before)
 
     def best_of(self, values: Mapping[T, float]) -> T | None:
-        """Return the first key with the best value. None if all values are NaN."""
+        """Return the first key with the best value. Return None if all values are NaN."""
         best: T | None = None
         for key, value in values.items():
             if self.improves(value, None if best is None else values[best]):
@@ -112,7 +112,7 @@ class Saving:
 
     @property
     def steps(self) -> int | None:
-        """Steps from one save to the next. None if the interval is in seconds or epochs."""
+        """Number of steps between saves. None if the interval is in seconds or epochs."""
         return None if isinstance(self.every, str) else self.every
 
     @property
@@ -128,8 +128,8 @@ class Saving:
 @with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
-    """The best evaluation of a run by `Saving.best`. Of equally good evaluations it is the
-    earliest."""
+    """The best evaluation of a run by `Saving.best`. The earliest evaluation wins among equal
+    values."""
 
     metric: str
     """Name of the metric, as in `Saving.best`."""

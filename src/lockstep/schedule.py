@@ -10,8 +10,8 @@ from lockstep.base.errors import RecipeError
 
 def warmup_cosine(*, warmup: int, total: int, floor: float = 0.0) -> Callable[[int], float]:
     """Return a schedule: linear warmup over `warmup` steps, then a half cosine down to the
-    multiplier `floor` at step `total`. After step `total` it is `floor`. (Loshchilov and Hutter,
-    SGDR, 2017, without restarts.) Raises `RecipeError`."""
+    multiplier `floor` at step `total`. After step `total`, the multiplier is `floor`. (Loshchilov
+    and Hutter, SGDR, 2017, without restarts.) Raises `RecipeError`."""
     if not 0 <= warmup <= total or total < 1:
         raise RecipeError(
             f"warmup={warmup} and total={total}; both count steps, and 0 <= warmup <= total, with"

@@ -50,14 +50,15 @@ TELLING_SECONDS = 1.0
 
 class Session:
     """The processes, the run directory and the models of one run. Every rank makes one, and calls
-    its methods in the same order. Use it in a `with`. A plan or run directory of the launcher
-    replaces the arguments. Raises `PlanError`, `LaunchError` and `RunDirectoryError` on
-    entering."""
+    its methods in the same order. Use a session in a `with` statement. A plan or run directory of
+    the launcher replaces the arguments. Raises `PlanError`, `LaunchError` and `RunDirectoryError`
+    on entering."""
 
     # the evaluations of `train`; None in a session that a script makes
     _evaluations: Mapping[str, Evaluation] | None = None
     code: Mapping[str, str] = MappingProxyType({})
-    """Digests of the recipe's functions. Empty in a session that a script makes."""
+    """Digests of the recipe's functions. An empty mapping in the session of a script without a
+    recipe."""
     _code_and_objects: Digests = MappingProxyType({})
     _recovery: Recovery | None = None  # the recovery of `train`, if the run can recover in place
     _open: Callable[[RunRequest, Termination, ExitStack, Recovery | None], Opened] = staticmethod(
@@ -191,7 +192,7 @@ class Session:
 
     def finish(self) -> None:
         """Put optimizers that have modes into evaluation mode, and call the hooks' `on_finish`.
-        Every rank calls it. Leaving the `with` calls it if the script does not."""
+        Every rank must call this method. `__exit__` calls `finish` if the script does not."""
         if not self._finished:
             self._finished = True
             for module in self.training.modules:
@@ -236,8 +237,8 @@ class Session:
 
     @property
     def epoch(self) -> int | None:
-        """Number of epochs that this loop has completed. Within a step, it is the epoch (from 0) of
-        the step's first sample. None before the first step, and for data without a length."""
+        """Number of epochs that the current loop has completed. Within a step, the epoch (from 0)
+        of the step's first sample. None before the first step, and for data without a length."""
         return self.run.epoch
 
     @property
@@ -260,12 +261,12 @@ class Session:
         weights: Weights | str | os.PathLike[str] | None = None,
         balance: Balance | None = None,
     ) -> tuple[Any, Any]:
-        """Build a model and its optimizer (or list of optimizers). Every rank calls it. Returns the
-        results of the two functions. The model is on this rank's device. Its initial values depend
-        on the session's seed only, not on the plan. `weights` replaces them. `blocks`, `tensor`,
-        `stages`, `sequence`, `head`, `experts`, `weights` and `balance` are as in `Recipe`. May be
-        called several times, for several models, unless the plan has a pipeline. Raises
-        `RecipeError`."""
+        """Build a model and its optimizer (or list of optimizers). Every rank must call this
+        method. Returns the results of the two functions. The model is on this rank's device. The
+        model's initial values depend on the session's seed, and not on the plan. `weights` replaces
+        them. `blocks`, `tensor`, `stages`, `sequence`, `head`, `experts`, `weights` and `balance`
+        are as in `Recipe`. May be called several times, for several models, unless the plan has a
+        pipeline. Raises `RecipeError`."""
         how = ModelOptions(
             blocks=blocks,
             tensor=tensor,
@@ -302,11 +303,11 @@ class Session:
         batch_sampler: Callable[[int, int], Any] | None = None,
     ) -> Iterator[Step]:
         """Yields the training steps, which are the same on every rank. The arguments are as in
-        `Recipe`. Every rank calls it. With `data=None`, a microbatch is a `range` of indices in the
-        global batch, the same in every step (the environments of reinforcement learning). If `data`
-        is a DataLoader and `sampler` or `batch_sampler` is given, only its dataset and collate_fn
-        are used. Each step must commit all models. Raises `DataError`, `RecipeError`,
-        `LossError`."""
+        `Recipe`. Every rank must call this method. With `data=None`, a microbatch is a `range` of
+        indices in the global batch, the same in every step (the environments of reinforcement
+        learning). If `data` is a DataLoader and `sampler` or `batch_sampler` is given, only its
+        dataset and collate_fn are used. Each step must commit all models. Raises `DataError`,
+        `RecipeError`, `LossError`."""
         training, run = self.training, self.run
         for each in training.balances:
             weight = each.joined_weight(weight)
@@ -334,9 +335,9 @@ class Session:
         return loop.steps(training, batches, total=batching.steps, weight=weight)
 
     def include(self, name: str, state: Stateful) -> None:
-        """Save `state` with the run, and load it when the run is resumed. Every rank calls it,
-        before `steps`. `state` has `state_dict` and `load_state_dict`, and is the same on every
-        rank. Raises `CheckpointError`."""
+        """Save `state` with the run, and load it when the run is resumed. Every rank must call this
+        method, before `steps`. `state` has `state_dict` and `load_state_dict`, and is the same on
+        every rank. Raises `CheckpointError`."""
         if self.training.loop.loops:
             raise CheckpointError(
                 f"include({name!r}) after steps have begun; a checkpoint is loaded then; include it"
@@ -347,19 +348,20 @@ class Session:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context manager for forwards in the session's precision. Call `backward` and `commit`
-        outside of it."""
+        outside of this context."""
         return precisions.autocast(
             self.context.precision, self.device, keep_casts=precisions.keeps_casts(self.plan)
         )
 
     def mean(self, values: Tensor) -> float:
         """The mean of the values (of any shape) of all ranks. NaN if there are no values. Every
-        rank calls it."""
+        rank must call this method."""
         return self._seen("session.mean", mean(values, self.world))
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows (dim 0) of all data ranks, concatenated in rank order. Ranks may have different
-        numbers of rows. The gradient of `rows` is summed over the ranks. Every rank calls it."""
+        numbers of rows. The gradient of `rows` is summed over the ranks. Every rank must call this
+        method."""
         gathered = gather(rows, self.context.mesh.data)
         if self.context.overrides.probe is not None:
             self._seen("rows of session.gather", len(gathered))
@@ -376,8 +378,8 @@ class Session:
 
     def full_state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """A copy of a prepared model's state dict, with full tensors on the CPU, on every rank and
-        under every plan. Use `torch.save` on one rank to save it. Every rank calls it. With
-        `model=None`, it is the first model."""
+        under every plan. Use `torch.save` on one rank to save it. Every rank must call this method.
+        With `model=None`, it is the first model."""
         return self.run.full_state_dict(model)
 
     def stop(self, reason: str) -> None:
@@ -387,7 +389,7 @@ class Session:
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
         """Record an event. Events of rank 0 are in events.jsonl. `step` is the number of optimizer
-        steps done at the event. With None, it is the number of steps done now."""
+        steps done at the event. With `step=None`, the number of steps done so far."""
         self.run.event(name, step, **details)
 
 
@@ -397,9 +399,9 @@ def _shared(
     error: BaseException,
     found: UserError | None,
 ) -> UserError | None:
-    """Return the error to raise instead of `error`: the mistake of another rank that caused it. A
-    cause that is not a mistake is added to `error` as a note. An error of this rank is reported to
-    all ranks. `found` is the mistake for which the watchdog has ended the exchanges."""
+    """Return the mistake of another rank that caused `error`, to raise instead. A cause that is not
+    a mistake is added to `error` as a note. An error of this rank is reported to all ranks. `found`
+    is the mistake that made the watchdog abort the process group."""
     # a rank that has failed in a forward makes a different call than the other ranks
     differ = isinstance(error, CallsDiffer)
     if differ or (explained is None and lost_a_peer(error)):

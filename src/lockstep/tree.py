@@ -3,9 +3,9 @@ is not associative, so a sum has the same bits at any world size only if it is a
 one tree.
 
 The node [a, b) splits at a plus the largest power of two below b - a. A rank has a contiguous range
-of leaves, and adds all nodes in its range (`Counter`). The remaining nodes (`cover`) are added
-after the exchange (`fold`). `combine(left, right)` returns their sum. It may write into `left` and
-return it, because no value is combined twice.
+of leaves, and adds all nodes in its range (`Counter`). The nodes that span several ranks (`cover`)
+are added after the exchange (`fold`). `combine(left, right)` returns their sum. It may write into
+`left` and return it, because no value is combined twice.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def cover(start: int, stop: int, count: int) -> list[Node]:
 
 
 class Counter(Generic[T]):
-    """A binary counter that adds leaves start, start + 1, … as they arrive. It holds at most about
-    2 log2(count) values. After leaf stop - 1, it has the values of `cover(start, stop, count)`.
-    `combine` may write into a pushed value."""
+    """A binary counter that adds leaves start, start + 1, … as they arrive. The counter holds at
+    most about 2 log2(count) values. After leaf stop - 1, it has the values of `cover(start, stop,
+    count)`. `combine` may write into a pushed value."""
 
     def __init__(self, combine: Callable[[T, T], T], *, start: int, count: int) -> None:
         self.nodes: list[Node] = []
@@ -64,7 +64,8 @@ class Counter(Generic[T]):
         self.values.append(value)
 
     def _siblings(self, left: Node, right: Node) -> bool:
-        """True if two nodes are siblings. Their parent must start at a multiple of its width."""
+        """True if two nodes are siblings. The parent of siblings starts at a multiple of its
+        width."""
         start, stop = left[0], right[1]
         width = 1 << (stop - start - 1).bit_length()
         return (
@@ -80,7 +81,7 @@ class LeavesInAnyOrder(Generic[T]):
 
     def __init__(self, combine: Callable[[T, T], T], *, count: int) -> None:
         self.values: dict[Node, T] = {}
-        """The sums of nodes whose leaves have all arrived, and whose sibling is incomplete."""
+        """Maps a node whose leaves have all arrived to its sum, until its sibling is complete."""
         self._combine = combine
         self._count = count
         self._arrived: set[int] = set()

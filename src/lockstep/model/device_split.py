@@ -50,7 +50,8 @@ def layers_of(
 ) -> list[PlacedLayer]:
     """Return the layers that can be on different devices. The layers are the blocks if `patterns`
     are given or the sequential `parts` are unknown. Otherwise the layers are the parts, and an
-    `nn.Sequential` is replaced by its members. No layer shares a parameter with another module."""
+    `nn.Sequential` is replaced by its members. Layers that share a parameter with another module
+    are left out."""
     blocks = blocks_of(model, patterns)
     if patterns is None and parts:
         names = [

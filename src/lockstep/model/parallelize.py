@@ -75,8 +75,8 @@ class Parallelized:
     separate: SeparateParts | None
     whole_experts: Sequence[str]
     eager_experts: Sequence[str]
-    """Modules of transformers that were made to compute one expert after another, because the bits
-    must not depend on the number of ranks."""
+    """Modules of transformers that compute one expert after another, so that the bits do not depend
+    on the number of ranks."""
     expert_patterns: Sequence[str] | None
 
 

@@ -13,7 +13,7 @@ def place_parameters(
     module: nn.Module, mesh: DeviceMesh, placement_of: Callable[[str], Placement]
 ) -> None:
     """Replace the parameters of the module by DTensors, but not the parameters of its submodules.
-    Every rank must already have the same values."""
+    The values of the parameters must already be equal on all ranks."""
     for name, parameter in list(own_parameters(module).items()):
         if parameter is None or isinstance(parameter, DTensor):
             continue

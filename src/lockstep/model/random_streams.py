@@ -3,9 +3,9 @@ after another. Each part draws from default generators with the part's seed. Dro
 on the rank that computes the part.
 
 [Note: streams] A part's stream starts when the previous part ends. The generator state that
-`torch.utils.checkpoint` saves is then the state of the part's stream. If several parts are
-checkpointed together, the recomputation must also start the streams of the later parts. The forward
-therefore records the order of the streams by their seeds.
+`torch.utils.checkpoint` saves at the start of a part is then the state of the part's stream. If
+several parts are checkpointed together, the recomputation must also start the streams of the later
+parts. The forward records the order of the streams by their seeds.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ModuleRandomStreams:
         self._begin(key(*position, part, 0) if part and self.are_several else key(*position))
 
     def set_position(self, position: tuple[int, ...]) -> None:
-        """Call this method for a forward whose first part's generators are already seeded."""
+        """Call this method if the generators of the forward's first part are already seeded."""
         self._position = position
         self._calls.made.clear()
 

@@ -7,7 +7,7 @@ the codes of a vector quantizer are self-updating buffers. Self-updating buffers
 step, from the first microbatch.
 
 Changes of all other buffers are refused. A change that increases the tensor's version is refused at
-once. A change through `.data` is refused only in steps that compare the buffers' bits.
+once. A change through `.data` is refused only in steps that compare the bits of buffers.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ class RunningStatistics:
             hook.remove()
 
     def begin(self, *, compare: bool) -> None:
-        """With `compare`, `check` also finds changes that do not increase a tensor's version."""
+        """With `compare`, `check` also finds changes that leave a tensor's version counter
+        unchanged."""
         if self._others:  # a buffer may have been replaced since the last step
             self._others |= {
                 name: buffer
@@ -313,7 +314,7 @@ class SelfUpdatingBuffers:
         self, assignment: MicrobatchAssignment, data: World, count: int, *, apply: bool | Tensor
     ) -> None:
         """Every rank must call this method. `apply` is False if the optimizer's step was skipped.
-        `apply` is a scalar bool tensor if only the GPU knows the answer."""
+        `apply` is a bool tensor if the GPU decides whether the step is skipped."""
         by_rank = assignment.indices_by_rank(count)
         owner = next(rank for rank, indices in enumerate(by_rank) if 0 in indices)
         for name, buffer in self.kept.items():

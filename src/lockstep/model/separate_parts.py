@@ -1,8 +1,8 @@
 """Computes a model's sequential parts (the modules that the model calls one after another) as if
-each part were in a separate process. With numerics=bitwise, one process then computes the bits of
-any pipeline. A tensor between two parts has the strides of a new tensor, as if the tensor had been
-received. The gradient of the tensor has the same strides. A parameter that several parts share is a
-separate leaf of autograd's graph in each part."""
+each part were in a separate process. With numerics=bitwise, one process then computes the same bits
+as a pipeline of any size. A tensor between two parts has the strides of a new tensor, as if the
+tensor had been received. The gradient of the tensor has the same strides. A parameter that several
+parts share is a separate leaf of autograd's graph in each part."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ class SeparateParts:
     def __init__(
         self, model: nn.Module, parts: Sequence[str], shared: Sequence[str], *, last: str
     ) -> None:
-        """`parts` are this rank's parts. `shared` and `last` describe the full model."""
+        """`parts` are the sequential parts on this rank. `shared` and `last` describe the full
+        model."""
         modules = {name: model.get_submodule(name) for name in parts}
         once = {id(each): each for name, each in modules.items() if name != last}
         self._handles = [each.register_forward_hook(_separate) for each in once.values()]
         self.leaves: dict[str, list[PartLeaf]] = {}
-        """The leaves of each shared parameter, in the order of this rank's parts. The first part
-        has no entry, because its leaf is the parameter."""
+        """The leaves of each shared parameter, in the order of this rank's parts. The parameter
+        itself is the leaf of the first part, which has no entry."""
         self._in_place: list[PartLeaf] = []
         named = dict(model.named_parameters())
         for name in shared:
@@ -48,7 +49,7 @@ class SeparateParts:
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:
-        """Other forwards may run in this context."""
+        """A context in which other forwards may run."""
         aside = [(leaf, leaf.take_out()) for leaf in list(self._in_place)]
         try:
             yield
@@ -69,9 +70,10 @@ class PartLeaf:
         self.shared = shared
         self.part = part
         self.parameter = nn.Parameter(shared.detach())
-        """Shares memory with the shared parameter."""
+        """The leaf shares memory with the original parameter."""
         self.gathered: nn.Parameter | None = None
-        """Shares memory with the all-gathered parameter. None without sharding."""
+        """The leaf of the all-gathered parameter, which shares the parameter's memory. None without
+        sharding. None without sharding."""
         self._in_place = in_place
         self._owners = [
             (own_parameters(module), name)
@@ -166,7 +168,7 @@ def _separated(value: Any) -> Any:
 
 
 class _Separate(torch.autograd.Function):
-    """The identity. The result and the gradient of the input have the strides of new contiguous
+    """The identity. The output and the input's gradient have the strides of new contiguous
     tensors."""
 
     generate_vmap_rule = True

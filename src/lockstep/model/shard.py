@@ -37,7 +37,8 @@ SHARDED = re.compile(
     r"[Tt]ensors? (at index \d+ )?appears to not have been used in the graph|got mixed torch.Tensor"
     r" and DTensor|Cannot access data pointer of Tensor that doesn't have storage"
 )
-"""Matches torch's errors in code that uses sharded parameters outside of their module's forward."""
+"""Matches the text of torch's errors when code outside of a module uses the module's sharded
+parameters."""
 CALLED_BEFORE_MODEL = re.compile(
     "requires running forward through the root module first"
     "|'FSDPCommContext' object has no attribute"  # after a forward that has failed
@@ -102,8 +103,8 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unreduced(model: nn.Module) -> Iterator[None]:
-    """Backwards accumulate gradients on the all-gathered parameters. FSDP2 would reduce zeros if a
-    backward computed only gradients of inputs."""
+    """Backwards accumulate gradients on the all-gathered parameters. FSDP2 would reduce zeros after
+    a backward that computes only gradients of inputs."""
     groups = fsdp_groups(model)
     for group in groups:
         group.set_requires_gradient_sync(False, recurse=False)
@@ -118,8 +119,8 @@ def unreduced(model: nn.Module) -> Iterator[None]:
 def weights_backward(model: nn.Module) -> Iterator[None]:
     """A context for a backward that computes only gradients of weights. FSDP2 gathers when a
     backward reaches a module's output, and reduces when the backward reaches the module's input. A
-    backward of weights reaches neither the output nor the input. Every rank must enter the
-    context."""
+    backward that computes only gradients of weights reaches neither a module's output nor its
+    input. Every rank must enter the context."""
     groups = fsdp_groups(model)
     if not all(map(gathers_in_forward, groups)):  # see `gather_whole`
         yield
@@ -229,7 +230,7 @@ def _check_dtypes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 def unmark(model: nn.Module, compiled: Sequence[str]) -> None:
     """Remove the attribute by which FSDP2 marks modules. transformers calls the layers that
-    LayerDrop skips if a module has the attribute. Blocks in `compiled` keep the attribute for
+    LayerDrop skips if a module has the attribute. Modules in `compiled` keep the attribute for
     torch.compile. Modules with a `generate` method also keep the attribute, because transformers
     then makes equally many forwards on all ranks."""
     for name, module in model.named_modules():
@@ -325,8 +326,8 @@ def modules_of(group: nn.Module) -> Iterator[nn.Module]:
 
 class SkippedBlockGuard:
     """Makes a forward also all-gather the blocks that the forward does not call, as with LayerDrop.
-    All ranks then make the same collectives. Create the guard before the model is sharded and
-    install it afterwards. Its hooks then run around the hooks of FSDP2."""
+    All ranks then call the same collectives. Create the guard before the model is sharded and
+    install it afterwards. The guard's hooks then run around the hooks of FSDP2."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Any], *, gathers_ahead: bool) -> None:
         """`gathers_ahead` all-gathers a block's parameters while the previous block runs."""
@@ -365,7 +366,7 @@ class SkippedBlockGuard:
         return self._pass_through(skipped, output) if skipped else None
 
     def _pass_through(self, skipped: range, value: Any) -> Any:
-        """Pass one tensor of `value` through the hooks of the skipped blocks."""
+        """Pass the first tensor in `value` through the hooks of the skipped blocks."""
         leaves, structure = tree_flatten(value)
         tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         place = next((place for place in tensors if leaves[place].requires_grad), None)

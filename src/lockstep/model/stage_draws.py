@@ -81,7 +81,8 @@ class StageDraws(TorchFunctionMode):
 
 
 def _drawn(args: Any, kwargs: Any) -> Iterator[Tensor | Size | tuple[int, ...]]:
-    """Two or more integers are a size. A single integer may mean anything."""
+    """Two or more integer arguments are a tensor size. The meaning of a single integer is
+    unknown."""
     yield from (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
     for each in (*args, kwargs.get("size"), args):
         is_size = isinstance(each, tuple | list) and all(type(one) is int for one in each)

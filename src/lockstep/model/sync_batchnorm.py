@@ -26,14 +26,13 @@ from lockstep.plan import Plan
 
 class SyncBatchNormExchange:
     """The ranks that exchange statistics, and the slice that this rank computes now. All
-    SyncBatchNorm layers of a session share the object. The layers of a copied model also share
-    it."""
+    SyncBatchNorm layers of a session share one exchange, also in copies of the model."""
 
     def __init__(self) -> None:
         self.world: World | None = None
         self.is_dummy: bool | None = None
-        """True during the forward of a rank without a slice of the microbatch. False while the rank
-        computes a slice, and None outside of microbatches."""
+        """True during the forward of a rank that has no slice of the microbatch. False while the
+        rank computes a slice, and None outside of microbatches."""
 
     def __deepcopy__(self, _: Any) -> SyncBatchNormExchange:
         return self
@@ -128,9 +127,8 @@ def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, BatchNor
 
 
 class _Normalise(torch.autograd.Function):
-    """Returns the output, and the mean, the variance and the number of values per channel. The
-    statistics are float64 without gradient, for the running statistics. The variance is
-    uncorrected."""
+    """Returns the output, and each channel's mean, variance and number of values. The statistics
+    are float64 without gradient, for the running statistics. The variance is uncorrected."""
 
     @staticmethod
     def forward(

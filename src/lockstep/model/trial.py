@@ -18,7 +18,7 @@ TF32 = 2.0**-10
 ROUNDINGS, SHORT_ROUNDINGS = 16.0, 4.0
 """Largest allowed relative error between two results that are computed in different orders.
 `ROUNDINGS` is in units of the dtype's epsilon to the power of 3/4 (1e-4 in float32).
-`SHORT_ROUNDINGS`, for shorter dtypes, is in units of the epsilon (3% in bfloat16)."""
+`SHORT_ROUNDINGS`, for bfloat16 and float16, is in units of the dtype's epsilon (3% in bfloat16)."""
 SMALL = 1e-2
 """Parameters whose elements are all smaller in magnitude count as zero."""
 
@@ -98,7 +98,7 @@ def nothing_dropped(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def all_in_use(model: nn.Module) -> Iterator[None]:
     """Replace parameters whose values are zero or tiny by random values, the same on all ranks. A
-    branch behind a zero gate then contributes to the output."""
+    branch behind a zero gate then affects the output."""
     generator, before = torch.Generator(), []
     reshard(model)  # forwards may have left parameters gathered
     try:

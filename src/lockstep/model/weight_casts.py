@@ -1,7 +1,7 @@
 """Autocast's casts of the weights that FSDP2 shards.
 
-FSDP2 gathers the weights of torch's layers in autocast's precision. Code that uses the weights in
-another way would get rounded values. `check_uses` detects the code in the first backward.
+FSDP2 gathers the weights of torch's layers in autocast's precision. Other code that uses the
+weights would get rounded values. `check_uses` detects such code in the first backward.
 
 FSDP2 gathers all other weights in full precision. A matrix product under autocast saves the cast
 weight for its backward. FSDP2 cannot free the casts, which would keep the full model in bf16 on
@@ -50,8 +50,8 @@ _WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
 SMALL_PART = 200
 """A weight keeps its dtype if it has less than 1 / 200 of the elements that FSDP2 gathers together,
 because a router may be called outside of autocast. A router has at most 1 / (2 h) of the elements,
-where h is the width of the experts' hidden layer. The smallest projection of a large model's
-attention has 1 / 100."""
+where h is the width of the experts' hidden layer. The smallest attention projection of a large
+model has 1 / 100 of the elements."""
 VIEWS = (
     "(T|Transpose|Permute|View|UnsafeView|Split|SplitWithSizes|Chunk|Slice|Select|Squeeze|Unsqueeze"
     "|Expand|Alias|Unbind)"
@@ -78,7 +78,7 @@ class AutocastWeights:
 
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype) -> Self:
-        """Find the float32 weights that autocast casts whenever their module computes. Call this
+        """Find the float32 weights that autocast casts in each forward of their module. Call this
         method before the model's forwards are changed."""
         kinds = dict(_WEIGHTS)
         if transformers := sys.modules.get("transformers.pytorch_utils"):
@@ -292,8 +292,8 @@ class _Cast:
         return source
 
     def again(self) -> Tensor:
-        """If the gathered weight is freed, return a tensor without memory. A backward also unpacks
-        saved tensors that the backward does not use."""
+        """Return a tensor without memory if FSDP2 has freed the gathered weight. Autograd also
+        unpacks saved tensors that the backward does not use."""
         if not self.weight.untyped_storage().nbytes():
             device = self.weight.device
             freed = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)

@@ -30,7 +30,7 @@ Point = tuple[float, float]
 
 @dataclass(slots=True)
 class Series:
-    """Values over rising steps. A value may be NaN or infinite."""
+    """The values of a curve over ascending steps. A value may be NaN or infinite."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -86,11 +86,13 @@ class Chart:
     unit: Unit = ""
     from_zero: bool = False
     logarithmic: bool | None = None
-    """True for a logarithmic axis, with zero at the lower edge. None to choose by the values."""
+    """True for a logarithmic axis with a zero at the lower edge, None to choose by the values. None
+    to choose by the values."""
     note: str = ""
     marks: Sequence[EventMark] = ()
     microseconds: int | None = None
-    """End of a time axis, on which steps are microseconds. None if the axis shows steps."""
+    """End of a time axis, on which steps are microseconds. None if the horizontal axis shows
+    steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,5 +381,6 @@ def _data(line: Curve, points: Sequence[DownsampledPoint]) -> dict[str, Any]:
 
 
 def _short(value: float) -> float | str:
-    """Round to five digits. NaN and infinity become text, because JSON has no such numbers."""
+    """Round to five significant digits. NaN and infinity become text, because JSON has no such
+    numbers."""
     return float(f"{value:.5g}") if math.isfinite(value) else format_number(value)

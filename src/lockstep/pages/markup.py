@@ -17,7 +17,7 @@ class Html(str):
 
 
 Content: TypeAlias = "str | Iterable[Content] | None"
-"""Text, which is escaped, or HTML. A content of None is left out."""
+"""Text, which is escaped, or HTML. None adds nothing to the page."""
 
 
 @dataclass(frozen=True, slots=True)

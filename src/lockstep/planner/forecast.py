@@ -33,7 +33,8 @@ LIMITS = {
     "contention": "network (beside computation)",
     "loader": "loader",
 }
-"""Maps the keys of `Prediction.by_limit` to text. The other keys are names of mesh axes."""
+"""Maps the keys of `Prediction.by_limit` to text. All other keys of `Prediction.by_limit` are names
+of mesh axes."""
 HEAD = (
     *("plan", "step", "80% of such plans", "samples/s", "memory", "limited by"),
     "twice the network",

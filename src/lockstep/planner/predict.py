@@ -1,5 +1,5 @@
-"""Predicts the time and memory of a recipe's step under a plan. The step is traced on some ranks,
-then simulated on a cluster."""
+"""Predicts the time and memory of a recipe's step under a plan. Traces the step on some ranks, then
+simulates it on a cluster."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PCIE_BYTES_PER_SECOND = 25e9
 HOST_BYTES_PER_SECOND = 25e9
 """Memory bandwidth of the host for each of its eight devices, 200e9 / 8."""
 TRACED = 3
-"""Number of microbatches in a trace. The simulation repeats the middle microbatch."""
+"""Number of microbatches in a trace. The simulation repeats the middle microbatch of the trace."""
 ROUNDS = 3
 
 
@@ -49,7 +49,7 @@ ROUNDS = 3
 class _Shape:
     microbatch: int
     count: int
-    """Number of microbatches on the rank with the most."""
+    """Number of microbatches of the rank that has the most microbatches."""
     traced: int
     load: float
     """Mean number of microbatches of a rank, relative to the rank with the most."""

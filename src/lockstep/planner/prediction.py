@@ -120,7 +120,7 @@ class Outcome:
     prediction: Prediction | None = None
     reason: str | None = None
     is_refused: bool = False
-    """True if the plan is invalid for the recipe, however much memory a device has."""
+    """True if the recipe cannot run under the plan, even with unlimited device memory."""
 
     @property
     def seconds(self) -> float:

@@ -21,11 +21,11 @@ LESS_MEMORY: tuple[dict[str, Any], ...] = (
     {"checkpointing": "full", "microbatch_splits": 2},
     {"checkpointing": "full", "offload": True},
 )
-"""Changes to a plan that does not fit, in the order in which they are tried. Each needs less memory
-and more time than the previous one."""
+"""Changes to a plan that does not fit, in the order in which they are tried. Each change saves more
+memory and takes more time than the change before it."""
 SMALLER: tuple[dict[str, Any], ...] = tuple({"microbatch_splits": splits} for splits in (1, 2, 4))
-"""Smaller microbatches, which save memory without recomputing activations. The search tries them
-before `LESS_MEMORY`."""
+"""Smaller microbatches, which save memory without recomputing activations. The search tries smaller
+microbatches before the changes in `LESS_MEMORY`."""
 FILLED = 4
 """Microbatches per pipeline stage, if the recipe does not set the microbatch."""
 SCHEDULED = 3
@@ -34,7 +34,7 @@ SCHEDULES = ("interleaved", "zero-bubble")
 REFINED = 2
 """Number of the fastest plans to which each change in `REFINEMENTS` is applied."""
 REFINEMENTS: tuple[dict[str, Any], ...] = ({"sharding": "gradients"}, {"compile": True})
-"""Changes that may make a plan faster. Each change is tried on the fastest plans so far."""
+"""Changes that may make a plan faster. The search tries each change on the fastest plans so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +105,8 @@ Evaluate = Callable[[Sequence[Plan]], Sequence[Outcome]]
 
 
 def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
-    """Return the outcome of each plan, the fastest first. A plan that fits is not tried with
-    changes that save memory."""
+    """Return the outcome of each plan, the fastest first. A plan that fits into memory is not
+    changed to save memory."""
     outcomes: list[Outcome] = []
     plans = {plan: _held_bytes(plan, space) for plan in layouts(space)}
     smallest = min(plans.values(), default=0)

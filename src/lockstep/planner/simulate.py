@@ -58,8 +58,8 @@ class Costs:
         return self.processes * self.load / self.cores
 
     def lateness(self, seconds: float) -> float:
-        """Return the delay of the slowest process if processes share cores. A process waits for the
-        whole time slices of other processes."""
+        """Return the delay of the slowest process if processes share cores. A delayed process waits
+        for whole time slices of other processes."""
         if (shared := self.processes_per_core) <= 1:
             return 0.0
         return min(seconds * (math.ceil(shared) / shared - 1), self.slice_seconds / 2)
@@ -163,7 +163,8 @@ class Simulation:
         return True
 
     def _work(self, rank: _Rank, seconds: float, stream: int = 0) -> None:
-        """Add host time. A CPU has no stream of its own, so host time delays the kernels, too."""
+        """Add host time. Host time also delays kernels on a CPU, because a CPU has no separate
+        stream."""
         rank.host += seconds
         if self._costs.is_synchronous:
             rank.streams[stream] += seconds
@@ -185,7 +186,7 @@ class Simulation:
 
     def _count_as_launches(self, rank: _Rank, idle: float) -> None:
         """Count an idle time of the default stream as `launches`, together with the kernel before
-        it. A faster device would shorten neither."""
+        it. A faster device would shorten neither the idle time nor the kernel."""
         kind, seconds = rank.latest
         rank.spent[kind] -= seconds
         rank.spent["launches"] += idle + seconds
@@ -257,7 +258,7 @@ class Simulation:
 
 
 def simulate(traces: Sequence[TracedStep], costs: Costs) -> StepTime:
-    """Simulate one trace for each pipeline stage. Stages may share a trace."""
+    """Simulate one trace for each pipeline stage. Several stages may have the same trace."""
     first = {id(trace): place for place, trace in reversed(list(enumerate(traces)))}
     ranks = [_Rank(at, trace.items, at - first[id(trace)]) for at, trace in enumerate(traces)]
     per_core = costs.processes_per_core / len(ranks)
@@ -304,7 +305,7 @@ def _fuses(one: Compute, other: Compute) -> bool:
 
 
 def repeated(trace: TracedStep, traced: int, microbatches: int) -> TracedStep:
-    """Extend a trace of three microbatches to `microbatches` by repeating the second one."""
+    """Extend a trace of three microbatches to `microbatches`: repeat its second microbatch."""
     if traced == microbatches:
         return trace
     assert traced == 3, "a shorter step is traced with three microbatches"

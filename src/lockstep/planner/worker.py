@@ -36,7 +36,8 @@ from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
 
 MOST_COPIES = 8
-"""A model that fake tensors cannot trace must fit this many times into the host's memory."""
+"""Factor by which the host's memory must exceed the size of a model that fake tensors cannot
+trace."""
 LOADER = "loader"
 MEASURED_SECONDS = 1.0
 """Time for which the data loader is measured."""
@@ -65,7 +66,7 @@ def train(recipe: Recipe) -> None:
 
 def _fork(path: Path, compute: Callable[[], float | Outcome]) -> int:
     """Fork a process that writes the result of `compute` to `path` as JSON. If `compute` raises,
-    the process writes the error."""
+    the process writes the error to `path`."""
     own = os.getpid()
     if process := os.fork():
         return process
@@ -223,8 +224,8 @@ class LoaderTime:
     def added_to(
         self, prediction: Prediction, plan: Plan, *, processes: int, cores: float
     ) -> Prediction:
-        """Add the time of data loading to a prediction. Loader workers load while the process
-        computes."""
+        """Add the time of data loading to a prediction. The loader's workers load in parallel with
+        the computation."""
         noted = replace(prediction, note="; ".join(filter(None, (prediction.note, self.note))))
         own, samples = cores / processes, prediction.microbatch * prediction.microbatches
         workers = plan.workers if isinstance(plan.workers, int) else max(1, int(own))

@@ -28,9 +28,9 @@ class Balance:
     that choose the expert, divided by the number of tokens. P is the mean of the router's
     probability for the expert. 0: no balance loss."""
     over: Over = "microbatch"
-    """The tokens over which f and P are measured. `microbatch`: the microbatch. `step`: the global
-    batch, exact for any size of microbatch. `sample`: each sample. `previous`: f over the previous
-    step's global batch, P over this step's."""
+    """The tokens over which f and P are measured. `microbatch`: the tokens of each microbatch.
+    `step`: the global batch, exact for any size of microbatch. `sample`: each sample. `previous`: f
+    over the previous step's global batch, P over this step's."""
     bias_rate: float = 0.0
     """Change of the router's bias after each step (DeepSeek-V3). The bias rises for experts with
     fewer tokens of the global batch than the mean, and falls for the other experts. 0: the bias is
@@ -40,7 +40,8 @@ class Balance:
     no z-loss."""
     per_layer: bool = True
     """True: the sum of the layers' balance losses. False: one loss of f and P averaged over the
-    layers (`aux_loss` of transformers). One layer can then make up for another."""
+    layers (`aux_loss` of transformers). In the averaged loss, one layer can make up for another
+    layer."""
     routers: abc.Sequence[str] | None = None
     """Names of the modules that return the routers' logits, in the order of the layers. `*` stands
     for any text. None: the sibling of each module of experts whose weight has a row for each

@@ -1,5 +1,5 @@
-"""Digests of a recipe's functions. Resumed runs and joining processes compare them to find edited
-code."""
+"""Digests of a recipe's functions. A resumed run or a joining process compares the digests to find
+edited code."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ class RecipeCode(NamedTuple):
 
 
 def code_and_objects_of(recipe: Recipe, unread: Collection[Any] = ()) -> Digests:
-    """Digest each function of the recipe and the objects that it uses. Objects in `unread` are
-    skipped."""
+    """Digest each function of the recipe and the objects that it uses. Skips objects in
+    `unread`."""
     ids = frozenset(map(id, unread))
     return {
         name: parts(function, objects=True, unread=ids)
@@ -137,9 +137,9 @@ def _functions(recipe: Recipe) -> dict[str, Any]:
 def parts(
     function: Any, *, objects: bool = False, unread: frozenset[int] = frozenset()
 ) -> dict[str, str]:
-    """Digest a function's code and the values that it uses. Line numbers and docstrings are
-    ignored. Trained parameters count only by dtype and shape. With `objects`, the contents of the
-    user's objects are included."""
+    """Digest a function's code and the values that it uses. The digests ignore line numbers and
+    docstrings. Trained parameters count only by dtype and shape. With `objects`, the contents of
+    the user's objects are included."""
     return digest_parts(_RecipeReader(objects, unread).parts(function), _PARTS)[0]
 
 

@@ -56,8 +56,8 @@ class HuggingFaceStream:
 
 @dataclass(frozen=True, slots=True)
 class EveryNth:
-    """An iterable, read as `shards` shards. Shard k has the samples k, k + shards, and so on. Every
-    shard reads the whole iterable."""
+    """An iterable dataset, read as `shards` shards. Shard k has the samples k, k + shards, and so
+    on. Every shard reads the whole iterable."""
 
     data: Iterable[Any]
     shards: int
@@ -70,8 +70,8 @@ class EveryNth:
 
 
 class StreamOfStreams:
-    """A stream made of other streams. Only a run can read it, because the order of its samples
-    follows from the run's seed."""
+    """A stream made of other streams. Only a run can read the stream, because the order of the
+    samples follows from the run's seed."""
 
     __slots__ = ()
 
@@ -121,7 +121,7 @@ class Stream:
     """Function of (shard, epoch, start) that returns an iterable of the shard's samples in that
     epoch, without the first `start` samples. The samples and their order must depend on shard and
     epoch only. A source that cannot seek reads and discards the first `start` samples. `start` is 0
-    unless a run is resumed. In a resumed run, it is a multiple of `window`, or the shard's
+    unless a run is resumed. In a resumed run, `start` is a multiple of `window`, or the shard's
     length."""
     shards: int = field(kw_only=True)
     """Number of logical shards, a multiple of the microbatches in a global batch. `open` is called

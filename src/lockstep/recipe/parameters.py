@@ -36,8 +36,8 @@ class Parameter:
     high: float | None = None
     log: bool = False
     step: float | None = None
-    """Distance between allowed values, counted from `low`. None: any value is allowed, and for an
-    int any whole number."""
+    """Distance between allowed values, counted from `low`. With None, any value is allowed; an int
+    may be any whole number."""
     choices: tuple[Value, ...] = ()
     """All allowed values. Empty: every value between the bounds is allowed."""
 
@@ -219,7 +219,7 @@ def param(
     choices: Sequence[T] | None = None,
 ) -> T:
     """Return the value of a hyper-parameter: from `--set name=value`, the trial of a search, or the
-    resumed run. Otherwise return `default`. The value is the same on every rank.
+    resumed run. Return `default` if no value is given. The value is the same on every rank.
 
     - `low`, `high`: bounds, both inclusive.
     - `choices`: all allowed values, instead of bounds. Without bounds and choices, a search does
@@ -227,9 +227,9 @@ def param(
     - `log`: a search samples the logarithm of the value. `step`: distance between values.
     - With an int `default`, all values are whole numbers.
 
-    Call it on every rank, before the `Recipe` is created. The values are written to `run.json`.
-    Raises `RecipeError` for contradictory values, for a parameter that is declared twice in
-    different ways, and after the recipe was created.
+    Call `param` on every rank, before the `Recipe` is created. The run directory's `run.json`
+    contains the values of all hyper-parameters. Raises `RecipeError` for contradictory values, for
+    a parameter that is declared twice in different ways, and after the recipe was created.
     """
     if choices is not None and len(choices) == 0:
         raise RecipeError(

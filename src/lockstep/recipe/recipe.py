@@ -1,5 +1,5 @@
 """The recipe: everything that decides what is learned. A recipe never names a rank, a world size, a
-device or a host. `lockstep.plan.Plan` names them, and says how a recipe is executed."""
+device or a host. `lockstep.plan.Plan` decides how a recipe is executed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Sum:
 @dataclass(frozen=True, slots=True)
 class Loss:
     """A loss whose denominator is known only after the forward. The step minimises Σ `total` / Σ
-    `weight`. Both sums run over all microbatches of the step on all ranks."""
+    `weight`. Both sums run over all microbatches of a step on all ranks."""
 
     total: Tensor
     """Scalar tensor with a gradient: the sum over this microbatch."""
@@ -100,8 +100,8 @@ class Evaluation:
     """
 
     data: Any
-    """A map-style dataset. It is read in order. Random augmentation is the same in every
-    evaluation."""
+    """A map-style dataset. An evaluation reads the dataset in order. Random augmentation is the
+    same in every evaluation."""
     every: int | Literal["epoch"] | None = None
     """Number of steps between evaluations, or "epoch" for an evaluation after each epoch. None:
     only after the last step. The last step is always evaluated."""
@@ -112,11 +112,12 @@ class Evaluation:
     """Number of samples in one forward. None: `Recipe.microbatch`, or 1 with a `batch_sampler`."""
     collate: Callable[[list[Any]], Any] | None = None
     """Function of a list of samples that returns a batch. None: torch's `default_collate`.
-    `Recipe.collate` is not used, because it may augment. A function that only pads can be given to
-    both."""
+    `Recipe.collate` is not used, because it may augment. A collate function that only pads can be
+    given to both the training and the evaluation."""
     loss: Callable[[Any, Any], Any] | None = None
     """The loss to measure, with the arguments of `Recipe.loss`. The function returns a scalar, an
-    `ls.Loss`, or a dict of scalars. `Recipe.weight` is not used. None: `Recipe.loss`."""
+    `ls.Loss`, or a dict of scalars. An evaluation does not use `Recipe.weight`. None:
+    `Recipe.loss`."""
     weights: Literal["current", "average"] = "current"
     """The weights to measure: the model's weights, or the moving average of the run's
     `ls.ExponentialMovingAverage`."""
@@ -174,7 +175,7 @@ class Weights:
     works too. A torch.save file has a state dict, or nested dicts, whose keys are joined by
     dots."""
     names: Mapping[str, str | None] = field(default_factory=dict)
-    """Maps names in the file to names in the model, or to None to skip the tensor. `*` stands for
+    """Maps tensor names in the file to names in the model; None skips the tensor. `*` stands for
     any text, once in each name: {"module.*": "*"}. The first matching pattern is used. A name
     without a match is unchanged."""
     missing: Literal["refuse", "keep"] = "refuse"
@@ -235,7 +236,8 @@ class Recipe:
     data: Any
     """A map-style dataset, with `len(data)` and `data[i]`, or a `Stream`. A `Stream` needs
     `microbatch` and `steps`. If the dataset has `__getitems__(indices)`, it is called once for each
-    microbatch. A list that it returns is collated. Any other value is used as the batch."""
+    microbatch. A list that it returns is collated. If it returns another type than a list, the
+    value is used as the batch."""
     loss: Callable[[Any, Any], Any] | None = None
     """Function of (output, batch) that returns a scalar tensor, a `Sum`, or a dict of them. Without
     `inputs`, its arguments are (model, batch), and it may also return a `Loss`. A scalar is the
@@ -251,17 +253,17 @@ class Recipe:
     """Number of samples in one optimizer step, over all ranks. None is allowed only with
     `batch_sampler`."""
     microbatch: int | Literal["auto"] | None = None
-    """Number of samples in one forward and backward. None: one microbatch per rank; dropout then
-    depends on the plan. `auto`: the fastest size, measured at the start of the run. A resumed run
-    keeps the measured size."""
+    """Number of samples in one forward and backward. With None, each rank computes one microbatch,
+    and dropout depends on the plan. `auto`: the fastest size, measured at the start of the run. A
+    resumed run keeps the measured size."""
     steps: int | None = None
     """Number of optimizer steps. Batches may span two epochs. Give this or `epochs`."""
     epochs: int | None = None
     """Number of passes over the data. The last batch of each pass may be short. Give this or
     `steps`."""
     drop_last: bool = False
-    """With `epochs`, leave out the last batch of each epoch if it is short. The samples left out
-    differ from epoch to epoch."""
+    """With `epochs`, leave out the last batch of each epoch if it is short. Each epoch leaves out
+    different samples, because of the shuffle."""
     sampler: Callable[[int, int], Any] | None = None
     """Function of (epoch, seed) that returns the indices of an epoch's samples, in order: weighted,
     balanced, a curriculum. All epochs must have the same length. The function must be pure. The
@@ -277,8 +279,8 @@ class Recipe:
     arguments, or one tensor."""
     weight: Callable[[Any], Any] | None = None
     """Function of the collated batch on the CPU that returns the denominator of a `Sum`, a number.
-    If the loss is a dict, it returns a dict of the denominators of its `Sum`s, by name. Terms that
-    are plain scalars have no denominator."""
+    If `loss` returns a dict, `weight` returns a dict of the denominators of the `Sum`s, by name.
+    Terms that are plain scalars have no denominator."""
     collate: Callable[[list[Any]], Any] | None = None
     """Function of a list of samples that returns a batch, used for training only. For evaluations,
     see `Evaluation.collate`. None: torch's `default_collate`."""
@@ -287,12 +289,12 @@ class Recipe:
     optimizer that returns a torch LRScheduler. A ReduceLROnPlateau follows the evaluations' `loss`,
     or the metric of `ls.OnMetric`. None: constant rates."""
     clip_norm: float | None = None
-    """Maximum norm of the gradient of all parameters together. A larger gradient is scaled down to
-    it. None: no clipping."""
+    """Maximum norm of the gradient of all parameters together. A gradient with a larger norm is
+    scaled down to `clip_norm`. None: no clipping."""
     precision: Precision | Literal["auto"] = "fp32"
     """Precision of the forward: `fp32`, or autocast to `bf16` or `fp16` (with loss scaling).
-    Parameters keep their dtype. `auto`: the fastest precision that the device supports in hardware,
-    measured at the start of the run. A resumed run keeps the measured precision."""
+    Parameters keep their dtype. `auto`: the fastest precision with hardware support, measured at
+    the start of the run. A resumed run keeps the measured precision."""
     gradient_compression: str = "none"
     """Compression of gradients between replicas, for slow networks: `none`, `bf16`, `fp16`, `int8`
     or `powersgd:RANK`. On more than one process, compression changes what is learned."""
@@ -310,13 +312,13 @@ class Recipe:
     stages: abc.Sequence[str] | None = None
     """Names of the modules between which a pipeline may be cut. `*` stands for any text:
     `["embedding", "blocks.*", "head"]`. The forward must call them in this order, each with the
-    output of the previous one. Each module has its own random stream. None: the members of an
-    `nn.Sequential`; other models cannot be pipelined."""
+    output of the previous one. Each named module draws from a separate random stream. None: the
+    members of an `nn.Sequential`; other models cannot be pipelined."""
     experts: abc.Sequence[str] | None = None
     """Names of the modules that hold a layer's experts, in stacked parameters. `*` stands for any
     text: `["blocks.*.experts"]`. The forward of the modules takes tokens (S, D), the chosen experts
-    (S, k) and their weights (S, k). None: the modules whose parameters and forward have this
-    form."""
+    (S, k) and their weights (S, k). With None, lockstep finds the modules that have such parameters
+    and such a forward."""
     sequence: Sequence | None = None
     """The sequences that context parallelism (the plan's `context`) divides among ranks, their
     documents and positions. None: `ls.Sequence()`. The model then must not draw random numbers."""
@@ -475,8 +477,8 @@ class Recipe:
 
     @property
     def evaluations(self) -> dict[str, Evaluation]:
-        """All evaluations, by the prefix of their metrics' names, such as "valid/". The prefix of a
-        single evaluation is empty."""
+        """All evaluations, by the prefix of their metrics' names, such as "valid/". A single
+        evaluation has an empty prefix."""
         if isinstance(self.evaluation, Mapping):
             return {f"{name}/": evaluation for name, evaluation in self.evaluation.items()}
         return {} if self.evaluation is None else {"": self.evaluation}

@@ -18,10 +18,9 @@ LEAST_BEFORE = 7
 """A step is only compared if at least this many logged steps precede it."""
 SPREAD = 12.0
 """Smallest distance of a spike from the median of the preceding steps, in median absolute
-deviations. Of 100 runs whose losses are only noise, about 2 have such a spike."""
+deviations. About 2 of 100 runs whose losses are only noise have a spike of this size."""
 LEADS = 6.0
-"""Smallest distance from the median of a step that belongs to the spike after it, in median
-absolute deviations."""
+"""Smallest distance of the step before a spike from the median, in median absolute deviations."""
 RATIO = 4.0
 """A microbatch or sample is the cause if its gradient norm is this many times the median of the
 others."""
@@ -29,9 +28,9 @@ JUMP_LEADS = 8
 """Number of logged steps in which a jump of the learning rate can cause a spike."""
 
 Cause = Literal["sample", "microbatch", "learning rate", "changed", "once", "machine", "all alike"]
-"""`changed`: code, recipe or environment differ from the run. `once`: only replays from a later
-checkpoint reproduce the run. `machine`: no replay reproduces the run. `all alike`: the whole batch
-has a large gradient."""
+"""`changed`: code, recipe or environment differ from the run. `once`: only replays from later
+checkpoints reproduce the jump. `machine`: no replay reproduces the run. `all alike`: the whole
+batch has a large gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,8 +229,8 @@ def _not_finite(
 
 
 def samples_not_finite(replay: Replay) -> list[int | str]:
-    """Return the samples in which a step's first values that are not finite occur. Return none if
-    the data are finite and the computation is the cause."""
+    """Return the samples in which a step's first values that are not finite occur. Return an empty
+    list if the samples are finite, so that the computation is the cause."""
     bad = replay.first_not_finite
     samples: list[int | str] = []
     for each, place in bad:

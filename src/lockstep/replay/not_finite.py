@@ -16,9 +16,9 @@ class NotFinite:
     stage: Stage
     layer: str = ""
     operation: str = ""
-    """The class of the module, or autograd's operation in the backward."""
+    """Class name of the module, or the name of autograd's node in the backward."""
     is_in_model: bool = True
-    """False for an operation of the backward outside the model."""
+    """False for a node of the backward that does not belong to the model."""
     parameter: str | None = None
     """Name of a parameter or buffer of the module that is not finite; None if all are finite."""
     samples: Sequence[int | str] = ()
@@ -59,8 +59,8 @@ def first_words(place: NotFinite | None) -> str:
 def first_not_finite(
     microbatches: Iterable[tuple[bool, Sequence[NotFinite]]],
 ) -> list[NotFinite | None]:
-    """Return the first computation of each microbatch that is not finite. A computation that is not
-    finite in a finite microbatch too, such as a mask, is skipped."""
+    """Return the first computation of each microbatch that is not finite. Skips computations, such
+    as masks, that are also not finite in a finite microbatch."""
     given = list(microbatches)
     usual = {each.place for is_finite, places in given if is_finite for each in places}
     return [

@@ -50,10 +50,10 @@ class ReplayedMicrobatch:
 
     by_sample: Sequence[float] | None = None
     """Squared norm of the gradient that flows through each sample's rows of the model's output.
-    None if it was not requested or not possible."""
+    None if the norms were not requested or cannot be measured."""
     places: Sequence[NotFinite] = ()
-    """Computations whose result is not finite, in order. Empty under a plan that divides or
-    compiles the model."""
+    """Computations whose result is not finite, in order. Empty if the plan divides or compiles the
+    model."""
 
     @property
     def norm(self) -> float | None:
@@ -121,8 +121,8 @@ class Replay:
     run_plan: str
     loss: float
     squares: Mapping[str, float]
-    """Squared gradient norm of the step, by block, before clipping. Empty if the loss is not
-    finite."""
+    """Squared gradient norm of the step, by block, before clipping. Empty if the loss of the step
+    is not finite."""
     microbatches: Sequence[ReplayedMicrobatch]
     before: Sequence[Mapping[str, float]] = ()
     on_the_way: Sequence[StepComparison] = ()

@@ -119,8 +119,8 @@ class FiniteWatch:
         return after
 
     def _not_finite(self, tensors: Iterable[Tensor]) -> list[int | str] | None:
-        """Return the samples whose rows are not finite; None if all values are finite. Return no
-        samples if the tensor has no row for each sample."""
+        """Return the samples whose rows are not finite; None if all values are finite. Return an
+        empty list if no tensor has a row for each sample."""
         count = len(self._samples)
         for each in tensors:
             finite = torch.isfinite(to_local(each.detach()))

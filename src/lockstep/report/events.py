@@ -122,7 +122,8 @@ def _time_marks(run: RunHistory, seconds: float) -> Iterator[TimeMark]:
 
 
 def _group_nearby(events: Iterable[RunEvent], seconds: float) -> list[EventGroup]:
-    """Group events of one kind that would overlap. The most severe groups come last."""
+    """Group events of one kind that would overlap. The groups with the most severe events come
+    last."""
     found: dict[str, list[list[RunEvent]]] = {}
     for event in events:
         groups = found.setdefault(event.kind, [])

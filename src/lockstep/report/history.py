@@ -144,8 +144,8 @@ class RunHistory:
 
     @property
     def attempts(self) -> list[Attempt]:
-        """One attempt for each start of the run's processes. A recovery in place does not start
-        them."""
+        """One attempt for each start of the run's processes. A recovery in place continues the same
+        attempt."""
         recoveries = [
             (event.time - seconds_of(event, "open_seconds"), event.time)
             for event in self.events

@@ -17,7 +17,7 @@ from lockstep.report.history import RunEvent, RunHistory, seconds_of
 
 _Progress = Sequence[tuple[float, int]]
 _NO_LOSS = frozenset({"preempted", "out-of-memory"})
-"""A restart after an event of these kinds is not a loss."""
+"""Kinds of events after which a restart does not count as the loss of a worker."""
 
 MAX_LOSSES = 100
 _MOST_STEPS = 2**53
@@ -26,8 +26,8 @@ _PARTS = {"wait": "line-1", "open": "line-0", "steps again": "line-4"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerLoss:
-    """The loss of a worker process after which the run continued. Values that were not recorded are
-    None."""
+    """The loss of a worker process after which the run continued. A field is None if its value was
+    not recorded."""
 
     time: float
     reason: str
@@ -39,7 +39,7 @@ class WorkerLoss:
     none."""
     step: int
     wait_seconds: float | None
-    """Time from the loss until all processes were ready."""
+    """Time from the loss of the worker until all processes were ready."""
     open_seconds: float
     """Time to restore the state after all processes were ready."""
     repeated_steps: int | None

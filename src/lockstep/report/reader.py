@@ -152,7 +152,7 @@ def _memory(folder: Path, unreadable: dict[str, int]) -> MemoryProfile | None:
 
 
 def _holder(folder: Path) -> LockHolder | None:
-    """Read the lock file without locking it. A lock could make a starting run fail."""
+    """Read the lock file without locking it. Taking the lock could make a starting run fail."""
     try:
         values = read_object(folder, "lock", 4096)
         pid, host = values["pid"], str(values["host"])

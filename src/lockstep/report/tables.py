@@ -167,8 +167,8 @@ def described_fields(run: RunHistory) -> dict[str, dict[str, Any]]:
 
 
 def run_differences(runs: Sequence[RunHistory]) -> list[tuple[str, str, list[Any]]]:
-    """Return the fields in which runs differ. Each entry has a section, a field and the value of
-    each run."""
+    """Return the recipe and plan fields that differ between runs. Each entry has a section, a field
+    and the value of each run."""
     described = [described_fields(run) for run in runs]
     differences: list[tuple[str, str, list[Any]]] = []
     for about in ("Recipe", "Plan", "Environment"):

@@ -84,8 +84,8 @@ def misplaced(
     options: Iterable[str], arguments: Sequence[str], script: str, *, imports: str | None = None
 ) -> list[str]:
     """Return the `options` of the command that are among the script's arguments (before any `--`)
-    and that the script does not mention. Returns none if the script does not import the package
-    `imports`, because it may pass its arguments on."""
+    and that the script does not mention. Returns an empty list if the script does not import the
+    package `imports`, because such a script may pass its arguments on."""
     own = takewhile(lambda argument: argument != "--", arguments)
     names = {argument.partition("=")[0] for argument in own if argument[:2] == "--"} & set(options)
     if not names:

@@ -1,7 +1,7 @@
 """A command's request to the processes that run the script. The request is a JSON file, whose path
-is in an environment variable. It names a module and the function in it that answers the request.
-`install` returns the overrides and hooks of a run. `train(recipe)` replaces the training. Does not
-import torch."""
+is in an environment variable. The request names a module and the function in it that answers the
+request. `install` returns the overrides and hooks of a run. `train(recipe)` replaces the training.
+The module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The main loop of a hyper-parameter search. The loop starts trials, answers their messages, and
-records their results."""
+"""The main loop of a hyper-parameter search."""
 
 from __future__ import annotations
 
@@ -264,7 +263,8 @@ class Search:
             )
 
     def _stop(self, error: UserError) -> None:
-        """End the search with an error. The running trials save and end first."""
+        """End the search with an error. Running trials save a checkpoint and end before the error
+        is raised."""
         self._error = self._error or error
         self._ends_early = True
         self._server.signal(signal.SIGTERM)

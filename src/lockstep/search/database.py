@@ -28,8 +28,8 @@ _LOCKS = {
     "postgresql": "SELECT pg_advisory_lock(('x' || :name)::bit(64)::bigint)",
     "mysql": "SELECT GET_LOCK(:name, 1000000)",
 }
-"""Maps SQL dialects to statements that wait for a lock. The lock is released when the connection
-ends."""
+"""Maps SQL dialects to statements that wait for a lock. The database releases a lock when the
+connection ends."""
 _PACKAGES = {
     "MySQLdb": "mysqlclient",
     "psycopg": "'psycopg[binary]'",
@@ -104,7 +104,8 @@ def study_in_file(path: Path, name: str) -> optuna.Study:
 
 
 def _check_schema(url: str, tables: set[str]) -> None:
-    """Refuse a database without Optuna's tables. Optuna would add its tables to it."""
+    """Refuse a database without Optuna's tables. Optuna would add its tables to any other
+    database."""
     if not {"studies", "trials", "version_info", "alembic_version"} <= tables:
         raise LaunchError(
             f"{without_password(url)} holds no search; it may be another file or database; give"

@@ -1,5 +1,6 @@
 """A server process for Linux that imports torch once, and forks the processes of each trial. A
-training of a small model starts in a fraction of a second. Each process ends with its parent."""
+training of a small model starts in a fraction of a second. A forked process ends when the process
+that started it ends."""
 
 from __future__ import annotations
 

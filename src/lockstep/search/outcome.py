@@ -33,8 +33,8 @@ class TrialOutcome:
     is_mistake: bool = False
     """True for a mistake in the script or the command line. Every trial would fail with it."""
     alike: str | None = None
-    """A text that is equal for all failures with the same cause in the script. None if the script
-    did not cause a failure."""
+    """A text that is equal for all failures with the same cause in the script. None if the failure
+    has another cause than the script."""
 
 
 def finished_outcome(folder: Path, metric: str) -> TrialOutcome | None:

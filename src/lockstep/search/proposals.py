@@ -84,8 +84,8 @@ class Proposals:
 
     @property
     def ready(self) -> int:
-        """Number of trials that may start. In population-based training, trials wait for the
-        previous generation."""
+        """Number of trials that may start. In population-based training, a trial waits for all
+        trials of the previous generation."""
         self._look()
         if self._request.sampler != "pbt" or not self._parameters:
             return self.wanted
@@ -124,8 +124,8 @@ Given = Callable[[int], Mapping[str, Value] | None]
 
 
 class PerTrialSampler(BaseSampler):
-    """Makes a sampler for each trial, seeded with the trial's number. A resumed search proposes the
-    same values as an uninterrupted one."""
+    """Makes a sampler for each trial, seeded with the trial's number. A resumed search then
+    proposes the same values as an uninterrupted search."""
 
     def __init__(self, make: Callable[[int], BaseSampler], seed: int, given: Given) -> None:
         self._make, self._seed, self._given = make, seed, given
@@ -189,8 +189,8 @@ def pruner_of(name: PrunerName, every: int | None, steps: int | None) -> BasePru
 
 
 def first_rung(every: int | None, steps: int | None) -> int | None:
-    """Return the step at which ASHA prunes first, about 1/9 of the training. Optuna's default is
-    the first evaluation, which may be too early."""
+    """Return the step at which ASHA prunes first, about 1/9 of the training. Optuna's default, the
+    first evaluation, may be too early to prune."""
     if every is None or steps is None:
         return every
     # the third pruning would then be after the end of the training

@@ -22,8 +22,8 @@ class TrialResult:
     state: State
     parameters: Mapping[str, Value]
     value: float | None = None
-    """The metric at the end of the training. For a pruned trial, the metric at its last
-    evaluation."""
+    """The metric at the end of the training. For a pruned trial, the metric of its last evaluation
+    before the pruning."""
     values: Mapping[int, float] = field(default_factory=dict)
     """Maps the steps of evaluations to the metric."""
     started: float | None = None

@@ -174,8 +174,8 @@ class TrialStorage:
         claimed.trial.set_user_attr("seconds", before + seconds)
 
     def claim(self, wanted: int) -> ClaimedTrial | None:
-        """Return an interrupted trial, or a new one with a number below `wanted`. Return None if
-        there is none."""
+        """Return an interrupted trial, or a new one with a number below `wanted`. Return None if no
+        trial can be claimed."""
         with alone(self.url, self._request.name):
             trials, storage = self._trials(), self.study._storage
             for trial in trials:
@@ -344,7 +344,7 @@ def _result(trial: FrozenTrial) -> TrialResult:
 
 def importance_of(study: optuna.Study) -> dict[str, float]:
     """Return the share of the metric's variance that each parameter explains, by PED-ANOVA
-    (Watanabe et al. 2023). Return nothing if there are too few trials."""
+    (Watanabe et al. 2023). Return an empty dict if the study has too few trials."""
     if len(study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])) < 2:
         return {}
     # imports scikit-learn, if it is installed

@@ -97,8 +97,8 @@ def train_command(results: SearchResults, trial: TrialResult) -> str:
 
 
 def failures(results: SearchResults) -> list[tuple[str, list[int]]]:
-    """Return the reasons of failures, the most frequent first. Reasons that differ only in numbers
-    count as one reason."""
+    """Return the reasons of failures, the most frequent first. Failure messages that differ only in
+    numbers count as one reason."""
     by_reason: dict[str, tuple[str, list[int]]] = {}
     for trial in results.trials:
         if trial.state == "failed":

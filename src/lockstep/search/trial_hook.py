@@ -1,10 +1,10 @@
 """A hook in the processes of a trial that reports each evaluation to the search, and stops a pruned
 trial.
 
-Rank 0 sends three kinds of messages. `opened` has the script's parameters and their values. The
-answer says if the trial is refused, because the script differs from the search's script. `refused`
-reports a mistake that every trial would repeat, and has no answer. `report` has the metric at a
-step. The answer says if the trial is pruned.
+Rank 0 sends three kinds of messages to the search. `opened` has the script's parameters and their
+values. The answer to `opened` says if the trial is refused, because the script differs from the
+search's script. `refused` reports a mistake that every trial would repeat, and gets no answer.
+`report` has the metric at a step. The answer to `report` says if the trial is pruned.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ MADV_COLLAPSE = 25
 
 def move_into_huge_pages() -> None:
     """Move this process's memory into huge pages, which makes forks cheaper. A fork copies a table
-    entry for each page. For 240 MB that takes 17 ms with pages of 4 KiB, and 1 ms with pages of 2
+    entry for each page. A fork of 240 MB takes 17 ms with pages of 4 KiB, and 1 ms with pages of 2
     MiB. The move takes 400 ms. Does nothing before Linux 6.1."""
     if sys.platform != "linux":
         return

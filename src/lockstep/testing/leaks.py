@@ -56,8 +56,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """Resources that snapshots leave out, because they outlive the code under test. The processes
-    of a `WorkerPool` are an example."""
+    """Resources that snapshots leave out, because they outlive the code under test. For example,
+    the processes of a `WorkerPool`."""
 
     processes: Collection[int] = ()
     """Process ids. Snapshots leave out these processes and their descendants."""
@@ -68,11 +68,10 @@ class Exempt:
 def take(kinds: Collection[Kind] = KINDS, exempt: Exempt | None = None) -> Snapshot:
     """Take a snapshot of the resources that this process holds, of the given kinds.
 
-    These are descendant processes (including zombies), Python threads, TCP ports that this process
-    or a descendant listens on, open file descriptors, environment variables and the working
-    directory, and files in /dev/shm and in the temporary folder. A test session should have its own
-    temporary folder (`tempfile.gettempdir()`), because otherwise files of other programs are
-    included.
+    The kinds are descendant processes (including zombies), Python threads, TCP ports that this
+    process or a descendant listens on, open file descriptors, environment variables and the working
+    directory, and files in /dev/shm and in the temporary folder. Files of other programs are
+    included unless the test session has a private temporary folder (`tempfile.gettempdir()`).
     """
     exempt = exempt or Exempt()
     family = _family(exempt) if ("process" in kinds or "port" in kinds) and _has_children() else {}
@@ -109,8 +108,8 @@ def remaining(
     before: Snapshot, exempt: Exempt | None = None, timeout_seconds: float = 3.0
 ) -> list[str]:
     """Return a sentence for each leak since `before`. Waits up to `timeout_seconds` for threads and
-    processes to end. Collects garbage, because a reference cycle may hold a descriptor. Leaves out
-    files in /dev/shm that unrelated processes map."""
+    processes to end. Collects garbage first, because a reference cycle may hold a file descriptor.
+    Leaves out files in /dev/shm that unrelated processes map."""
     kinds = tuple(before.found)
     deadline = time.monotonic() + timeout_seconds
 
@@ -382,7 +381,7 @@ def _shared_memory() -> Found:
 
 
 def _mapped_by_others(paths: Collection[str]) -> set[str]:
-    """Return the paths that unrelated processes map. Files are identified by inode, because a
+    """Return the paths that unrelated processes map. The function compares inodes, because a
     process maps a new semaphore under a temporary name."""
     files = {}
     for path in paths:

@@ -14,8 +14,8 @@
         assert pool.run(2, mean_of_ranks) == [0.5, 0.5]
 
 Importing torch takes seconds; a fork of a process that has imported it takes about ten
-milliseconds. So one process, the nursery, imports the modules that workers need, and forks the
-workers of every run. Each run has new processes, so that no state reaches the next run. Linux only.
+milliseconds. One process, the nursery, imports the modules that workers need, and forks the workers
+of every run. Each run has new processes, so that no state reaches the next run. Linux only.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ NURSERY_ENVIRONMENT = dict.fromkeys(
 
 class WorkerFailed(WorkerError):
     """A rank raised an exception, was killed, leaked a resource, or did not answer in time. The
-    text has its traceback or stacks."""
+    error text has the rank's traceback, or the stacks of the ranks."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
@@ -92,16 +92,16 @@ class _Worker:
 
 
 class WorkerPool:
-    """Runs functions on new processes with a Gloo process group. Only one thread may use it at a
-    time.
+    """Runs functions on new processes with a Gloo process group. Only one thread may use a pool at
+    a time.
 
     `max_workers` is the largest world size. `preload` names modules that the nursery imports before
     the first run, in addition to torch and the modules of the functions. If an import fails, the
     run fails. With `check_leaks`, a run fails if a rank leaks a process, a thread, a listening
     port, an open descriptor or an environment variable.
 
-    The nursery starts with the pool, and imports in the background. `close`, or leaving the `with`
-    block, ends it. Raises `LaunchError` if the platform has no `os.pidfd_open`.
+    The nursery process starts with the pool, and imports modules in the background. `close`, or
+    leaving the `with` block, ends it. Raises `LaunchError` if the platform has no `os.pidfd_open`.
     """
 
     def __init__(
@@ -136,18 +136,18 @@ class WorkerPool:
         """Call `function(*args)` on ranks 0 to `world_size` - 1 at the same time. Returns the
         results in rank order.
 
-        Each rank is a new process. It has a default Gloo group over loopback (also at world size
-        1), this process's working directory, `sys.path` and environment, the variables that
-        torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT),
-        no visible GPU, one intra-op thread (OMP_NUM_THREADS=1 unless this process sets it), and
-        fixed seeds of Python, NumPy and torch. The function must be at the top level of a module.
-        It, its arguments and its results are pickled.
+        Each rank is a new process. The process has a default Gloo group over loopback (also at
+        world size 1), this process's working directory, `sys.path` and environment, the variables
+        that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+        MASTER_PORT), no visible GPU, one intra-op thread (OMP_NUM_THREADS=1 unless this process
+        sets it), and fixed seeds of Python, NumPy and torch. The function must be at the top level
+        of a module. The function, its arguments and its results are pickled.
 
         Raises a rank's own `UserError`, caused by a `WorkerFailed`; `WorkerFailed` for any other
         exception, for a rank that died or leaked a resource, and for ranks that do not answer
-        within `timeout_seconds`, with their stacks. The other ranks are killed at once. Raises
-        `LaunchError` if `world_size` is more than `max_workers`, or if the function cannot be
-        pickled.
+        within `timeout_seconds`, with their stacks. If a rank fails, the other ranks are killed at
+        once. Raises `LaunchError` if `world_size` is more than `max_workers`, or if the function
+        cannot be pickled.
         """
         if not 1 <= world_size <= self.max_workers:
             raise LaunchError(
@@ -404,7 +404,7 @@ def _with_cause(
     pending: list[_Worker], arrived: dict[int, bytes | None]
 ) -> dict[int, bytes | None]:
     """Return the answers by rank. Waits for more answers if none is a `UserError`. A rank may have
-    lost the connection to a rank that is about to report an error."""
+    failed because it lost the connection to a rank that is about to report an error."""
     deadline = time.monotonic() + CAUSE_SECONDS
     while all(answer is not None and not _is_user_error(answer) for answer in arrived.values()):
         others = [worker for worker in pending if worker.rank not in arrived]

@@ -57,8 +57,8 @@ DUMP_SIGNAL = signal.SIGRTMIN + 7
 JOINED, RESULT, LEFT, FAILED = b"J", b"R", b"L", b"F"
 MASTER_ADDRESS = "127.0.0.1"
 RUNS_BEFORE_MOVE = 10
-"""Number of runs of the test pool after which its memory is moved into huge pages. Forks are then
-cheaper."""
+"""Number of runs of the test pool after which its memory is moved into huge pages. Later forks of
+the pool then take less time than before the move."""
 # Seconds by which the process group's timeout exceeds the pool's, so that a hanging run always ends
 # with its stacks.
 LONGER_SECONDS = 5.0
@@ -144,9 +144,9 @@ def import_for(name: str, file: str | None) -> ModuleType:
 
 
 def loopback_store() -> TCPStore:
-    """Return the server of a TCPStore on the loopback interface only. By default TCPStore listens
-    on every interface, over IPv6, and looks up ::ffff:127.0.0.1 by DNS. Each client waits five
-    seconds if that lookup is not answered."""
+    """Return the server of a TCPStore on the loopback interface only. By default, TCPStore listens
+    on every IPv6 interface, and looks up ::ffff:127.0.0.1 by DNS. Each client waits five seconds if
+    that lookup is not answered."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in its __all__
 
     listener = socket.create_server((MASTER_ADDRESS, 0))
@@ -279,8 +279,8 @@ def _load(task: dict[str, Any], payload: bytes) -> tuple[Callable[..., Any], tup
 
 
 def _join(task: dict[str, Any]) -> Callable[[], list[str]]:
-    """Create the default process group. Returns a function that destroys the group and describes
-    the resources that the worker has leaked."""
+    """Create the default process group. Return a function that destroys the process group and
+    describes the resources that the worker has leaked."""
     from torch import distributed
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in its __all__
 
@@ -318,7 +318,7 @@ def _answer_failure(pipe: Connection, error: BaseException) -> None:
 
 
 def _pickled(error: UserError) -> bytes:
-    """Pickle the error. If that fails, pickle its type and its text."""
+    """Pickle the error. If pickling fails, pickle the error's type and text."""
     try:
         payload = pickle.dumps(error)
         if str(pickle.loads(payload)) == str(error):

@@ -100,8 +100,8 @@ class ExpertBalance:
             )
 
     def counts_of_f(self, microbatch: int) -> dict[str, list[int]]:
-        """Return, for each layer, the token counts that the microbatch's balance loss used. Waits
-        for the device."""
+        """Return each layer's token counts in the balance loss of the microbatch. Waits for the
+        device."""
         loads = self._of_f.get(microbatch, {})
         return {name: load[:-MORE].tolist() for name, load in loads.items()}
 
@@ -184,7 +184,7 @@ class ExpertBalance:
             self._microbatch_loads[routed.microbatch] = loads + before
 
     def know_loads(self) -> None:
-        """Every rank calls it before the first backward."""
+        """Every rank must call this method before the first backward."""
         self._global_loads = self._summed()
         if self._microbatch_loads:
             summed = torch.cat(list(self._microbatch_loads.values()))
@@ -195,7 +195,7 @@ class ExpertBalance:
             self._microbatch_loads = dict(zip(self._microbatch_loads, parts, strict=True))
 
     def terms(self, loss: Any, routed: Routed) -> Any:
-        """Every rank that computes a part of the microbatch calls it."""
+        """Every rank that computes a part of the microbatch must call this method."""
         self.check_own(loss)
         if not self.balance.has_terms:
             return loss
@@ -264,7 +264,7 @@ class ExpertBalance:
         return routed.loads
 
     def terms_of(self, routed: Routed) -> dict[str, Sum]:
-        """Every rank that computes a part of the microbatch calls it."""
+        """Every rank that computes a part of the microbatch must call this method."""
         self._check_logits(routed.choices)
         terms = {}
         if self.balance.coefficient:
@@ -335,7 +335,7 @@ class ExpertBalance:
                     )
 
     def reduce(self) -> None:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         self.loads = self._summed() if self._global_loads is None else self._global_loads
 
     def _summed(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 The method is gradient caching (Gao et al., "Scaling Deep Contrastive Learning Batch Size under
 Memory Limited Setup", 2021). A first forward without gradients collects the outputs of all
-microbatches. A second forward and a backward then run for each microbatch.
+microbatches. A second forward, with a backward, runs for each microbatch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def gather_columns(
     sizes: Sequence[int],
 ) -> list[Tensor]:
     """Concatenate the rows of all microbatches on the CPU, in the order of the samples. Every rank
-    of `data` calls it."""
+    of `data` must call this function."""
     mine, count = list(parts.values()), _count(data, what, parts)
     return [
         samples_in_order(
@@ -86,7 +86,7 @@ def _count(data: World, what: str, parts: Mapping[int, Columns]) -> int:
 
 def distinct_kinds(data: World, kinds: Mapping[int, Any]) -> list[tuple[int, Any]]:
     """Return (first microbatch with the value, value) for each distinct value of all ranks. Every
-    rank of `data` calls it."""
+    rank of `data` must call this function."""
     everyone = data.gather_values(_firsts(kinds.items()))
     return _firsts(sorted(chain.from_iterable(everyone), key=itemgetter(0)))
 
@@ -108,8 +108,8 @@ WHAT = "the batch loss"
 
 
 class BatchLoss:
-    """A loss over the whole global batch. Call it for each microbatch, after `collect`. It returns
-    a loss term that carries the microbatch's part of the gradient."""
+    """A loss over the whole global batch. Call it for each microbatch, after `collect`. The call
+    returns a loss term that carries the microbatch's part of the gradient."""
 
     def __init__(
         self, loss: Gathered, spans: Spans, current: Callable[[], Microbatch], *, watched: bool
@@ -129,7 +129,7 @@ class BatchLoss:
         call: Callable[[Any], Any],
         autocast: AbstractContextManager[Any],
     ) -> None:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         parts: dict[int, Columns] = {}
         with torch.no_grad():
             for item, batch in batches:

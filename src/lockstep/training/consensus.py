@@ -59,7 +59,7 @@ class Consensus:
         return bool(self._mine(may_stop))
 
     def agree(self, results: Sequence[StepResult], *, may_stop: bool) -> Request:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         if results:
             raised = self._any_flag([result.flags for result in results], wait=may_stop)
         else:  # all models have skipped the step
@@ -71,7 +71,7 @@ class Consensus:
         return merge([Request(*each) for each in everyone])
 
     def agree_to_stop(self) -> str | None:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         everyone = self.mesh.world.gather_values(self.request().stop)
         return next((reason for reason in everyone if reason is not None), None)
 
@@ -80,7 +80,7 @@ class Consensus:
         return mine if may_stop or mine.stop is None else Request(None, mine.save, mine.end)
 
     def _any_flag(self, flags: Sequence[Tensor | bool], *, wait: bool) -> bool:
-        """Return True if any rank set its flag. On a GPU without `wait`, use the flags of the
+        """Return True if any rank set its flag. On a GPU with `wait=False`, return the flags of the
         previous step, which the host can read without waiting."""
         on_gpu = [
             flag

@@ -24,7 +24,7 @@ class Probe(Protocol):
     """Observes the forward and the backward of each microbatch, for `lockstep verify`."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """The returned context exits when the next microbatch is requested."""
+        """The context exits when the next microbatch is requested."""
 
     def before_backward(
         self, module: int, microbatch: int, total: Tensor, grad_output: Tensor
@@ -40,14 +40,14 @@ class Probe(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeginAt:
-    """The checkpoint of another run from which this run starts. `auto` settings of this run get the
-    other run's values."""
+    """The checkpoint of another run from which this run starts. An `auto` setting of this run gets
+    the measured value of the other run."""
 
     folder: str
     """Path or URL of the other run's folder, which is only read."""
     before: int | None
-    """Start from the newest undamaged checkpoint with fewer steps than this number. None: start at
-    step 0, without a checkpoint."""
+    """Start from the newest undamaged checkpoint with fewer steps than this number. With None,
+    start at step 0 without a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,9 +45,9 @@ def error_of_determinism(error: BaseException | None, plan: object) -> PlanError
 
 
 class FillsInFirstStep(Hook):
-    """Stops torch from filling new tensors with NaN after the first step. Filling takes a tenth of
-    the step time. If code reads a tensor before writing it, the first step's loss is NaN, which
-    raises an error."""
+    """Stops torch from filling new tensors with NaN after the first step. Filling new tensors with
+    NaN takes a tenth of the step time. If code reads a tensor before writing it, the first step's
+    loss is NaN, which raises an error."""
 
     def after_step(self, run: Run) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is a module's property

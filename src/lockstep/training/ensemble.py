@@ -33,11 +33,12 @@ class Ensemble(nn.Module):
     ) -> None:
         """Build the members.
 
-        - `model`: function that returns a member, as in `Recipe`, together with `runs`. Or the list
-          of members, without `runs`.
+        - `model`: function that returns a member, as in `Recipe`, together with `runs`. Without
+          `runs`, `model` is the list of members.
         - `runs`: for each member, the folder of a run that has ended, or a .safetensors file.
-        - `combine`: function of the list of the members' outputs that returns one output. None: the
-          mean of each tensor, also in nested tuples, lists and mappings.
+        - `combine`: function of the list of the members' outputs that returns one output. With
+          `combine=None`, the output is the mean of each tensor, also in nested tuples, lists and
+          mappings.
 
         Raises `RecipeError`.
         """

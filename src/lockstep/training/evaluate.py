@@ -84,7 +84,8 @@ class Evaluator:
         self._is_first = True
 
     def measure(self, step: int, speeds: tuple[float, ...]) -> dict[str, float]:
-        """Every rank calls it. Seeds the default random generators before each microbatch."""
+        """Every rank must call this method. Seeds the default random generators before each
+        microbatch."""
         plan = self.plan
         self.assignment = MicrobatchAssignment(plan.data_ranks, plan.has_rounds, speeds=speeds)
         with in_evaluation_mode(self.module.model), torch.no_grad():
@@ -205,7 +206,7 @@ class Evaluator:
         return means
 
     def _names(self, rows: dict[int, Sums]) -> list[str]:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         (_, names), *others = distinct_kinds(
             self.mesh.data, {index: list(row) for index, row in rows.items()}
         )

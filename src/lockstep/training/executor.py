@@ -40,8 +40,8 @@ Score = Callable[[Microbatch, Any, Any, Any], T]
 """Function of (microbatch, batch, output, loss) that returns the microbatch's part of an
 evaluation."""
 EVALUATED_TOGETHER = 2
-"""Number of microbatches that a pipeline stage evaluates before the next stage begins. The
-activations of these microbatches are in memory at the same time."""
+"""Number of microbatches that a pipeline stage evaluates before the next stage begins. A stage
+keeps the activations of this number of microbatches in memory."""
 
 
 class Accumulation(Protocol):
@@ -92,7 +92,7 @@ class Executor(Protocol):
     why_no_loop: str | None
     """Reason why the script cannot loop over `Step.microbatches`. None if it can."""
     recorder: RoutingRecorder | None
-    """Records the experts that routers choose. None if the model has no `balance`."""
+    """Records the experts that routers choose. None if the recipe has no `balance`."""
 
     def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None: ...
 
@@ -113,8 +113,8 @@ class Executor(Protocol):
         """Return a microbatch's output for all tokens, given this rank's part."""
 
     def on_output_rank(self, compute: Callable[[], Any]) -> Any:
-        """Call `compute` on the rank that has the model's output. All ranks return its JSON value
-        or raise its error."""
+        """Call `compute` on the rank that has the model's output. All ranks return the JSON value
+        of `compute`, or raise its error."""
 
 
 @dataclass(slots=True)

@@ -20,7 +20,8 @@ class LeftOut:
     contain the changed ones."""
 
     def __init__(self, model: nn.Module, held: Collection[str]) -> None:
-        """Create it before a checkpoint is loaded. Changes count from its creation."""
+        """Create it before a checkpoint is loaded. `changed` compares with the values at its
+        creation."""
         saved = dict(tensors_in_state(model, held))
         ours = set(map(id, saved.values()))
         named = (
@@ -46,7 +47,7 @@ class LeftOut:
 
     def agree(self, world: World) -> None:
         """Make `changed` return a tensor on all ranks if the tensor has changed on any rank. Every
-        rank calls it."""
+        rank must call this method."""
         for names in world.gather_values(sorted(self.changed())):
             self._agreed |= set(names)
 
@@ -88,8 +89,8 @@ def not_persistent(model: nn.Module) -> set[str]:
 def complete_state_dict(
     model: nn.Module, held: Collection[str], changed: Mapping[str, Tensor], world: World
 ) -> dict[str, Any]:
-    """Return the state dict, and the tensors outside of it that an optimizer holds or that have
-    changed. Every rank calls it."""
+    """Return the model's state dict, with the tensors of `held` and `changed` that the state dict
+    leaves out. Every rank must call this function."""
     state = dict(model.state_dict())
     transient = not_persistent(model)
     more = {

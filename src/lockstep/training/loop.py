@@ -82,7 +82,7 @@ class LoopOptions:
 
 
 def set_up_loop(training: Training, options: LoopOptions) -> Batching:
-    """Every rank calls it."""
+    """Every rank must call this function."""
     plan, data, mesh = training.context.plan, options.data, training.context.mesh
     _check_options(plan, options)
     if not training.modules:
@@ -224,7 +224,7 @@ def report_kernels(training: Training) -> None:
 
 
 def _order(training: Training, options: LoopOptions) -> SampleOrder | None:
-    """Every rank calls it."""
+    """Every rank must call this function."""
     if options.sampler is None and options.batch_sampler is None:
         return None
     order = order_of(
@@ -355,7 +355,7 @@ def compare_data(
     training: Training, name: str, digests: Digests, *, is_trained_on: bool = False
 ) -> None:
     """Compare samples of a dataset between ranks. Training data is also compared with the resumed
-    run's. Every rank calls it."""
+    run's. Every rank must call this function."""
     everyone = [
         Digests(**theirs) for theirs in training.context.world.gather_values(asdict(digests))
     ]

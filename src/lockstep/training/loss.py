@@ -52,8 +52,8 @@ def rows_per_sample(name: str, batch: Any, samples: int) -> int:
 
 
 def batch_rows(batch: Any, samples: int) -> int | None:
-    """Return the number of rows of the batch's tensors or lists. None: nothing has rows. -1: the
-    tensors have different numbers of rows, and none has `samples` rows."""
+    """Return the number of rows of the batch's tensors or lists. Returns None if the batch has no
+    rows. Returns -1 if the tensors have different numbers of rows, and none has `samples` rows."""
     if isinstance(batch, Tensor | np.ndarray):
         return len(batch) if batch.ndim else None
     if is_dataclass(batch):
@@ -93,8 +93,8 @@ NAME = "loss_module"
 
 
 def with_loss_in_model(recipe: Recipe) -> Recipe:
-    """Make a loss that has parameters a submodule of the model. Optimizers and checkpoints then
-    find the parameters."""
+    """Make a loss that has parameters a submodule of the model. The optimizer and checkpoints then
+    include the loss's parameters."""
     if not isinstance(recipe.loss, nn.Module) or not any(
         parameter.requires_grad for parameter in recipe.loss.parameters()
     ):
@@ -159,12 +159,12 @@ class LossKind(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """One microbatch's part of a step. The backward of `grad_output * total` computes its
-    gradient."""
+    """One microbatch's part of a step. The backward of `grad_output * total` computes the
+    microbatch's gradient."""
 
     total: Tensor  # scalar with a gradient
     grad_output: Tensor
-    """NaN if the loss is not finite. The summed gradient is then NaN on all ranks."""
+    """NaN if the loss is not finite. A NaN makes the summed gradient NaN on all ranks."""
     # scalar: the microbatch's part of the step's loss; the unscaled total of an `ls.Loss`
     value: Tensor | float
     weight: Tensor | None  # scalar; for an `ls.Loss` only
@@ -434,7 +434,7 @@ def _forward_known(
 
 @lru_cache(maxsize=64)
 def _constant(value: float, dtype: torch.dtype) -> Tensor:
-    """Return a cached scalar. Do not change it in place."""
+    """Return a cached scalar. The cached tensor must not be changed in place."""
     return torch.tensor(value, dtype=dtype)
 
 
@@ -488,7 +488,7 @@ def _number(name: Any, value: Any) -> float:
 
 def _ignore_index_in(batch: Any) -> str | None:
     """Return the index expression of a tensor that contains torch's ignore index, such as
-    "['labels'][1]". Return "" if the batch is the tensor."""
+    "['labels'][1]". Return "" if the batch is a tensor that contains the ignore index."""
     if isinstance(batch, Tensor):
         if batch.dtype not in (torch.int64, torch.int32) or not batch.is_cpu or not batch.numel():
             return None

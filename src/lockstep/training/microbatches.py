@@ -116,7 +116,7 @@ class Batching:
         return next(each for first, each in reversed(self._assignments) if first <= step)
 
     def reassign(self, assignment: MicrobatchAssignment, *, first: int, done: int) -> None:
-        """Every rank calls it. No rank may have requested step `first` yet."""
+        """Every rank must call this method. No rank may have requested step `first` yet."""
         assert first > self.requested, "what a rank has requested, it computes"
         settled = max(0, min(done, self.requested))
         oldest = max(at for at, _ in self._assignments if at <= settled)
@@ -344,11 +344,11 @@ class Microbatches:
         mine = batching.mine_among(assignment, self.count)
         self.own_count = sum([not is_dummy for _, is_dummy in mine])  # without dummies
         self.weights: Weights | None = None
-        """Maps a loss term to its denominator over the global batch. None without a weight
-        function."""
+        """Maps a loss term to its denominator over the global batch. None if the recipe has no
+        weight function."""
         self.positions = None if positions is None else dict(positions)
-        """Maps a stream shard to its position after the step. Valid once all microbatches are
-        fetched."""
+        """Maps a stream shard to its position after the step. Complete once all microbatches of the
+        step are fetched."""
         self.recomputed = batching.recomputed(step, self.count)
         self._indices = batching.recomputed_here(step, self.count)
         others = len(self._indices) - self._indices.count(None)
@@ -359,7 +359,7 @@ class Microbatches:
 
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
         """Set `weights` to the sums over all ranks, and return the names of the loss terms. Every
-        rank calls it."""
+        rank must call this method."""
         self.keep()
         assert self._kept is not None, "kept just now"
         try:
@@ -479,7 +479,8 @@ def from_data(
 
 
 def from_indices(batching: Batching, *, first: int = 0) -> Iterator[Microbatches]:
-    """Without data, a microbatch's batch is its range of indices in the global batch."""
+    """Yield microbatches for training without data: each batch is a range of indices in the global
+    batch."""
     for step in range(first, batching.steps):
         start, _ = batching.span(step)
         batching.requested = step

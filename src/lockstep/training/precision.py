@@ -34,7 +34,7 @@ def autocast(
 
 
 class _Autocast:
-    """A reentrant autocast context. One torch.autocast object that is entered twice would leave
+    """A reentrant autocast context. A torch.autocast object that is entered twice would leave
     autocast on."""
 
     def __init__(self, make: Callable[[], torch.autocast]) -> None:

@@ -67,7 +67,7 @@ def build_model(
     weights: Weights | None,
 ) -> ParallelModel:
     """Build the model. The names of pretrained `weights` are matched, but the weights are not
-    loaded. Every rank calls it."""
+    loaded. Every rank must call this function."""
     mesh = context.mesh
     check_sequence(context.plan, options.sequence)
 
@@ -120,7 +120,7 @@ def prepare(
     schedule: Callable[[Any], Any] | None,
     weights: Weights | None,
 ) -> TrainModule:
-    """Every rank calls it."""
+    """Every rank must call this function."""
     check_factory(
         "session.prepare(build_model)",
         factory,

@@ -35,12 +35,13 @@ class PretrainedWeights:
     weights: Weights
     tensors: TensorFiles
     theirs: Mapping[str, Sequence[str]]
-    """Maps a model's tensor to its names in the file. A tied tensor may have several names."""
+    """Maps a model's tensor to its names in the file. A tied tensor of the model may have several
+    names in the file."""
     kept: Sequence[str]  # the model's tensors that are not in the file
 
     @classmethod
     def of(cls, weights: Weights, model: nn.Module, world: World) -> PretrainedWeights:
-        """Every rank calls it, before the model is parallelized."""
+        """Every rank must call this method, before the model is parallelized."""
         with ExitStack() as stack:
 
             def opened() -> tuple[PretrainedWeights, Any]:
@@ -58,7 +59,8 @@ class PretrainedWeights:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, world: World) -> dict[str, Any]:
-        """Load this rank's part of the weights, and close the file. Every rank calls it."""
+        """Load this rank's part of the weights, and close the file. Every rank must call this
+        method."""
         state = {
             name: tensor
             for name, tensor in named_tensors(model, self.theirs)
@@ -256,6 +258,6 @@ def _not_alike(path: str) -> str:
 
 
 def _exchange(call: Callable[[], tuple[T, Any]], world: World) -> tuple[T, list[Any]]:
-    """Return the JSON values of all ranks. A `RecipeError` of any rank is raised on all ranks."""
+    """Return the JSON values of all ranks. If any rank has a `RecipeError`, all ranks raise it."""
     mine, told = raise_on_all_ranks(world, call, RecipeError)
     return mine, world.gather_values(told)

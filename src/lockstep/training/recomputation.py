@@ -21,7 +21,7 @@ class Recomputation:
     """Checksums of another rank's microbatch, which this rank recomputed."""
     decide: Callable[[], MicrobatchChecksums]
     """Lets a third rank recompute a microbatch for which two ranks got different gradients. Every
-    rank calls it. The step's summed gradients are lost."""
+    rank must call this method. The recomputation overwrites the step's summed gradients."""
     names: Sequence[str]
 
     @property

@@ -64,7 +64,8 @@ def hook_states(training: Training) -> dict[str, HookState]:
 
 
 def why_not_set_back(before: Mapping[str, HookState], now: Mapping[str, HookState]) -> str | None:
-    """Return the reason why a recovery cannot restore a hook. Return None if it can."""
+    """Return the reason why a recovery cannot restore a hook. Return None if a recovery can restore
+    all hooks."""
     for name, state in before.items():
         current = now[name]
         changed = [
@@ -119,8 +120,8 @@ def _learned(training: Training) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """The full training state after a step, in a process that is not sharded. Its tensors are not
-    copies."""
+    """The full training state after a step, in a process that is not sharded. The held tensors are
+    not copies."""
 
     step: int
     tensors: Mapping[str, Tensor]
@@ -139,11 +140,11 @@ def values_to_hold(training: Training, values: Mapping[str, Any]) -> dict[str, A
 
 
 class ReplicaReader:
-    """Reads the newest state in the memory of any rank. Ranks without the state get it by
+    """Reads the newest state in the memory of any rank. Ranks without the state receive a
     broadcast."""
 
     def __init__(self, held: HeldState | None, world: World) -> None:
-        """Every rank creates one."""
+        """Every rank must create a `ReplicaReader`."""
         steps = world.gather_values(-1 if held is None else held.step)
         newest = max(steps)
         self._source = steps.index(newest)
@@ -164,7 +165,7 @@ class ReplicaReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Every rank calls it, with the same names."""
+        """Every rank must call this method, with the same names."""
         for name, target in state.items():
             local = to_local(target).detach()
             if self._held is not None:
@@ -207,7 +208,7 @@ class Recovery:
         self.why_no_state = "no process holds the state, and there is no image"
         self._is_restored = False
         self.can_replace = False
-        """True once all processes can recover in place. All ranks have the same value."""
+        """True once all processes can recover in place. The value is the same on all ranks."""
         # True if this process has the whole state: no tensor is sharded, and the data is no stream
         self.is_replica = False
         # the largest step that this process has reached since its state was last restored
@@ -245,11 +246,11 @@ class Recovery:
 
     @property
     def is_under_way(self) -> bool:
-        """True from the loss of a process until the state is restored."""
+        """True after the loss of a process, until the state is restored."""
         return self.rejoin.is_rejoining
 
     def lost_holders(self, world: World) -> list[dict[str, Any]]:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         return (
             [each for each in world.gather_values(self.holder) if each is not None]
             if self.is_under_way
@@ -257,12 +258,12 @@ class Recovery:
         )
 
     def distrust(self) -> None:
-        """Make the next recovery use a checkpoint. Called when a rank has computed wrong
+        """Make the next recovery use a checkpoint. Called after a rank has computed wrong
         results."""
         self._distrusts = True
 
     def check_recipe(self, training: Training) -> None:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         set_back = [*self._watchers, *training.stateful.values(), *_learned(training)]
         mine = code_and_objects_of(self._recipe, set_back)
         first, *others = training.context.world.gather_values(mine)
@@ -276,7 +277,8 @@ class Recovery:
                     )
 
     def announce(self, run: Run, data: Any) -> None:
-        """Tell the launcher whether all processes can recover in place. Every rank calls it."""
+        """Tell the launcher whether all processes can recover in place. Every rank must call this
+        method."""
         plan = run.context.plan
         self.is_replica = not plan.state_divided and not isinstance(data, Stream)
         self._hooks_before = hook_states(run.training)
@@ -293,7 +295,7 @@ class Recovery:
 
     def reader(self, world: World, plan: Plan) -> tuple[str, StateReader] | None:
         """Return the newest state in memory: "replica" of a surviving process, or "image" from the
-        launcher. Every rank calls it."""
+        launcher. Every rank must call this method."""
         held = ReplicaReader(self._held if not plan.state_divided else None, world)
         self._reached = max(world.gather_values(self._reached))
         if any(world.gather_values(self._distrusts)):
@@ -344,8 +346,8 @@ class Recovery:
         self.rejoin.leave(partial(leave_groups, collect=False))
 
     def _hold(self, run: Run | None) -> int | str:
-        """Return the step of the state that this process holds, or the reason why it cannot recover
-        in place."""
+        """Return the step of the state in this process's memory, or the reason why the process
+        cannot recover in place."""
         if run is not None:
             self._reached = max(self._reached, run.step)
         if run is not None and self._is_restored and run.training.is_consistent and self.is_replica:

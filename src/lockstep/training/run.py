@@ -100,14 +100,15 @@ class Run:
         self.training.stop = reason
 
     def freeze(self, *patterns: str) -> None:
-        """Stop training the parameters of `model` with these names, from the next step on. `*`
-        stands for any text. The optimizer keeps their state. Every rank calls it, between two
-        steps. Raises `RecipeError`."""
+        """Stop training the parameters of `model` with these names, from the next step on. In a
+        pattern, `*` stands for any text. The optimizer keeps the state of frozen parameters. Every
+        rank must call this method, between two steps. Raises `RecipeError`."""
         self._set_trainable(patterns, to=False)
 
     def unfreeze(self, *patterns: str) -> None:
         """Train the parameters of `model` with these names, from the next step on. The optimizer
-        must hold the parameters. Every rank calls it, between two steps. Raises `RecipeError`."""
+        must hold the parameters. Every rank must call this method, between two steps. Raises
+        `RecipeError`."""
         self._set_trainable(patterns, to=True)
 
     def _set_trainable(self, patterns: Sequence[str], *, to: bool) -> None:
@@ -141,8 +142,8 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """Run the recipe's evaluations that have not run after this step, and return the metrics of
-        all evaluations. Every rank calls it, between two steps. Raises `RecipeError` if the recipe
-        has no evaluation."""
+        all evaluations. Every rank must call this method, between two steps. Raises `RecipeError`
+        if the recipe has no evaluation."""
         if self.training.measure is None:
             raise RecipeError(
                 "run.evaluate() without Recipe.evaluation; it measures the recipe's"
@@ -155,7 +156,7 @@ class Run:
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
         """Record an event. Events of rank 0 are written to events.jsonl. `step` is the number of
-        optimizer steps done at the event. None: the current number."""
+        optimizer steps done at the event. With `step=None`, the number of steps done so far."""
         event = self.context.recorder.event(name, self.step if step is None else step, **details)
         if self.training.has_started:
             self.training.hooks.call("on_event", self, event)
@@ -174,8 +175,8 @@ class Run:
     def full_state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """Return a copy of the state dict of `model` with full tensors on the CPU, for example for
         `save_pretrained`. The copy is the same on every rank and under every plan. Optimizers that
-        have modes are in evaluation mode during the copy. Every rank calls it. `model=None`: the
-        first model."""
+        have modes are in evaluation mode during the copy. Every rank must call this method.
+        `model=None`: the first model."""
         with ExitStack() as stack:
             for module in self.training.modules:
                 stack.enter_context(module.modes.evaluating())
@@ -186,8 +187,9 @@ class Run:
             }
 
     def gradient_norms(self, model: nn.Module | None = None) -> dict[str, float]:
-        """Return the gradient norm of each parameter that has a gradient, by name. Every rank calls
-        it, in `after_backward`. `model` is the hook's argument. None: the first model."""
+        """Return the gradient norm of each parameter that has a gradient, by name. Every rank must
+        call this method, in `after_backward`. `model` is the hook's argument. If `model` is None,
+        use the first model."""
         modules = self.training.modules
         module = next(each for each in modules if model is None or each.model is model)
         named = zip(module.names, module.parameters, strict=True)
@@ -200,13 +202,13 @@ class Run:
 
     def save(self, name: str, state_dict: Mapping[str, Any]) -> None:
         """Write the tensors of `state_dict` to the safetensors file `name` in the run directory.
-        Every rank calls it. Sharded tensors are written in full."""
+        Every rank must call this method. Sharded tensors are written in full."""
         self.context.recorder.save_tensors(name, self.context.mesh.union(state_dict))
 
     def include(self, name: str, state: Stateful) -> None:
         """Save the state of an object in the run's checkpoints, under `name`, and restore it when
-        the run is resumed. Every rank calls it, before a checkpoint is loaded: in `on_start` at the
-        latest. Raises `CheckpointError`."""
+        the run is resumed. Every rank must call this method, before a checkpoint is loaded: in
+        `on_start` at the latest. Raises `CheckpointError`."""
         if not isinstance(state, Stateful):
             raise CheckpointError(
                 f"include({name!r}, a {type(state).__name__}); it has no state_dict and"

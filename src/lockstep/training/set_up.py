@@ -146,8 +146,8 @@ def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:
 
 
 def refuse_single_samples(models: Sequence[nn.Module], batching: Batching) -> None:
-    """Make the first forward raise if an epoch's last global batch will give BatchNorm one value
-    per channel. torch would raise only at that batch."""
+    """Make the first forward raise if BatchNorm will get one value per channel in an epoch's last
+    global batch."""
     sizes = batching.last_of_epoch
     if 1 not in sizes or batching.assignment.slices:
         return
@@ -456,8 +456,8 @@ def set_up_computation(
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
-    """Make glibc keep freed memory. Otherwise glibc returns a step's gradients to the system and
-    gets the memory back page by page, which takes up to a fifth of a step."""
+    """Make glibc keep freed memory. By default, glibc returns freed gradients to the system and
+    page-faults them back, which takes up to a fifth of a step."""
     if sys.platform != "linux" or any(name in environ for name in OWN_SETTINGS):
         return False
     try:
@@ -471,7 +471,7 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
 
 def expand_segments(device: torch.device, environ: Mapping[str, str]) -> Remark | None:
     """Let CUDA's allocator expand its segments, which prevents fragmentation. On WSL, gVisor and
-    some virtual GPUs, every allocation would fail."""
+    some virtual GPUs, allocations with expandable segments would fail."""
     if any(name in environ for name in OWN_GPU_SETTINGS) or not set_allocator_settings(
         "expandable_segments:True"
     ):
@@ -483,8 +483,8 @@ def expand_segments(device: torch.device, environ: Mapping[str, str]) -> Remark 
 
 
 def cublas_workspace(environ: MutableMapping[str, str]) -> Remark | None:
-    """torch reads the setting at the first matrix product. The script may already have computed
-    one."""
+    """torch reads the setting at the first matrix product. Return a remark if the script may
+    already have computed a matrix product."""
     if cublas.VARIABLE in environ:
         return None
     environ[cublas.VARIABLE] = cublas.WORKSPACE

@@ -87,7 +87,7 @@ class StateReader(Protocol):
         """Maps a tensor's name to its dtype and shape."""
 
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Every rank calls it."""
+        """Every rank must call this method."""
 
 
 @dataclass(slots=True)
@@ -135,9 +135,9 @@ class _ModuleTensors:
     optimizers: list[OptimizerState]
     tied: dict[str, str]
     places: list[tuple[Mapping[Any, Any], Sequence[Any]]]
-    """Each dict that holds tensors, and its values when the cache was filled."""
+    """Each dict that holds tensors, with its values at the time when the cache was filled."""
     states: Sequence[tuple[Optimizer, object]]
-    """Each optimizer, and its `state` when the cache was filled."""
+    """Each optimizer, with its `state` dict at the time when the cache was filled."""
 
     @classmethod
     def find(cls, module: TrainModule, number: int) -> _ModuleTensors:
@@ -191,8 +191,8 @@ class KnownTensors:
 def restore(
     reader: StateReader, modules: Sequence[TrainModule], others: Mapping[str, Stateful], mesh: Mesh
 ) -> None:
-    """Every rank calls it. After an error, the values of models, optimizers and `others` are
-    undefined."""
+    """Every rank must call this function. After an error, the values of models, optimizers and
+    `others` are undefined."""
     values, now = reader.manifest.values, state_of((), others).tensors
     targets: dict[str, Tensor] = {}
     states = []
@@ -487,7 +487,7 @@ def _check_same_parts(
 def _check_tensors(
     targets: Mapping[str, Tensor], saved: Mapping[str, tuple[str, tuple[int, ...]]], mesh: Mesh
 ) -> None:
-    """Every rank calls it."""
+    """Every rank must call this function."""
     mine = {
         name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         for name, tensor in targets.items()

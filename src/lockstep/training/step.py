@@ -63,8 +63,8 @@ class Step:
         self.samples = source.samples
         """Number of samples in the global batch."""
         self.count = source.count
-        """Number of microbatches in the global batch, over all ranks. If SyncBatchNorm splits
-        microbatches over ranks, the number of parts."""
+        """Number of microbatches in the global batch, over all ranks. The parts of microbatches
+        that SyncBatchNorm splits over ranks count separately."""
         self.source = source
         self.weights = source.weights
         self.committed: dict[int, StepResult] = {}
@@ -78,11 +78,12 @@ class Step:
         self._probe = training.context.overrides.probe
         self._computed: tuple[Any, Any] | None = None
         self._is_repeated = False
-        """True while an optimizer's closure computes the step's gradient again."""
+        """True while an optimizer's closure computes the gradient of the same step again."""
         # with several models, the backward of one may rightly change the gradients of another
         alone = self._compares and len(training.modules) == 1
         self._gradients = training.modules[0].reducer.gradient_versions() if alone else None
-        """Version counters of the `.grad` tensors, to detect a backward that the script calls."""
+        """Version counters of the `.grad` tensors, which detect a `loss.backward()` in the
+        script."""
         self._current: Microbatch | None = None
         self._recomputation: Recomputation | None = None
         self._passes = 0
@@ -98,10 +99,10 @@ class Step:
         self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any] | Gathered
     ) -> None:
         """Compute forward and backward of all microbatches of this rank, in a session with one
-        model. Works under every plan. Every rank calls it.
+        model. Works under every plan. Every rank must call this method.
 
-        `inputs` and `loss` are as in `Recipe`. `loss` may be a `batch_loss`. Raises `LossError`,
-        `RecipeError`.
+        `inputs` and `loss` are as in `Recipe`. `loss` may be the result of `ls.batch_loss`. Raises
+        `LossError`, `RecipeError`.
         """
         number = self._number_of(None)
         if self._computed is not None:
@@ -165,8 +166,8 @@ class Step:
         return checksums
 
     def _hold_backwards(self) -> bool:
-        """Return True if all forwards run before the first backward. Waiting backwards keep the
-        activations of all microbatches. So backwards wait only if no rank has more than one
+        """Return True if all forwards run before the first backward. Held backwards keep the
+        activations of all microbatches in memory. Hold backwards only if each rank has at most one
         microbatch, or if activation checkpointing keeps only the blocks' inputs. Returns the same
         on every rank."""
         assigned, plan = self.source.layout.assignment, self._training.context.plan
@@ -239,9 +240,9 @@ class Step:
         """Yield the batch of each microbatch of this rank. Each batch has its own random
         generators. A rank may have no microbatches.
 
-        After a `commit`, it can be iterated again for another model, with the same batches and
-        other random numbers. `dummies`: True if the loop checks `is_dummy`. If False, raises
-        `RecipeError` under a plan in which a rank must compute dummies.
+        The method can be iterated again after a `commit`, for another model: with the same batches
+        and new random numbers. `dummies`: True if the loop checks `is_dummy`. With `dummies=False`,
+        raises `RecipeError` under a plan in which a rank must compute dummies.
         """
         self._refuse_recomputation("a loop over step.microbatches()", "step.compute(inputs, loss)")
         for module in self._modules:
@@ -266,7 +267,7 @@ class Step:
         self._seed_loop()
 
     def _seed_loop(self) -> None:
-        """Seed the generators after the script's loop. Otherwise the generators would continue the
+        """Seed the generators after the script's loop. Unseeded generators would continue the
         random stream of this rank's last microbatch, which differs between ranks."""
         if self._run.recipe is None:
             context = self._training.context
@@ -277,8 +278,8 @@ class Step:
     @property
     def is_dummy(self) -> bool:
         """True while this rank's microbatch is a dummy. A dummy belongs to another rank and is
-        computed only because forwards have collectives. Its gradient is discarded. Ignore all other
-        results of a dummy."""
+        computed only because forwards have collectives. The gradient of a dummy is discarded.
+        Ignore all other results of a dummy."""
         return self._current is not None and self._current.is_dummy
 
     def backward(self, loss: Any, optimizer: Any = None) -> None:
@@ -435,14 +436,14 @@ class Step:
         closure: Callable[[], object] | None = None,
     ) -> None:
         """Reduce, scale and clip the gradient and update the model, on all ranks or on none. Every
-        rank calls it once a step, for each prepared model.
+        rank must call this method once a step, for each prepared model.
 
         `clip_norm`: the largest global norm of the gradient. `closure`: for optimizers that compute
-        the gradient more than once a step (LBFGS, SAM). The closure is a function that loops
-        over `microbatches` and calls `backward` for each, as the script did before this commit.
-        After `compute`, no closure is needed. Raises `LossError` if the loss or the gradient is not
-        finite. On a GPU, the error is raised at the next logging step. With a `fused` optimizer, a
-        step with such an error does not update the model.
+        the gradient more than once a step (LBFGS, SAM). The closure loops over `microbatches` and
+        calls `backward` for each, as the script does before `commit`. After `compute`, no closure
+        is needed. Raises `LossError` if the loss or the gradient is not finite. On a GPU, the error
+        is raised at the next logging step. With a `fused` optimizer, a step with such an error does
+        not update the model.
         """
         check_clip_norm(clip_norm)
         number = self._number_of(optimizer)
@@ -502,9 +503,9 @@ class Step:
     def _again(
         self, number: int, first: StepResult, closure: Callable[[], object] | None
     ) -> Callable[[], Tensor]:
-        """Return the closure for the optimizer's `step`. The first call uses the step's gradient,
-        unless the optimizer has changed it. Later calls compute the gradient again with the same
-        random numbers."""
+        """Return a closure to pass to the optimizer's `step`. The first call uses the step's
+        gradient, unless the optimizer has changed it. Later calls compute the gradient again with
+        the same random numbers."""
         module, calls = self._modules[number], count()
         marks = _marks(module.parameters)
         repeat = closure or partial(self._train, number, *(self._computed or ()))
@@ -530,8 +531,8 @@ class Step:
         return again
 
     def _seed_optimizer(self, number: int, *call: int) -> None:
-        """Called again after each call of the optimizer's closure, because the closure seeds the
-        generators."""
+        """The generators are also seeded after each call of the optimizer's closure, which seeds
+        them itself."""
         if self._modules[number].may_draw:
             context = self._training.context
             at = (context.seed, RandomStream.OPTIMIZER, self._run.step, number, *call)
@@ -546,8 +547,8 @@ class Step:
 
     def skip(self, optimizer: Any = None) -> None:
         """Leave a model, its optimizer's state and its schedule unchanged in this step. Every rank
-        calls it instead of `commit`. `optimizer`: as in `commit`. Raises `LossError` if `backward`
-        was called for the model in this step."""
+        must call `skip` instead of `commit`. `optimizer`: as in `commit`. Raises `LossError` if
+        `backward` was called for the model in this step."""
         number = self._number_of(optimizer)
         self._check_open(number)
         if self._has_begun:
@@ -801,7 +802,7 @@ def _percent(means: Sequence[tuple[float, bool]]) -> str:
 
 
 def _marks(parameters: Sequence[nn.Parameter]) -> list[Any]:
-    """Return values that change whenever a parameter or its gradient changes."""
+    """Return values that change with each change of a parameter or of its gradient."""
     of_parameters = [(version(each), each.data_ptr()) for each in parameters]
     return [of_parameters, gradient_versions(parameters)]
 

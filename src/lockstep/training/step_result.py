@@ -37,8 +37,8 @@ class StepResult:
     # `was_applied`
     applied: bool | None = False
     terms: list[dict[str, Tensor]] = field(default_factory=list)
-    """Maps loss terms to their parts of the step's loss, for each microbatch of this rank. The
-    dicts are empty if the loss has one term."""
+    """Maps loss terms to their parts of the step's loss, for each microbatch of this rank. Each
+    dict is empty if the loss has one term."""
 
     @property
     def was_applied(self) -> bool:
@@ -65,7 +65,8 @@ class StepResult:
         return self.weights is not None and not any(self.weights.tolist())
 
     def term_losses(self) -> dict[str, float]:
-        """Return an empty dict unless the loss has several terms. Every rank calls it."""
+        """Return an empty dict unless the loss has several terms. Every rank must call this
+        method."""
         if not self.module.terms:
             return {}
         parts = torch.tensor(

@@ -110,7 +110,7 @@ class TrainModule:
         """The parameters that optimizers hold, including frozen parameters, by name."""
         self.modes = OptimizerModes(optimizers, self.held)
         self.balance: ExpertBalance | None = None
-        """None without `Recipe.balance`. Set once the model is built."""
+        """None without `Recipe.balance`. Set after the model is built."""
         self.left_out: LeftOut | None = None
         """None if the run saves nothing."""
         self.mesh = context.mesh
@@ -178,12 +178,12 @@ class TrainModule:
         self._optimizer_unscales = (
             fused and is_plain and not self._bitwise and all(map(divides_gradients, optimizers))
         )
-        """True if the optimizers divide by the fp16 loss scale, which saves a pass over the
-        gradient. False with bitwise numerics."""
+        """True if the optimizers divide the gradients by the fp16 loss scale in their step. Always
+        False with bitwise numerics."""
 
     def set_trainable(self, names: Collection[str]) -> None:
-        """Every rank calls it, between two steps. The optimizers keep the state of frozen
-        parameters."""
+        """Every rank must call this method, between two steps. The optimizers keep the state of
+        frozen parameters."""
         if self._compression is not None or self.parallel.pipeline is not None:
             what = "gradient compression" if self._compression is not None else "a pipeline"
             raise RecipeError(
@@ -238,7 +238,7 @@ class TrainModule:
 
     def check_counts(self) -> None:
         """Check that token counts that the forward reads on the host do not change its output.
-        Every rank calls it."""
+        Every rank must call this method."""
         if (step := self.agreement.unchecked()) is None:
             return
         cut, streams = self.parallel.cut, self.parallel.streams
@@ -249,7 +249,7 @@ class TrainModule:
         self.agreement.settle()
 
     def begin_loop(self, max_microbatches: int) -> None:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         self.choice = choose_reducer(
             self.mesh,
             bitwise=self._bitwise,
@@ -354,15 +354,16 @@ class TrainModule:
         )
 
     def agree_on_loss(self, kinds: Sequence[LossKind]) -> None:
-        """Every rank calls it at the first commit."""
+        """Every rank must call this method at the first commit."""
         everyone = self.mesh.world.gather_values(kinds[0] if kinds else None)
         self.forward_knows_weight, self.terms, self.repeats, self.counted = next(
             kind for kind in everyone if kind is not None
         )
 
     def divide_by_weight(self, weights: Tensor | None, values: Tensor | list[float]) -> None:
-        """Divide the gradients by the sum of `weights`. If the sum is 0, the gradients become 0 for
-        losses of 0, and NaN otherwise. Also chooses the next step's `prescale`."""
+        """Divide the gradients by the sum of `weights`. If the sum of `weights` is 0, the gradients
+        become 0 where the losses are 0, and NaN otherwise. Also chooses the scale that the next
+        step applies before the reduction, `prescale`."""
         self.gain = 1.0
         if weights is None:
             return
@@ -378,7 +379,7 @@ class TrainModule:
         )
 
     def call_gradient_hooks(self) -> None:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         self.gradient_hooks.call(1.0 if self.loss_scale is None else self.loss_scale.divisor)
 
     def gradients(self) -> list[Tensor]:
@@ -479,7 +480,7 @@ class TrainModule:
 
     def model_state(self) -> Mapping[str, Any]:
         """Includes tensors outside of the state dict that an optimizer holds or that have changed.
-        Every rank calls it."""
+        Every rank must call this method."""
         changed = {} if self.left_out is None else self.left_out.changed()
         return self.mesh.union(complete_state_dict(self.model, self.held, changed, self.mesh.world))
 
@@ -516,8 +517,7 @@ class TrainModule:
             )
 
     def keep_changed_settings(self, saved: Settings) -> None:
-        """After a resume, use the optimizer settings that the script has changed since the saved
-        run."""
+        """Apply the optimizer settings that the script has changed since the checkpoint."""
         for number, group, name in changed_settings(saved, self.settings):
             value = self.settings[number][group][name]
             if name == "lr":
@@ -547,7 +547,7 @@ class TrainModule:
 
 
 def step_optimizer(optimizer: Optimizer) -> None:
-    """Call the step without torch's profiler wrapper, which takes 8 µs."""
+    """Call the optimizer's `step` without torch's profiler wrapper, which takes 8 µs."""
     step = type(optimizer).step
     if (
         not getattr(step, "hooked", False)

@@ -43,8 +43,8 @@ class LoopState:
     # name of a stream shard that this rank reads -> its position in the shard
     shards: dict[str, Position] = field(default_factory=dict)
     agreed: int | None = None
-    """Number of steps done at the latest recomputation in which all ranks got the same
-    gradients."""
+    """Number of optimizer steps before the latest recomputation in which the gradients of all ranks
+    agreed."""
     data: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
     """Maps a loop's number and a sample's name to the digests of the sample's parts."""
     digest: Callable[[], Digests] | None = None
@@ -193,7 +193,7 @@ class Training:
         """None on a CPU."""
         self.is_consistent = True
         """False from the first change of a model in a step until the script's part of the step has
-        ended. The state must not be saved while it is False."""
+        ended. A checkpoint must not be saved while the state is inconsistent."""
         self.is_consistent_in_steps = True
         """False if the script has included objects in the checkpoints: the script may change them
         at any moment."""
@@ -307,7 +307,7 @@ class Training:
         return devices
 
     def agree(self) -> None:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         agreed = self.consensus.agree(
             list(self.results.values()), may_stop=self.run.is_logging_step
         )
@@ -315,7 +315,7 @@ class Training:
         self.hooks.call("on_agreement", self.run, agreed)
 
     def agree_to_stop(self) -> None:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         self.stopping = self.consensus.agree_to_stop()
 
     def _request(self) -> Request:

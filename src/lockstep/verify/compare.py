@@ -262,8 +262,8 @@ class _Comparator:
                 )
 
     def microbatches(self, step: int) -> Iterator[Difference]:
-        """Compare the gradient of each microbatch. With numerics=fast, only the first step is
-        compared, because later the parameters differ."""
+        """Compare the gradient of each microbatch. With numerics=fast, compares only the first
+        step, because the parameters differ in later steps."""
         if step and not self._bitwise:
             return
         ours = {m.index: m.gradients for m in self._reference.microbatches_of(step)}

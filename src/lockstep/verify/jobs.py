@@ -180,8 +180,8 @@ def in_float64(job: Job) -> Job:
 
 
 def microbatch_size_jobs(global_batch: int, microbatch: int) -> list[Job]:
-    """Return one-step runs in float64 and eval mode, with two microbatch sizes. Return none if the
-    batch is too small."""
+    """Return one-step runs in float64 and eval mode, with two microbatch sizes. Return an empty
+    list if the batch is too small."""
     other = -(-microbatch // 2) if microbatch > 1 else 2
     if other == microbatch or other > global_batch:
         return []

@@ -182,8 +182,8 @@ class TraceHook(ControlHook):
         self._note_microbatch(module, microbatch, gradients)
 
     def _see_output(self, index: int, module: nn.Module, given: Any, output: Any) -> Any:
-        """Keep a model's output in the first step. This forward hook returns views of the output,
-        because FSDP's hooks on the output communicate."""
+        """Keep a model's output in the first step. The hook returns views of the output, because
+        FSDP's hooks on the output communicate."""
         if not self._in_microbatch or self._steps[index]:
             return None
         viewed = map_tensors(output, lambda each: each.view_as(each))
@@ -235,7 +235,7 @@ class TraceHook(ControlHook):
 
     @property
     def _slices(self) -> int:
-        """Number of groups of samples into which SyncBatchNorm splits a microbatch, or 0."""
+        """Number of slices into which SyncBatchNorm splits a microbatch, or 0."""
         return self._layout.assignment.slices
 
     @property

@@ -25,7 +25,7 @@ class JobResult(ScriptEnd):
 
 
 class Runner:
-    """Runs jobs while slots are free. Leaving the `with` block ends all runs."""
+    """Runs jobs while slots are free. On exit from the `with` block, all runs are ended."""
 
     def __init__(
         self,

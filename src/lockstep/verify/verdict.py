@@ -101,8 +101,8 @@ class Verdict:
 
     @property
     def largest(self) -> Difference | None:
-        """The largest difference from the reference, in multiples of rounding. None if all bits are
-        equal."""
+        """The largest difference from the reference, in multiples of rounding. None if the run
+        equals the reference in all bits."""
         differences = [each.largest for each in self.comparisons if each.largest is not None]
         return max(differences, key=lambda difference: difference.times_rounding, default=None)
 
@@ -148,8 +148,8 @@ class Report:
     verdicts: list[Verdict] = field(default_factory=list)
     microbatch_size_checked: bool = False
     microbatch_size_mismatch: Mismatch | None = None
-    """Difference between two runs of the same batch with different microbatch sizes. The recipe is
-    at fault: the loss depends on the microbatch size."""
+    """Difference between two runs of the same batch with different microbatch sizes. A difference
+    shows that the recipe's loss depends on the microbatch size."""
     notes: list[str] = field(default_factory=list)
     rounding_spread: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """Smallest and largest relative distance at each step between runs that differ only by

@@ -29,8 +29,8 @@ from lockstep.verify.runner import JobResult, Runner
 from lockstep.verify.verdict import CompressionEffect, Mismatch, Report, Verdict
 
 FLOAT64_MARGIN = 4.0
-"""Factor on the rounding measured in float64. The rounding of two dtypes does not have exactly the
-ratio of their precisions."""
+"""Factor on the rounding measured in float64. A margin is needed because the ratio of two dtypes'
+rounding is not exactly the ratio of their precisions."""
 MAX_SPREAD = 0.2
 """Largest relative difference of the first gradient between two runs that differ only by
 rounding."""
@@ -85,8 +85,8 @@ _CAUSES: Mapping[Check, Sequence[Callable[[Evidence], str | None]]] = {
     "weight": (updates.loss_weight,),
     "logged": (updates.logged_value,),
 }
-"""The functions that look for the cause of each kind of difference. The functions are tried in
-order until one returns a text."""
+"""The functions that look for the cause of each kind of difference. The search for a cause calls
+the functions in order until one returns a text."""
 _SCALAR_LOSS = (
     "It is probably a mean over tokens (or pixels, or whatever is not ignored), returned as a plain"
     " scalar, so that every microbatch counts the same: return ls.Sum(total), and give"
@@ -262,8 +262,8 @@ class Verification:
                     )
 
     def _check_spread(self) -> None:
-        """Raise `RecipeError` if the gradients of perturbed runs differ by more than rounding. No
-        tolerance can then be computed."""
+        """Raise `RecipeError` if the gradients of perturbed runs differ by more than rounding.
+        Without this limit, no tolerance can be computed."""
         spread = self._report.rounding_spread["gradients"][0][1]
         if spread > MAX_SPREAD:
             raise RecipeError(

@@ -20,8 +20,9 @@ class Bounds(NamedTuple):
 
 
 def bounds(lengths: Iterable[int], span: range, *, is_causal: bool) -> Bounds:
-    """The kernel aligns the last query of a document with its last key. Causal attention therefore
-    gets the keys up to the end of the span."""
+    """Return the bounds of a span's queries and of their keys. The kernel aligns the last query of
+    a document with the document's last key. Causal attention therefore gets the keys up to the end
+    of the span."""
     queries, keys = [], []
     for begin, end in pairwise(accumulate(lengths, initial=0)):
         last = min(end, span.stop)
@@ -83,8 +84,8 @@ def _parts(
     *,
     is_causal: bool,
 ) -> Iterable[Tensor]:
-    """Yield the attention of each span of a row. Keys stay views of the row's keys, because the
-    backward makes the row's keys again."""
+    """Yield the attention of each span of a row. The keys of a span are views of the row's keys,
+    because the backward recomputes the row's keys."""
     query, key, value = row
     for part, span in zip(torch.split(query, [*map(len, spans)]), spans, strict=True):
         if span:

@@ -16,8 +16,8 @@ MORE = 3
 def loads_of_samples(
     index: Tensor, is_finite: Tensor, counted: Tensor | None, experts: int, *, samples: int
 ) -> Tensor:
-    """Return the load of each sample. `counted` is False for padding tokens. If `counted` is None,
-    all tokens count."""
+    """Return the load of each sample. `counted` is a mask that is False for padding tokens. If
+    `counted` is None, all tokens count."""
     counts = (
         torch.ones(len(index), dtype=torch.int64, device=index.device)
         if counted is None

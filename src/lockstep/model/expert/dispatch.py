@@ -1,7 +1,7 @@
 """The forward of a module of experts that is divided over ranks. A rank sends the row of each pair
-(token, chosen expert) to the rank that holds the expert. The receiving rank computes the row with
-the module's forward. The outputs are weighted and summed on the token's rank, which also computes
-the router's gradient. No row is dropped or padded. The host waits once, for the numbers of rows."""
+(token, chosen expert) to the rank that holds the expert. The rank with the expert computes the row
+with the module's forward. The rank of the token weights and sums the outputs, and computes the
+router's gradient. No row is dropped or padded. The host waits once, for the numbers of rows."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Dispatch:
     _attributes: tuple[Any, ...] = field(init=False)
     _is_checked: bool = False
     _is_left: bool = False
-    """True for a module whose forward cannot be divided. The module's original forward is then
-    called."""
+    """True for a module whose forward cannot be divided. A forward that cannot be divided is the
+    module's original forward."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatch:
         made = copy(self)
@@ -106,8 +106,8 @@ class Dispatch:
 
     def end_forward(self) -> None:
         """Tell the other ranks that the forward on this rank has ended. Raises `RecipeError` if
-        another rank calls a module of experts instead. On an accelerator, this rank does not wait
-        for the answer, and only the other rank raises."""
+        another rank is still calling a module of experts. On an accelerator, this rank does not
+        wait for the answer, and only the other rank raises."""
         call = self._call(len(self.names))
         with handled():
             _, theirs = self._exchange(self.world, self._nothing(), call)
@@ -139,8 +139,8 @@ class Dispatch:
         return (pairs * weights[..., None]).sum(1).to(back.dtype)
 
     def _prove(self, tokens: Tensor, index: Tensor, weights: Tensor) -> None:
-        """Compare the divided forward with the module's original forward of all experts. The inputs
-        are random tensors. Every rank must call this method."""
+        """Compare the divided forward with the module's original forward of all experts. Both
+        forwards get random tensors. Every rank must call this method."""
         world, each = self.world, self.experts.count // self.world.size
         whole = {key: _in_use(full_tensor(part.detach())) for key, part in self._parameters()}
         local = {key: tensor[world.rank * each :][:each] for key, tensor in whole.items()}
@@ -206,8 +206,8 @@ class Dispatch:
         return 2 * (place + (len(self.names) + 1) * chunks) + is_left_out
 
     def _exchange(self, world: World, routing: Routing, call: int) -> tuple[Tensor, Tensor]:
-        """The tensors have the same shape for all modules, so ranks that call different modules can
-        exchange them."""
+        """Exchange the counts of rows between the ranks. The tensors have the same shape for all
+        modules."""
         ranks = world.size
         counts = routing.counts.view(ranks, -1)
         padded = F.pad(counts, (0, self.most // ranks - counts.shape[1]))
@@ -301,7 +301,8 @@ class Dispatch:
 
     def _check(self, given: list[Any]) -> None:
         """Check the divided forward of the module. A wrong result makes all ranks raise
-        `RecipeError`. A module that every rank holds whole uses its original forward instead."""
+        `RecipeError`. On a single rank, a wrong divided forward is replaced by the module's
+        original forward."""
         if not self._is_checked or (not self._is_left and self._kind() not in self.proved):
             # all ranks must call this module before they prove it
             self._exchange_counts(self.world, self._nothing(), self._nothing().order)
@@ -399,8 +400,8 @@ class _Rows(torch.autograd.Function):
 
 
 def _unsorted(rows: Tensor, order: Tensor, pairs: int) -> Tensor:
-    """Return the rows of all pairs (token, chosen expert), sorted by token and choice. Pairs that
-    were not sent have zeros."""
+    """Return the rows of all pairs (token, chosen expert), sorted by token and choice. The row of a
+    pair that was not sent is zero."""
     made = rows.new_empty if len(order) == pairs else rows.new_zeros
     return made(pairs, *rows.shape[1:]).index_copy(0, order, rows)
 

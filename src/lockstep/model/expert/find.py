@@ -36,8 +36,8 @@ class Experts(nn.Module):
             output = output.index_add(0, row, weighted.to(output.dtype))
         return output
 """
-"""Code of a module of experts that an error suggests. The code replaces a list with one module for
-each expert."""
+"""Code of a module of experts that an error suggests. The suggested code replaces a list of expert
+modules."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Detects that a forward skips a layer of experts (as with stochastic depth), or calls a layer more
-often. Each call of a layer of experts has collectives. A rank therefore tells the other ranks which
-layers it skips, and that its forward has ended."""
+often. Each call of a layer of experts has collectives. Each rank tells the other ranks which layers
+it skips, and that its forward has ended."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class _RunningForward(threading.local):
     """The progress of the model's forward that runs in this thread."""
 
     next: int | None = None
-    """Index of the layer that is expected next, or None outside of a forward. Recomputation calls
-    layers in another order."""
+    """Index of the layer that the forward should call next, or None outside of a forward.
+    Recomputation calls layers in another order."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _RunningForward:
         return _RunningForward()

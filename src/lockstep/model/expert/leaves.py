@@ -1,6 +1,7 @@
 """Keeps the gradients of experts apart for the rows of each rank. Bitwise numerics adds the
-gradients in a fixed order. The rows of one rank belong to one microbatch. Each rank's rows are
-computed with separate tensors, called leaves, which share memory with the parameters."""
+gradients in a fixed order. Each rank computes one microbatch at a time, so its rows belong to one
+microbatch. Each rank's rows are computed with separate tensors, called leaves, which share memory
+with the parameters."""
 
 from __future__ import annotations
 

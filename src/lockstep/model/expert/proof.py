@@ -1,6 +1,6 @@
 """Checks, in the first forward, that a module of experts that is divided over ranks computes the
-same as with all experts on one rank. The inputs are random rows. Half of the rows choose random
-experts. In the second half, all rows choose the same experts."""
+same as with all experts on one rank. The tokens in the check are random rows. In the first half,
+the rows choose random experts. In the second half, all rows choose the same experts."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def prove(
     weights: Tensor,
     world: World,
 ) -> None:
-    """Every rank of the axis `expert` must call this function. All ranks raise the same error.
-    `whole` is the module's original forward with all experts. `alone` is the divided forward on one
-    rank with all experts, and its bits must equal the bits of `divided`."""
+    """Every rank of the axis `expert` must call this function. If the check fails, all ranks raise
+    the same error. `whole` is the module's original forward with all experts. `alone` is the
+    divided forward on one rank with all experts, and its bits must equal the bits of `divided`."""
     generator = torch.Generator().manual_seed(world.rank)
     rows = 2 * ROWS
     scores = torch.rand(rows, experts, generator=generator)

@@ -40,8 +40,8 @@ class RoutedLayer:
 
 @dataclass(slots=True)
 class Choices:
-    """The logits of one layer's router in a forward, and the chosen experts. Empty if the forward
-    skipped the layer."""
+    """The logits of one layer's router in a forward, and the chosen experts. All fields are empty
+    if the forward skipped the layer."""
 
     logits: list[Tensor] = field(default_factory=list)
     """For each call of the router, logits of shape (tokens, experts)."""
@@ -124,7 +124,7 @@ def _scores(module: nn.Module, experts: int) -> bool:
 
 
 def bias_of(model: nn.Module, name: str, experts: Experts, router: str) -> str:
-    """The bias is the only buffer around the router with a value for each expert."""
+    """Return the name of the router's bias: the only nearby buffer with one value per expert."""
     around = name.rpartition(".")[0]
     inside = {id(each) for each in experts.module.modules()}
     roots = [
@@ -182,8 +182,8 @@ class RoutingRecorder:
         self._choices = [Choices() for _ in self.layers]
 
     def take(self) -> list[Choices]:
-        """Return the records since `start`, and stop recording. The recomputation of a block is not
-        recorded."""
+        """Return the records since `start`, and stop recording. Routing in the recomputation of a
+        checkpointed block is not recorded."""
         choices, self._choices = self._choices, None
         return [Choices() for _ in self.layers] if choices is None else choices
 
@@ -220,8 +220,8 @@ class RoutingRecorder:
 
 def _in_range(index: Tensor, experts: int) -> Tensor:
     """Replace indices out of range on a CPU, because the module of experts would raise an error on
-    this rank alone. The load counts choices out of range, and all ranks raise one error after the
-    step's forwards."""
+    this rank alone. The load also counts choices out of range, so that all ranks raise one error
+    after the step's forwards."""
     if index.is_cpu and index.numel() and (int(index.min()) < 0 or int(index.max()) >= experts):
         return index.clamp(0, experts - 1)
     return index

@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The pairs (token, expert) of this rank's tokens, in the order in which they are sent."""
+    """The pairs (token, expert) of this rank's tokens, in the order of sending."""
 
     order: Tensor
     """The numbers of the pairs (token, expert), sorted by expert and then by token. The number of a

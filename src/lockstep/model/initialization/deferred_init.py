@@ -4,8 +4,8 @@ tensor separately.
 `DeferredModel.build` runs the model's factory on fake tensors and logs every operation that writes.
 `materialize` replays only the operations on which one tensor depends. A random operation draws from
 a generator that is seeded by the operation's number, so its result does not depend on earlier
-operations. The log is also replayed if the factory's Python code needs a value, as in `.item()` and
-`if mask.any():`.
+operations. If the factory needs a tensor's value, as in `.item()` or `if mask.any():`, the log is
+replayed during the build.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DeferredModel:
     """A model on the meta device. The initial values can be computed one tensor at a time."""
 
     module: Any
-    """Only the parameters and buffers are on the meta device."""
+    """The user's module. Only its parameters and buffers are on the meta device."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder)
 
 @contextmanager
 def _older_objects_frozen() -> Iterator[None]:
-    """Hide existing objects from `gc.get_objects`. The search for the factory's tensors is then
+    """Hide existing objects from `gc.get_objects`. A search among the factory's objects is then
     fast."""
     if is_frozen():  # objects that other code has frozen could not be told apart from ours
         yield
@@ -185,8 +185,8 @@ def _reason(error: Exception, recorder: InitRecorder) -> str:
 
 
 def replace_contents(tensor: Any, new: Any) -> Any:
-    """Exchange the contents of two tensors. `tensor` keeps its id, class and attributes. Returns
-    the former contents."""
+    """Exchange the contents of two tensors. `tensor` keeps its id, class and attributes. Return the
+    former contents of `tensor`."""
     kind = _plain_class(tensor)
     if issubclass(kind, nn.Parameter):
         new = make_subclass(kind, new, tensor.requires_grad)

@@ -1,7 +1,7 @@
 """Logs the ATen operations of a model's factory that write to a storage, and replays the operations
-on which one tensor depends. The log refers to storages. Making a view needs no entry in the log. An
-operation on a slice is a write to the storage. `p.data.copy_(q)` and `p.data = q` need no special
-rule."""
+on which one tensor depends. The log refers to storages. A view shares its storage, so an operation
+that makes a view is not logged. An operation on a slice is a write to the storage. Assignments such
+as `p.data.copy_(q)` and `p.data = q` need no special rule."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class OperationLog:
         self._entries: list[LoggedOperation] = []
         self._writers: dict[int, list[int]] = {}
         self.storages: dict[int, Any] = {}
-        """Keys are addresses. The log keeps storages alive, so addresses stay unique. Fake storages
-        have no memory."""
+        """Maps addresses to storages. The log keeps storages alive, so addresses stay unique. Fake
+        storages have no memory."""
         self.constants: dict[int, torch.UntypedStorage] = {}
         """Maps addresses of storages to values, which are copies of tensors from lists, NumPy or
         files."""

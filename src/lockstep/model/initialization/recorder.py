@@ -35,8 +35,8 @@ class CannotDefer(LockstepError):
 
 class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Seeds torch's default CPU generator by `keys.key(key, n)` before the n-th random operation.
-    `torch.manual_seed` has no effect in the context. Operations in other threads, and on devices
-    other than the CPU, are not covered."""
+    `torch.manual_seed` has no effect in the context. Does not seed random operations of other
+    threads and of other devices than the CPU."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -186,8 +186,8 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         return tuple(outputs), new
 
     def _overwritten(self, func: Any, written: list[StorageView], inputs: list[Tensor]) -> set[int]:
-        """Return the address of the storage that an operation overwrites completely and does not
-        read."""
+        """Return the storage addresses that an operation overwrites completely without reading
+        them."""
         if schema(func).name not in OVERWRITES or not self.log.is_whole(written[0]):
             return set()
         others = {storage_address(tensor.untyped_storage()) for tensor in inputs[1:]}

@@ -14,8 +14,8 @@ from torch import Tensor
 from lockstep.base.errors import RecipeError
 
 Around = Callable[[int], AbstractContextManager[Any]]
-"""Maps a pipeline stage's index to the context in which the stage's forward runs. A model without a
-pipeline is stage 0."""
+"""Maps a pipeline stage's index to the context in which the stage's forward runs. Without a
+pipeline, the whole model is stage 0."""
 Run = Callable[[int, Callable[["Arguments"], Any], Any], Any]
 
 
@@ -52,8 +52,8 @@ def within(around: Around) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class PipelineLoss:
-    """A microbatch's loss. `total` and `grad_output` are scalars. The backward accumulates the
-    gradient of `grad_output * total`."""
+    """The loss of a microbatch in a pipeline. `total` and `grad_output` are scalars. The backward
+    accumulates the gradient of `grad_output * total`."""
 
     total: Tensor
     grad_output: Tensor
@@ -90,8 +90,8 @@ class PipelineMicrobatch:
 
 
 class Boundary(NamedTuple):
-    """Describes the tensors that a stage passes to the next stage. The description is the same on
-    every rank."""
+    """Describes the tensors that a stage passes to the next stage. Every rank has an equal
+    description of each boundary."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -173,7 +173,7 @@ class Boundary(NamedTuple):
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """The description of the tensors without their sizes. All microbatches in one call of a
+        """The properties of the tensors except their sizes. All microbatches in one call of a
         schedule have the same signature."""
         sizes = tuple(map(len, self.shapes))
         return self.dtypes, self.gradients, self.single, self.chunks, sizes
@@ -208,8 +208,8 @@ def received_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def sendable_outputs(value: Any, scaled: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return contiguous tensors that are not views. The backward also accumulates the gradient of
-    `scaled`, a scalar loss of the stage."""
+    """Return contiguous tensors that are not views. The backward of the returned tensors also
+    computes the gradient of `scaled`, a scalar loss of the stage."""
     chunks = value.each if isinstance(value, Chunks) else (value,)
     tensors = [each for one in chunks for each in (one if isinstance(one, tuple) else (one,))]
     return _StageOutputs.apply(scaled, *tensors)  # type: ignore[no-untyped-call, no-any-return]

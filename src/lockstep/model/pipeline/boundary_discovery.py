@@ -79,8 +79,8 @@ class SequentialCheck:
         self._forwards = {id(module): module.forward for module in model.modules()}
 
     def check(self, call: Callable[[Callable[..., Any]], Any]) -> None:
-        """`call` calls its argument with the model's inputs. The parts are not computed, so they
-        need no values."""
+        """`call` calls the given function with the model's inputs. The check replaces the parts by
+        functions that compute no values."""
         handed: list[_Placeholder] = []
         original: Any = nn.Module.__call__
         known = {id(module) for module in self._modules}

@@ -73,7 +73,7 @@ class Pipeline:
         of the stage's weights is complete."""
         self.on_exchange: Callable[[int, Sequence[int], Sequence[Tensor]], None] | None = None
         """Called with the microbatch's index, the position of the exchange, and the tensors. The
-        loss counts as a sent tensor."""
+        loss of a microbatch counts as a sent tensor."""
         self.leaves: Sequence[PartLeaf] = ()
         self.expert_leaves: Sequence[Leaves] = ()
         """For each divided module of experts, the tensors that get the gradients of each rank's
@@ -93,8 +93,8 @@ class Pipeline:
         self._forwards.exchange = exchange
 
     def watch(self, around: Around, after: Callable[[int], object]) -> None:
-        """`run` calls `after` after each forward, in the order of microbatches. Dummy microbatches
-        are skipped. Both functions take the stage's index in `modules`."""
+        """`run` calls `after` after each forward, in the order of microbatches. `run` does not call
+        `after` for dummy microbatches. Both functions take the stage's index in `modules`."""
         self._forwards.around, self._after = around, after
 
     @property
@@ -161,8 +161,8 @@ class Pipeline:
                 self._run_schedule(start + first, start + end, schedule, backward)
 
     def _starts(self) -> list[int]:
-        """Return the microbatches with which a new call of the schedule begins. In one call, the
-        tensors between stages differ only in size."""
+        """Return the index of each microbatch at which the pipeline calls the schedule again.
+        Within one call of the schedule, the tensors between stages differ only in size."""
         kinds = list(map(_signatures, self._routes))
         starts = [
             0,
@@ -231,7 +231,7 @@ class Pipeline:
         return SEVERAL_STAGES_A_RANK[schedule](stages, count, loss, scale_grads=False), stages
 
     def weights(self) -> list[list[nn.Parameter]]:
-        """Return the tensors that get gradients in each stage's backward. A leaf replaces a
+        """Return the tensors that get gradients in each stage's backward. A leaf stands for a
         parameter that an earlier part of the model also has."""
         seen: set[nn.Parameter] = set()
         leaves = []
@@ -250,8 +250,9 @@ class Pipeline:
         return [each for leaves in self.expert_leaves for each in leaves.within(modules)]
 
     def _forward(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
-        """Return zeros if the forward fails. No rank then waits for the output. A forward with
-        collectives raises at once, because the other ranks would wait in the collectives."""
+        """Return zeros if the forward fails. The zeros keep other ranks from waiting for the
+        output. If the forward has collectives, the error is raised at once, because the other ranks
+        wait in the collectives."""
         try:
             return self._compute(stage, local, index, received)
         except Exception as error:
@@ -293,7 +294,8 @@ class Pipeline:
         )
 
     def _zeros_with_gradient(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
-        """The gradient of the received tensors is also zero."""
+        """Return a stage output of zeros, whose backward gives the received tensors zero
+        gradients."""
         arrived = received_inputs(received) if received else ()
         link = sum(
             (tensor.sum() * 0 for tensor in arrived if tensor.requires_grad),
@@ -329,7 +331,8 @@ class _StageModule(nn.Module):
         self.parts = nn.ModuleList(parts)
         self.leaves = nn.ParameterList(leaves)
         self.expert_leaves = expert_leaves
-        """Called after the forward, because sharded parameters exist only then."""
+        """Returns the leaves of experts after the forward, because sharded parameters exist only
+        then."""
         self.compute = compute
         self.received: tuple[Tensor, ...] = ()
         self.index = 0

@@ -1,6 +1,6 @@
 """The forwards of a rank's pipeline stages, and a subclass of torch's `PipelineStage`. The subclass
-allows microbatches of different shapes, handles missing gradients, and frees memory early. The
-import of torch's schedules takes long."""
+of `PipelineStage` allows microbatches of different shapes, handles missing gradients, and frees
+memory early. The import of torch's schedules takes long."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class VariableShapeStage(PipelineStage):
     first: int
     """The first microbatch in the present call of the schedule, as an index in `Pipeline.run`."""
     around: Callable[[int], AbstractContextManager[Any]]
-    """The context of a microbatch's backward. The argument is the microbatch's index in the call of
-    the schedule."""
+    """The context of a microbatch's backward. Takes the microbatch's index in the call of the
+    schedule."""
     on_missing_gradient: Callable[[], None]
     on_gradient: Callable[[int], None] | None
     """Called with the microbatch's index in `Pipeline.run` after the gradient of the stage's
@@ -65,8 +65,8 @@ class VariableShapeStage(PipelineStage):
         super().__init__(*args, **kwargs)
         keep_gradients(self)
         self.received: dict[int, tuple[Tensor, ...]] = {}
-        """Keys are indices of microbatches in the call of the schedule. Tensors stay until the
-        microbatch's backward."""
+        """Maps a microbatch's index in the call of the schedule to its received tensors. The
+        received tensors of a microbatch are freed after its backward."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:
@@ -94,7 +94,7 @@ class VariableShapeStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """If the output does not depend on an input, zeros are sent to the previous stage as the
-        input's gradient. Torch's stage would deadlock."""
+        input's gradient. Torch's pipeline stage would deadlock without these zeros."""
         received = self.received.pop(bwd_chunk_id, ())
         is_full = kwargs.get("full_backward", True)
         self._note_received(bwd_chunk_id, self._backward_place, self.grad_recv_info)

@@ -108,8 +108,8 @@ def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[s
 
 
 def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
-    """Return contiguous runs with the smallest maximum sum. Ties are broken by the smallest sum of
-    squares."""
+    """Return contiguous runs with the smallest maximum sum. Among equal maxima, the smallest sum of
+    squares wins."""
     most = _best(costs, count, lambda cost: cost, max, math.inf)[-1][0]
     table = _best(costs, count, lambda cost: cost * cost, lambda one, other: one + other, most)
     runs: list[range] = []

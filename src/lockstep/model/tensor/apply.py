@@ -1,8 +1,8 @@
 """The `tensor` axis (tensor parallelism). The weights of layers are DTensors. A `colwise` layer
 computes a shard of its outputs on each rank. The next `rowwise` layer takes the shard as input and
-sums over the ranks. User code between the two layers runs on the shard (`sharded_features.py`). All
-other code has equal activations on all ranks of the axis. With slices, the output has the same bits
-on any number of ranks (`sliced.py`)."""
+sums over the ranks. User code between the two layers runs on the shard (`sharded_features.py`).
+Code outside of the sharded layers has equal activations on all ranks of the axis. With slices, the
+output has the same bits on any number of ranks (`sliced.py`)."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def tensor_parallel(
 def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
     """All-reduce gradients that are partial sums, such as the gradient of a norm's weight with the
     style `sequence`. Every rank must call this function once, after a step's last backward. A rank
-    without a gradient contributes zeros."""
+    whose `.grad` is None contributes zeros."""
     for parameter in parameters:
         gradient = parameter.grad
         if (
@@ -271,8 +271,8 @@ class _ShardedLayer:
 
 
 class OtherForward:
-    """An object whose `run` is called in place of a module's forward. Copies of the module share
-    the object."""
+    """An object whose `run` is called in place of a module's forward. Copies of the module keep a
+    reference to the same object."""
 
     def __deepcopy__(self, _: Any) -> Self:
         return self
@@ -314,8 +314,8 @@ def _local_part(tensor: Any) -> Any:
 
 
 class _TensorParallelForward(OtherForward):
-    """Runs the forward of a module with sharded submodules. Errors about sizes get an
-    explanation."""
+    """Runs the forward of a module with sharded submodules. Adds an explanation to errors about
+    sizes of tensors."""
 
     def __init__(
         self,
@@ -347,8 +347,8 @@ class _TensorParallelForward(OtherForward):
 
 
 def _replace_forward(module: Any, by: OtherForward) -> None:
-    """Give the module a new class whose forward is `by.run`. A copy of the module then passes the
-    copy to `run`."""
+    """Give the module a new class whose forward is `by.run`. A copy of the module passes itself to
+    `run`."""
     # a module's attribute `forward` has priority over its class's method
     if "forward" in vars(module):
         run = functools.partial(by.run, module, module.forward)

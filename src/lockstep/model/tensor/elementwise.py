@@ -1,7 +1,7 @@
 """Calls of elementwise functions whose result has bits that do not depend on an element's position
 in the tensor. A CPU's kernel computes most elements in SIMD vectors. A scalar function computes the
-last few elements, and rounds differently. The last elements of a shard are not the last elements of
-the full tensor."""
+last few elements of a tensor, and rounds differently from the SIMD kernel. The last elements of a
+shard are not the last elements of the full tensor."""
 
 from __future__ import annotations
 

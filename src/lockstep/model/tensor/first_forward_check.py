@@ -1,6 +1,7 @@
 """Checks, at the first forward, that modules with layers that are sharded over the `tensor` axis
-return the same as with full layers. Code on a shard of the features can be wrong without an error.
-For example, `query.view(batch, length, heads, -1)` makes heads of half the depth.
+return the same as with full layers. Code that computes on a shard of the features can give a wrong
+result without an error. For example, `query.view(batch, length, heads, -1)` makes heads of half the
+depth.
 
 A module's first forward in training mode, and in evaluation mode, is run again with sharded layers
 and with full layers, and the same random numbers. If dropout would draw different masks, both
@@ -52,8 +53,8 @@ class FirstForwardCheck:
         *,
         draws_alike: bool,
     ) -> None:
-        """The output of a layer in `on_sequence` is a shard of the sequence. `draws_alike` is False
-        if sharded layers may draw different random numbers than full layers."""
+        """The layers in `on_sequence` return a shard of the sequence. `draws_alike` is False if
+        sharded layers may draw different random numbers than full layers."""
         self._modules = {name: model.get_submodule(name) for name in layers}
         self._on_sequence = {name: model.get_submodule(name) for name in on_sequence}
         self._unchecked = {training: set(layers) for training in (True, False)}

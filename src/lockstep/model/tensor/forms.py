@@ -1,7 +1,7 @@
 """Chooses the form in which each torch function of a sharded tensor is called: unchanged, with
-contiguous rows, or with padded tensors. An element of the result must have the same bits as with
-the full tensor. Each distinct call is first tried on copies of its tensors, to record its ATen
-operators."""
+contiguous rows, or with padded tensors. An element of the result must have the same bits as in the
+result for the full tensor. Each distinct call is first tried on copies of its tensors, to record
+its ATen operators."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PLAIN = (
     *(bool, int, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-"""Types that a function may return besides tensors. An object of another type could hold tensors
+"""Types that a function may return besides tensors. A result of another type could contain tensors
 that lockstep does not mark as sharded."""
 EXPANDS = frozenset({Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, torch.broadcast_to})
 REPEATS = frozenset({Tensor.repeat_interleave, torch.repeat_interleave})
@@ -57,7 +57,7 @@ def as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
 
 def by_rows(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function with contiguous tensors, also in its backward. A sum over the last dims then
-    adds each row in the same order in a shard as in the full tensor."""
+    adds the elements of a row in the same order in a shard as in the full tensor."""
 
     def prepared(item: Any) -> Any:
         return aligned(item) if isinstance(item, Tensor) else item
@@ -67,15 +67,15 @@ def by_rows(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def expanded(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Make the gradients of one element contiguous in the backward, and sum them as one row."""
+    """Expand a tensor. The backward sums the gradients of each element as one contiguous row."""
     given: Tensor = args[0] if args else kwargs["input"]
     out: Tensor = _Expand.apply(given, func(*args, **kwargs).shape)  # type: ignore[no-untyped-call]
     return out
 
 
 def repeated(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Call `repeat_interleave` with a fixed number of repeats. The gradient is summed as in
-    `expanded`."""
+    """Call `repeat_interleave` with a fixed number of repeats. The backward sums the gradient as
+    `expanded` does."""
     named = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
     given, times, dim = named.pop("input"), named.pop("repeats"), named.pop("dim")
     if named or not isinstance(times, int) or not isinstance(dim, int):

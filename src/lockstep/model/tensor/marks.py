@@ -16,8 +16,7 @@ from lockstep.model.tensor.operators import tree_tensors
 
 MARK = "_lockstep_mark"
 ONE = -1
-"""The value of `Shard.dim` if a shard has a single head or feature, and nobody knows in which
-dim."""
+"""The value of `Shard.dim` for a shard with a single head or feature, whose dim is unknown."""
 
 
 class Shard(NamedTuple):
@@ -26,8 +25,8 @@ class Shard(NamedTuple):
     dim: int | None = None
     """The dim of the features or heads, or None if the dim is not known."""
     strides: tuple[int, ...] | None = None
-    """The strides of a tensor with twice as many features or heads. None if the strides of the
-    shard determine them."""
+    """The strides of a tensor with twice as many features or heads. None if the strides follow from
+    the shard's strides."""
 
 
 UNKNOWN = Shard()
@@ -75,8 +74,7 @@ def full_like(shard: Tensor, ranks: int) -> tuple[list[int], list[int]]:
 
 @lru_cache(1000)
 def order_in_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
-    """Return the dims, outermost first, in the memory order of `empty_like` of a tensor with the
-    given shape and strides."""
+    """Return the dims from outermost to innermost, in the memory order that `empty_like` keeps."""
     dense = torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
     return sorted(range(len(shape)), key=lambda dim: dense[dim], reverse=True)
 

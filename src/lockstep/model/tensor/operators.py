@@ -15,10 +15,10 @@ Kind = Literal[
     "keeps", "moves", "exact", "by place", "by rows", "adds tokens", "product", "unknown"
 ]
 """An operator of kind `keeps` copies elements to the same position, and `moves` to another
-position. `exact` rounds each element once. `by place` is an elementwise function that a CPU rounds
-differently at the end of a tensor. `by rows` computes each row of a contiguous tensor separately.
-`adds tokens` is a sum over dims before the last. `product` is a matrix product or convolution.
-`adds tokens`, `product` and `unknown` are refused."""
+position. `exact` rounds the value of each element only once. `by place` is an elementwise function
+that a CPU rounds differently at the end of a tensor. `by rows` computes each row of a contiguous
+tensor separately. `adds tokens` is a sum over dims before the last. `product` is a matrix product
+or convolution. `adds tokens`, `product` and `unknown` are refused."""
 EXACT: frozenset[Kind] = frozenset({"keeps", "moves", "exact"})
 
 
@@ -46,8 +46,8 @@ ROUNDED_ONCE = _set(
 """Operators that round each element once, or twice in a fixed order, at any position in the
 tensor."""
 EXPONENTS = (-2, -1, -0.5, 0, 0.5, 1, 2, 3)
-"""The exponents for which torch computes `pow` by a product, quotient or root. The bits do not
-depend on an element's position."""
+"""The exponents for which torch computes `pow` by a product, quotient or root. The bits of such a
+`pow` do not depend on an element's position."""
 UNTAGGED = _set(
     "elu_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward"
     " log_sigmoid_backward log_sigmoid_forward mish_backward softplus_backward"

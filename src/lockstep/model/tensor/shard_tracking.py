@@ -25,8 +25,8 @@ from lockstep.model.tensor.operators import tree_tensors
 from lockstep.model.tensor.sharded_dims import check_drawn, shards_of
 
 MOST = 10_000
-"""Largest number of analysed calls that are kept. Code may call a function with new sizes in each
-step."""
+"""Largest number of analysed calls that are kept. The number is limited, because code may call a
+function with new sizes in each step."""
 
 
 CREATES = frozenset(

@@ -1,8 +1,8 @@
-"""Finds the sharded dim (of the heads or features) in the result of a torch function whose
-arguments are shards. The function is called on the meta device with twice as many heads or
-features. The dim that becomes twice as large is the sharded dim. If a function only moves elements,
-the function is called with the elements' indices along the sharded dim. The indices ascend along
-the sharded dim of the result."""
+"""Finds the sharded dim (heads or features) in the result of a torch function of shards. The
+function is called on the meta device with twice as many heads or features. The dim that becomes
+twice as large is the sharded dim. If a function only moves elements, the function is called with
+the elements' indices along the sharded dim. The indices ascend along the sharded dim of the
+result."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def shards_of(
 
 
 def twice_as_many(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
-    """Return None if the function fails. Attention is computed on the device of its arguments,
-    because its result's memory layout depends on the device."""
+    """Return None if `func` raises. Attention is computed on the device of its arguments, because
+    its result's memory layout depends on the device."""
 
     def twice(item: Any) -> Any:
         if not isinstance(item, Tensor):

@@ -1,20 +1,20 @@
 """Handles plain tensors of the `tensor` axis that hold this rank's shard of the features (or
-heads). They are the activations between a `colwise` layer and a `rowwise` layer. User code between
-the two layers is written for full tensors. `ShardedFeatures` intercepts each torch function that
-the code calls:
+heads). The activations between a `colwise` layer and a `rowwise` layer are such tensors. User code
+between the two layers is written for full tensors. `ShardedFeatures` intercepts each torch function
+that the user's code calls:
 
 - The result of a function of a sharded tensor is sharded. A model that returns a sharded tensor
   gets an error.
 - User code may combine an unsharded tensor with a sharded one, for example the weight of a norm
-  over each head. Each rank then computes a part of the unsharded tensor's gradient, and the parts
-  are all-reduced.
+  over each head. The ranks compute parts of the unsharded tensor's gradient, and all-reduce the
+  parts.
 - `any` and `all` of a sharded tensor are computed for the full tensor.
-- Dropout of a sharded tensor draws the full mask, as one process does, and takes this rank's
-  shard. In a GPU's attention kernels, each rank has a different seed. All other random functions
-  are called with the full tensor.
+- Dropout of a sharded tensor draws the full mask, as one process does, and takes this rank's shard.
+  In a GPU's attention kernels, each rank has a different seed. Random functions other than dropout
+  and attention are called with the full tensor.
 - Random numbers from another source must not have the shape of a sharded tensor that they are
-  combined with. The user's code may have drawn them in the shape of a shard, with the same numbers
-  on each rank.
+  combined with. The user's code may have drawn the numbers in the shape of a shard, with equal
+  numbers on all ranks.
 - With slices (equal bits on any number of ranks), each function is called in a form in which an
   element has the same bits in a shard as in the full tensor (`forms.py`). Slices refuse an
   unsharded tensor with a gradient that is combined with a sharded one, random numbers other than
@@ -118,7 +118,7 @@ class SlicedModel:
 
 class ShardedFeatures(TorchFunctionMode):
     """The torch function mode that is active in the forward of each module with sharded submodules.
-    The mode may be nested."""
+    The mode may be entered again inside itself."""
 
     def __init__(self, mesh: DeviceMesh | None, sliced: SlicedModel | None = None) -> None:
         super().__init__()
@@ -489,9 +489,8 @@ def _drawn_in_full_sequence(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mark_drawn(out: Any, args: Any, kwargs: Any) -> None:
-    """Mark `out` as random numbers or as computed from random numbers. `out` is not marked if an
-    argument of the same shape requires a gradient, because its shape is then not the shape of a
-    shard."""
+    """Mark `out` as derived from random numbers. `out` is not marked if an argument of the same
+    shape requires a gradient, because its shape is then not the shape of a shard."""
     shapes = [
         each.shape
         for each in tensors_of(args, kwargs)
@@ -528,8 +527,8 @@ def _is_own_hook(args: Any) -> bool:
 
 def check_gradients(given: Tensor, layer: str) -> None:
     """Raise `RecipeError` if a sharded tensor was computed from an unsharded parameter by a
-    function that lockstep has not intercepted. The parameter's gradient would be incomplete on each
-    rank."""
+    function that lockstep has not intercepted. Each rank would get an incomplete gradient of the
+    parameter."""
     todo, known = [given.grad_fn], set()
     while todo:
         node: Any = todo.pop()

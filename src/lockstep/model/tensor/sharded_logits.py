@@ -58,8 +58,8 @@ WRITES = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|
 
 
 class ShardedLogits(DTensor):
-    """Logits sharded along one dim, the classes. The cross-entropy and changes of shape work on
-    shards. All other functions get the gathered logits."""
+    """Logits whose class dim is sharded. The cross-entropy and changes of shape work on shards.
+    Functions other than the cross-entropy and changes of shape get the gathered logits."""
 
     slices: Slices | None
 
@@ -80,8 +80,8 @@ def as_sharded_logits(item: Any, slices: Slices | None = None) -> Any:
 
 
 class SlicedLogits(Tensor):
-    """Logits on one process, whose cross-entropy has the same bits as the cross-entropy of
-    `ShardedLogits`."""
+    """Logits on one process, with the same bits in the cross-entropy as `ShardedLogits` on
+    several."""
 
     slices: Slices
 
@@ -127,8 +127,8 @@ def gather_full(item: Any) -> Any:
 
 
 def local_shard(tensor: DTensor) -> Tensor:
-    """Return this rank's shard, with a gradient. The view that `to_local` returns loses FSDP2's
-    hooks if the view is changed in place."""
+    """Return this rank's shard, with a gradient. An in-place change of the view that `to_local`
+    returns would lose FSDP2's hooks."""
     return _LocalShard.apply(tensor)  # type: ignore[no-untyped-call, no-any-return]
 
 

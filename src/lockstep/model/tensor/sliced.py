@@ -1,7 +1,7 @@
 """Computes the matrix products of a sharded layer in a fixed number of slices of its features. The
-bits are the same on any number of ranks that divides the number of slices. Each slice has one
-matrix product in the forward and two matrix products in the backward. All tensors are contiguous
-and aligned, so the BLAS library gets the same calls on one rank and on eight."""
+bits are the same if the number of ranks divides the number of slices. Each slice has one matrix
+product in the forward and two matrix products in the backward. All tensors are contiguous and
+aligned, so the BLAS library gets the same calls on one rank and on eight."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def linear(
 def of_heads(
     compute: Callable[..., Tensor], tensors: Sequence[Tensor], dim: int, slices: Slices
 ) -> Tensor:
-    """Compute one slice of heads after another, because the bits of a product depend on its number
-    of heads."""
+    """Compute slices of heads one at a time, because the bits of a product depend on the number of
+    heads."""
     pieces = math.gcd(slices.own, *(each.shape[dim] for each in tensors))
     cut = [_cut(tensor, dim, pieces) for tensor in tensors]
     return torch.cat([aligned_gradient(compute(*each)) for each in zip(*cut, strict=True)], dim)

@@ -20,8 +20,7 @@ from lockstep.model.blocks import matching_names
 @dataclass(frozen=True, slots=True)
 class Style:
     """The way in which a layer's weight, input and output are sharded over the ranks of the
-    `tensor` axis. A *sharded* input or output is this rank's shard of the features (or of the
-    heads)."""
+    `tensor` axis. A *sharded* input or output holds only this rank's features or heads."""
 
     kinds: tuple[str, ...]
     shards: Literal["outputs", "inputs", "nothing"]
@@ -35,8 +34,8 @@ class Style:
     """A layout of `input_layout`, or `classes`, this rank's shard of the logits. The outputs
     `sequence` and `classes` are DTensors, sharded along dim 1 and along the last dim."""
     slices_input: bool = False
-    """True if the user's code gives the layer a full tensor. The layer then takes this rank's shard
-    of the features."""
+    """True if the user's code gives the layer a full tensor. If True, the layer takes this rank's
+    shard of the features from the full tensor."""
 
     @property
     def exposes_shards(self) -> bool:
@@ -397,8 +396,8 @@ _ADAPTER_STYLES = {
     "rowwise_split": ("", ""),
 }
 """Maps a layer's style to the styles of the two matrices of its LoRA adapter. Matrix A maps
-features to the LoRA rank, and matrix B maps the LoRA rank to features. An empty style means
-unsharded."""
+features to the LoRA rank, and matrix B maps the LoRA rank to features. An empty style leaves the
+matrix unsharded."""
 
 
 def without_adapters(model: Any) -> tuple[str, Any]:

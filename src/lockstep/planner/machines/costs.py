@@ -21,7 +21,7 @@ from lockstep.planner.trace import ALIGNED, Collective, Operation, sent_bytes
 class Fitted:
     matmul: Mapping[str, float]
     """Rate of matrix products in a long run, relative to the best rate of the device. Heat and
-    power limit newer generations more."""
+    power slow down newer generations of GPUs more than older generations."""
     attention: float
     backward_attention: float
     memory: float
@@ -43,7 +43,7 @@ class Fitted:
     tensor_overlap: float
     """Fraction of tensor parallelism's communication that overlaps with computation."""
     jitter: float
-    """A step takes this fraction longer each time that the number of devices doubles."""
+    """Fraction by which a step takes longer for each doubling of the number of devices."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,8 +58,8 @@ class Link:
     """Fraction of the bandwidth that large collectives reach."""
     latency_seconds: float
     hop_seconds: float
-    """Latency that each rank after the second adds. Between nodes, each doubling of the number of
-    nodes adds it."""
+    """Latency that each rank after the second adds. Between nodes, latency that each doubling of
+    the number of nodes adds."""
     few_ranks: float = 0.0
     """Collectives of n ranks take 1 + few_ranks / n times as long, because small groups use fewer
     channels."""
@@ -243,7 +243,7 @@ def devices_here(text: str) -> tuple[int, str] | None:
 
 
 def cluster_of(text: str) -> Cluster | int:
-    """Return only the number of this machine's accelerators if they have no data sheet."""
+    """Return the number of this machine's accelerators if no data sheet describes them."""
     if (here := devices_here(text)) is None:
         return parse_target(text)
     return parse_target(f"{here[0]} x {here[1]}") if is_known_device(here[1]) else here[0]

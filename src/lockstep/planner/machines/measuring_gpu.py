@@ -23,7 +23,7 @@ from lockstep.planner.machines.hardware import Device, Link
 from lockstep.planner.trace import Collective, CollectiveKind, sent_bytes
 
 LONG_SECONDS = 5e-3
-"""The launch time is negligible in a call of this length."""
+"""Duration of a measured call in which the launch time is negligible."""
 REPEATS = 5
 WIDTHS = (512, 1024, 2048, 4096, 8192)
 LENGTHS = (512, 1024, 2048, 4096, 8192)
@@ -32,8 +32,7 @@ COPIED_BYTES = tuple(2**power for power in range(20, 31, 2))
 LAUNCHED = 400
 """Small kernels in one measurement. A CUDA stream can queue so many before the host blocks."""
 AHEAD_SECONDS = 0.03
-"""The device is given work for this time first, so the host can queue the small kernels
-meanwhile."""
+"""Duration of the work that the device gets first, while the host queues small kernels."""
 GENERATIONS = {70: "Volta", 75: "Turing", 80: "Ampere", 86: "Ampere", 89: "Ada", 90: "Hopper"}
 """Maps 10 × major + minor compute capability to the GPU's generation."""
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}

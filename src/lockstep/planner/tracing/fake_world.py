@@ -180,7 +180,7 @@ def _fill(output: Tensor, given: Tensor) -> None:
 
 
 class RecordedMemory(SharedMemoryGroup):
-    """Stands for the shared memory of a host with one process."""
+    """A fake of the shared memory between processes of one host, for a single process."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size, self._group = group.rank(), group.size(), group

@@ -179,8 +179,8 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note(Await(number, self.streams.current.number))
 
     def wait_for_all(self) -> None:
-        """Record waits for all collectives. DDP waits for its buckets in C++, where the wait cannot
-        be recorded."""
+        """Record waits for all collectives. DDP waits for its buckets in C++, which a trace cannot
+        record."""
         for number in sorted(self._outstanding):
             self.wait(number)
 
@@ -271,7 +271,7 @@ class Streams:
         self.current = RecordedStream(self, next(self._numbers))
 
     def used(self) -> AbstractContextManager[None]:
-        """Make torch use these streams for CPU tensors."""
+        """Make torch use the fake streams for CPU tensors."""
 
         def stream(*_: Any, **__: Any) -> RecordedStream:
             return RecordedStream(self, next(self._numbers))

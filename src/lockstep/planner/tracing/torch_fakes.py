@@ -1,4 +1,4 @@
-"""Private names of torch that tracing uses. Each has a test."""
+"""Private names of torch that tracing uses. A test covers each name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from torch.utils.flop_counter import flop_registry as flop_registry
 from lockstep.base.torch_private import FakeTensor
 
 DEVICE = torch.ops.prim.device.default
-"""Torch's C++ code calls it for the device of a fake tensor. In a trace most calls are these."""
+"""The operator that torch's C++ code calls to get the device of a fake tensor. Most calls in a
+trace are calls of this operator."""
 PIN_MEMORY = torch.ops.aten._pin_memory.default
 IS_PINNED = torch.ops.aten.is_pinned.default
 _MISSING = object()

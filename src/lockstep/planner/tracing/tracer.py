@@ -81,7 +81,8 @@ class TraceOptions:
     """False to trace on real tensors, for a script that reads values."""
     boundaries: Sequence[Sequence[Boundary]] = ()
     skew: float = 1.0
-    """Tokens for the experts of the first rank, in multiples of the mean over the `expert` axis."""
+    """Number of tokens for the first rank's experts, relative to the mean over the `expert`
+    axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +178,7 @@ def _note_boundary(
 def trace_step(
     recipe: Recipe, plan: Plan, options: TraceOptions, watch: Callable[[Run], object] | None = None
 ) -> TracedStep:
-    """Trace the second step on one rank. Raise the errors that a run would raise, and
-    `ValueNeeded`."""
+    """Trace the second step on one rank. Raises every error of a real run, and `ValueNeeded`."""
     with ExitStack() as stack:
         stack.enter_context(PreservedGenerators())
         folder = str(stack.enter_context(locked_folder("lockstep-plan-")))

@@ -1,5 +1,5 @@
 """Finds optimizers whose update of an element depends on other elements (Muon, Adafactor, LAMB) or
-on other tensors (Prodigy). Tries each optimizer on small tensors."""
+on other tensors (Prodigy). Each optimizer steps on small trial tensors."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def updated(
 def _copied(
     optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[torch.nn.Parameter]]]
 ) -> Optimizer:
-    """Replaces a learning rate of 0, with which no parameter would change."""
+    """Copy an optimizer, with a positive learning rate in place of 0."""
     copied: Optimizer = object.__new__(type(optimizer))
     vars(copied).update(vars(optimizer))
     copied.param_groups = [{**group, "params": parameters} for group, parameters in groups]

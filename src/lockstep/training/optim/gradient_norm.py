@@ -18,14 +18,15 @@ from lockstep.comm.world import World
 PIECE_ELEMENTS = 2**15 - 1
 """Maximum number of elements that torch sums in one thread on a CPU, and thus in a fixed order."""
 TOGETHER_ELEMENTS = 2**25
-"""Number of elements whose squares are summed at once on an accelerator, in 128 MiB of memory."""
+"""Number of elements whose squares an accelerator sums in one operation, in 128 MiB of memory."""
 MIN_SHARED_BYTES = 8 << 20
 """Below this size, replicas on a CPU do not divide the work: exchanging the norms would take
 longer."""
 
 
 class GradientNorm:
-    """The global 2-norm of a model's gradients, sharded or not. Every rank calls it."""
+    """The global 2-norm of a model's gradients, sharded or not. Every rank must call this
+    function."""
 
     def __init__(self, mesh: Mesh, *, bitwise: bool, slices: int = 1) -> None:
         self._slices = slices
@@ -44,13 +45,13 @@ class GradientNorm:
         self._stage_rows: StageRows | None = None
 
     def begin(self, model: nn.Module, counted: Mapping[str, nn.Parameter]) -> None:
-        """In a pipeline, every rank calls it before `of`."""
+        """In a pipeline, every rank must call this method before `of`."""
         if self._bitwise and self._stages.size > 1:
             self._stage_rows = StageRows(model, counted, self._stages)
 
     def of(self, gradients_or_none: Sequence[Tensor | None]) -> Tensor | float:
-        """None stands for a parameter without a gradient. With numerics=bitwise, the bits do not
-        depend on sharding or pipeline stages."""
+        """Parameters without a gradient have None. With numerics=bitwise, the bits do not depend on
+        sharding or pipeline stages."""
         gradients = [each for each in gradients_or_none if each is not None]
         parts = [to_local(gradient) for gradient in gradients]
         if self._bitwise:
@@ -113,7 +114,8 @@ class GradientNorm:
         compute: Callable[[list[Tensor]], Sequence[Tensor]],
         lengths: Sequence[int] | None = None,
     ) -> Sequence[Tensor]:
-        """Return `compute(parts)`. Replicas that share memory divide the work if it is large."""
+        """Return `compute(parts)`, one value for each gradient. Replicas that share memory divide
+        the work if it is large."""
         if (
             self._memory is None
             or not parts
@@ -134,8 +136,7 @@ class GradientNorm:
         return each
 
     def _counts(self, gradient: Tensor) -> bool:
-        """If several ranks hold the same part of a gradient, only the first rank counts it in the
-        norm."""
+        """Return True on the first of the ranks that hold the same part of a gradient."""
         divided = divided_over(gradient)
         return all(name in divided or axis.rank == 0 for name, axis in self._parts.items())
 
@@ -148,7 +149,7 @@ class GradientNorm:
     def _squares_of_all_rows(
         self, gradients: Sequence[Tensor], parts: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return, in float64, the sum of squares of each row of each full tensor."""
+        """Return each full tensor's sums of squares of rows, in float64."""
         size = self._tensor.size
         sharded_dims = [shard_dim_over(gradient, "tensor") for gradient in gradients]
         in_slices = [
@@ -233,7 +234,7 @@ class StageRows:
     def __init__(
         self, model: nn.Module, counted: Mapping[str, nn.Parameter], stages: World
     ) -> None:
-        """Every rank of the pipeline creates one."""
+        """Every rank of the pipeline must create a `StageRows`."""
         # modules of other stages keep the names of their parameters (with None as the value)
         names = [
             f"{prefix}.{name}" if prefix else name
@@ -250,7 +251,7 @@ class StageRows:
         self._stages = stages
 
     def gather(self, squares: Sequence[Tensor], has_gradient: Sequence[bool]) -> list[Tensor]:
-        """Every rank of the pipeline calls it."""
+        """Every rank of the pipeline must call this method."""
         waiting, device = iter(squares), self._stages.device
         pieces = [torch.zeros(0, dtype=accelerator.wide_dtype(device), device=device)]
         for rows, has in zip(self._rows, has_gradient, strict=True):

@@ -1,6 +1,6 @@
 """Optimizers with a training and an evaluation mode, such as schedule-free optimizers (Defazio et
-al., 2024). In training mode, the next gradient is computed at the parameters. In evaluation mode,
-the parameters are the weights to use."""
+al., 2024). In training mode, the parameters are the point at which the next gradient is computed.
+In evaluation mode, the parameters are the weights to use."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def _align_state(
     held: dict[Any, Any] | list[Any], shape: Size | None, storages: Counter[int]
 ) -> None:
     """Does not copy a tensor that shares its storage with another tensor. Tensors of the
-    parameter's shape keep their strides. All other tensors become contiguous."""
+    parameter's shape keep their strides. All tensors of another shape become contiguous."""
     for name, each in held.items() if isinstance(held, dict) else enumerate(held):
         if isinstance(each, dict | list):
             _align_state(each, None, storages)

@@ -1,6 +1,6 @@
-"""The state of an optimizer in a checkpoint: tensors by parameter, and other values as JSON. If an
-optimizer overrides `state_dict` and `load_state_dict`, these methods save and load it. All other
-optimizers are saved from `Optimizer.state`."""
+"""The state of an optimizer in a checkpoint: tensors by parameter, and other values as JSON. An
+optimizer that overrides `state_dict` and `load_state_dict` is saved and loaded by these methods.
+The state of other optimizers is saved from `Optimizer.state`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.base.torch_private import is_distributed, tree_leaves
 from lockstep.checkpoint.tensor_shards import torch_dtype
 
 EXECUTION = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
-"""Fields of a param group that do not affect the trained model."""
+"""Fields of a param group that the trained model does not depend on."""
 
 Settings = list[list[dict[str, Any]]]
 """The settings (lr, betas and so on) of each param group of each optimizer, as JSON."""

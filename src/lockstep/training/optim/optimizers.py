@@ -171,8 +171,8 @@ def check_reducible(
 
 
 def unfuse(optimizers: Sequence[Optimizer]) -> bool:
-    """On a CPU, replace fused kernels by foreach. Fused kernels round differently at the end of a
-    tensor. Return True if an optimizer was changed."""
+    """On a CPU, replace fused kernels by foreach. Fused kernels round elements differently at the
+    end of a tensor. Return True if an optimizer was changed."""
     was_fused = False
     for optimizer in optimizers:
         fused = [
@@ -192,8 +192,8 @@ def unfuse(optimizers: Sequence[Optimizer]) -> bool:
 
 
 def separate_meshes(optimizer: Optimizer) -> None:
-    """Split param groups by device mesh during each `step`. Foreach and fused kernels refuse
-    DTensors of different meshes."""
+    """Split param groups by device mesh during each `step`. PyTorch's foreach and fused kernels do
+    not accept DTensors of different meshes."""
     if all(len(_by_mesh(group["params"])) == 1 for group in optimizer.param_groups):
         return
     kept: list[list[dict[str, Any]]] = []

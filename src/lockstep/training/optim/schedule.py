@@ -23,8 +23,7 @@ class OnMetric:
 
     metric: str
     """Name of the metric: `accuracy`, or `valid/accuracy` for an evaluation that has the name
-    `valid`. Without
-    `ls.OnMetric`, a `ReduceLROnPlateau` follows `loss`."""
+    `valid`. A `ReduceLROnPlateau` without `ls.OnMetric` follows the metric `loss`."""
     scheduler: Callable[[Optimizer], LRScheduler]
     """Function of the optimizer that returns a `ReduceLROnPlateau`."""
 
@@ -46,7 +45,8 @@ class Schedule:
         self._latest = self._rates()
         self._given = schedule is not None
         self.metric: str | None = None
-        """The evaluation metric that the schedule follows. None if it follows the step."""
+        """The evaluation metric that the schedule follows. None if the schedule follows the step
+        number."""
         self._set: list[float] | None = None
         """The learning rates that the schedule set last."""
         if schedule is None:

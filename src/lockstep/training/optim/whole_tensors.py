@@ -1,6 +1,6 @@
 """Steps an optimizer that needs full tensors, such as Muon, on sharded parameters. Every rank
 all-gathers each parameter, its gradient and its optimizer state. One rank, the owner, updates the
-tensor and broadcasts the result. Each rank then keeps its shard."""
+tensor and broadcasts the result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WholeTensorOptimizer:
         self._owners = dict(zip(map(id, parameters), owners, strict=True))
 
     def step(self) -> None:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         optimizer = self._optimizer
         updated = [
             parameter
@@ -73,8 +73,8 @@ class WholeTensorOptimizer:
             self._distribute(parameter, whole.get(id(parameter)), copied)
 
     def _gathered(self, parameter: nn.Parameter, copied: Optimizer) -> nn.Parameter | None:
-        """Return the full parameter on its owner, with its state in `copied`. Return None on other
-        ranks."""
+        """Return the full parameter on its owner, with its state in `copied`. Return None if this
+        rank is not the owner."""
         assert parameter.grad is not None
         gradient, value = full_tensor(parameter.grad), full_tensor(parameter.detach())
         state = self._optimizer.state.get(parameter, {})

@@ -35,7 +35,7 @@ class Alike(Protocol):
 
     def difference(self) -> str | None:
         """Return the first action of the last step in which two ranks differ. Every rank of the
-        process group calls it."""
+        process group must call this method."""
 
     def error(self, difference: str | None) -> RecipeError: ...
 
@@ -55,7 +55,8 @@ class StepAgreement:
         self._unchecked: StepCounts | None = None
 
     def over(self, world: World) -> ExchangeOrder | None:
-        """Return None if `world` has one rank or uses shared memory. Every rank calls it."""
+        """Return None if `world` has one rank or uses shared memory. Every rank must call this
+        method."""
         if world.size == 1 or world.shared_memory is not None:
             return None
         if id(world) not in self._orders:
@@ -105,8 +106,9 @@ class StepAgreement:
             each.settle()
 
     def compare(self, sums: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        """Raise `RecipeError` if the ranks' actions differ. On an accelerator, make a gradient NaN
-        instead, and raise in the next step. The host then does not wait for the device."""
+        """Raise `RecipeError` if the ranks' actions differ. On an accelerator, set a gradient to
+        NaN if the actions differ, and raise the error in the next step. The host then does not wait
+        for the accelerator."""
         self.settle()
         has_streams = accelerator.has_streams(sums.device)
         is_offloaded = to_local(parameters[0]).is_cpu
@@ -125,19 +127,20 @@ class StepAgreement:
             self._late = copied, accelerator.recorded_event(sums.device), latest
 
     def _take(self, differ: bool, unchecked: StepCounts | None) -> None:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         if differ:
             self._refuse()
         self._unchecked = unchecked
 
     def unchecked(self) -> StepCounts | None:
-        """Return the last step's token counts if they differ between ranks. A second call returns
-        None. On an accelerator, the counts are one step older."""
+        """Return the last step's token counts if they differ between ranks. A second call in the
+        same step returns None. On an accelerator, the counts are from the step before the last."""
         counts, self._unchecked = self._unchecked, None
         return counts
 
     def compare_now(self) -> None:
-        """Compare at the end of an evaluation. Every rank calls it."""
+        """Compare the ranks' actions at the end of an evaluation. Every rank must call this
+        method."""
         if not self.count:
             return
         numbers = self.numbers()
@@ -158,7 +161,7 @@ class StepAgreement:
             self._take(differ, latest if counts_differ else None)
 
     def _refuse(self) -> NoReturn:
-        """Every rank calls it, after `end_step`."""
+        """Every rank must call this method, after `end_step`."""
         mine = [each.difference() for each in self._alike]
         everyone = self._summed.gather_values(mine)
         for each, texts in zip(self._alike, zip(*everyone, strict=True), strict=True):

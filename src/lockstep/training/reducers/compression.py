@@ -70,7 +70,7 @@ class Bucket(NamedTuple):
         return cls(buffer, gradients_of(bucket), bucket.parameters(), accelerator.future(buffer))
 
     def stats_part(self, stats: Tensor) -> Tensor:
-        """Return an empty tensor if `stats` is in another bucket."""
+        """Return an empty tensor if the bucket does not contain `stats`."""
         parts = zip(self.gradients, self.parameters, strict=True)
         return next(
             (gradient for gradient, parameter in parts if parameter is stats), self.buffer[:0]
@@ -248,8 +248,8 @@ class LowRank(Compression):
         flat.mul_(self._senders.size)  # the hook computes the mean
 
     def _revive(self) -> None:
-        """Replace zero columns of torch's thin matrices. After a zero gradient, they would stay
-        zero in all later steps."""
+        """Replace zero columns of torch's thin matrices. A zero gradient leaves columns that would
+        stay zero in all later steps."""
         if (kept := self._state.q_memory_dict.get(0)) is None or kept.all():
             return
         ranks = [min(each.rows, each.columns, self._rank) for each in self._matrices]

@@ -1,13 +1,13 @@
 """Gradient reduction by DistributedDataParallel (DDP): every rank has the full model, and buckets
 are summed during the backward.
 
-DDP wraps the loss, not the model. DDP's forward is an identity on the last microbatch's loss,
-and the graph reaches every parameter. The user's model keeps its class and may be called any number
-of times. DDP's hook also fires for a parameter that the loss does not reach, without
+DDP wraps the loss, not the model. DDP's forward is an identity on the last microbatch's loss, and
+the graph reaches every parameter. The user's model keeps its class and may be called any number of
+times. DDP's hook then also fires for a parameter that the loss does not use, without
 `find_unused_parameters`. A rank without a microbatch uses a loss of zero.
 
 DDP gets one more parameter, `stats`. Its gradient contains the step's losses and flags. The
-gradient is set after the backward and completes the last bucket.
+gradient of `stats` is set after the backward and completes the last bucket.
 
 DDP's own all-reduce computes a mean, so every bucket has a communication hook that computes a sum.
 Multiplying the loss by the number of ranks would change the gradients that activation hooks see.
@@ -50,7 +50,7 @@ from lockstep.tree import Counter
 
 
 class _Touch(torch.autograd.Function):
-    """An identity on a loss. Its graph reaches every parameter, but gives no parameter a
+    """An identity on a loss. The backward reaches every parameter, but gives no parameter a
     gradient."""
 
     @staticmethod
@@ -236,8 +236,8 @@ class DdpReducer:
             raise RecipeError(READY_TWICE) from error
 
     def _rounded(self, value: Number) -> float:
-        """Round the value to the precision of the exchange. A single rank then records the same
-        bits as several ranks."""
+        """Round the value to the precision of the exchange. One rank then records the same bits as
+        several ranks."""
         number = float(value)
         # faster than NumPy's scalars
         return c_float(number).value if self._vector.dtype is torch.float32 else number
@@ -264,8 +264,8 @@ class DdpReducer:
         return leaf
 
     def _ordered_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's communication hook. The call for the last bucket finishes the sums of all buckets,
-        in the same order on all ranks."""
+        """DDP's communication hook. DDP's call for the last bucket finishes the sums of all
+        buckets, in the same order on all ranks."""
         members = [self._places.get(id(parameter)) for parameter in bucket.parameters()]
         buffer, last_leaf = bucket.buffer(), gradients_of(bucket)
         counter: Counter[list[Tensor]] = Counter(

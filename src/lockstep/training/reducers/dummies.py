@@ -1,7 +1,7 @@
-"""The backward of a dummy microbatch. A rank without a microbatch computes one, because other ranks
-wait in collectives of the backward. Autograd runs a collective only if an earlier leaf of the graph
-requires a gradient. The leaf need not be a parameter: with frozen embeddings, PEFT makes the
-embeddings' output require a gradient."""
+"""The backward of a dummy microbatch. A rank without a microbatch computes a dummy microbatch,
+because other ranks wait in collectives of the backward. Autograd runs a collective only if an
+earlier leaf of the graph requires a gradient. The leaf need not be a parameter: with frozen
+embeddings, PEFT makes the embeddings' output require a gradient."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dummy_backward(
 
 
 def _leaves_of(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves of the graph, parameters first."""
+    """Return the leaf tensors of `total`'s graph, parameters first."""
     known = set(map(id, parameters))
     leaves = list(parameters)
     waiting: list[Any] = [] if total.grad_fn is None else [total.grad_fn]

@@ -1,8 +1,8 @@
 """Records the order in which a rank calls FSDP2's collectives ("exchanges") in one process group.
 Gloo and NCCL do not compare the order. If ranks exchange different blocks of the same size, the
-sums are wrong. If the sizes differ, the ranks hang or crash. So the ranks compare digests of the
-order at the end of each step. If a rank waits for long, the watchdogs, which detect hangs, compare
-the records."""
+sums are wrong. Ranks that exchange blocks of different sizes hang or crash. So the ranks compare
+digests of the order at the end of each step. If a rank waits for long, the watchdogs, which detect
+hangs, compare the records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_RECENT = 50
 
 
 class Doing:
-    """The part of a step that this rank computes now, for error messages and hang reports."""
+    """The part of a step that this rank is computing, for error messages and hang reports."""
 
     text = ""
 
@@ -76,12 +76,12 @@ def first_different_exchange(everyone: Sequence[Exchanges]) -> str | None:
 
 
 Calls = list[tuple[int, str]]
-"""Tuple of a label's number and the part of the step."""
+"""List of exchanges: the number of a label, and the part of the step."""
 
 
 class _Steps(NamedTuple):
-    """The exchanges of the previous step and the current step. At the end of a step, both are
-    replaced in one assignment, because other threads read them."""
+    """The exchanges of the previous step and the current step. One assignment replaces the
+    exchanges of both steps, because other threads read them."""
 
     number: int
     before: Calls
@@ -112,7 +112,7 @@ class ExchangeOrder:
         """Time at which the latest exchange began. None between steps."""
 
     def label(self, text: str) -> int:
-        """Every rank calls it with the same texts in the same order."""
+        """Every rank must call this method with the same texts in the same order."""
         if text not in self._labels:
             self._labels.append(text)
         return self._labels.index(text)
@@ -165,7 +165,7 @@ class ExchangeOrder:
         return Exchanges(mine, self._number, min(self._ranks), step, first, texts)
 
     def difference(self) -> str | None:
-        """Every rank of the group calls it."""
+        """Every rank of the group must call this method."""
         number, before, _ = self._steps
         mine = self._exchanges(number - 1, before, len(before))
         everyone = self._world.gather_values([mine.rank, mine.step, mine.calls])
@@ -184,8 +184,8 @@ _numbers = count()
 
 
 def digest_numbers(digest: int, *, rank: int, size: int, group: int, groups: int) -> list[float]:
-    """Encode a digest in numbers. Their sums over all ranks are 0 if and only if the digests agree
-    in each process group."""
+    """Encode a digest in numbers. The numbers add up to 0 over all ranks if and only if the digests
+    agree in each process group."""
     row = [0.0] * (BITS * groups)
     row[group * BITS : (group + 1) * BITS] = compared_bits(digest, rank=rank, size=size)
     return row

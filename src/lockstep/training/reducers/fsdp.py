@@ -328,7 +328,8 @@ class _PartSum:
         self._tensor = mesh.axis("tensor")
         self._dim = shard_dim_over(leaf.parameter, "tensor")
         self._shape = list(leaf.parameter.shape)
-        """Shape of the gradient on this rank. Tensor parallelism shards the gradient."""
+        """Shape of the gradient on this rank, which tensor parallelism may shard. Tensor
+        parallelism shards the gradient."""
         if self._dim is not None:
             self._shape[self._dim] //= self._tensor.size
 
@@ -338,7 +339,7 @@ class _PartSum:
         self.take()  # another model's loss may have left a gradient
 
     def push(self, gradient: Tensor | None) -> None:
-        """Add the gradient of this rank's microbatch, or None. Every rank calls it."""
+        """Add the gradient of this rank's microbatch, or None. Every rank must call this method."""
         parameter = self._leaf.parameter
         numbers = math.prod(self._shape)
         flat = torch.zeros(numbers + 1, dtype=parameter.dtype, device=self._device)
@@ -349,8 +350,8 @@ class _PartSum:
         self._sum.end_round()
 
     def finish(self) -> None:
-        """Write the sum to `.grad`. Leave `.grad` None if no microbatch of any rank has a
-        gradient."""
+        """Write the sum to the parameter's `.grad`. Leave `.grad` None if no microbatch of any rank
+        has a gradient."""
         parameter, flat = self._leaf.parameter, self._sum.finish()
         if flat[-1] > 0:
             mine = shard_as(parameter, self._over_tensor(flat[:-1].view(self._shape)))
@@ -388,8 +389,8 @@ class _GroupBackwards:
                 leaf.register_hook(self._check)  # type: ignore[no-untyped-call]
 
     def _check(self, gradient: Tensor) -> None:
-        """With create_graph=True, FSDP2 frees the parameters that the second backward needs. After
-        a nested backward, FSDP2 would end the reduction too early."""
+        """With create_graph=True, FSDP2 frees the parameters that the second backward needs. FSDP2
+        would also end the reduction of a nested backward too early."""
         if torch.is_grad_enabled():
             raise PlanError(
                 "the shard axis with a gradient that is itself differentiated (autograd.grad with"
@@ -406,15 +407,15 @@ class _GroupBackwards:
 
 class _Own(NamedTuple):
     parameters: dict[str, nn.Parameter | None]
-    """The module's parameters. FSDP2 replaces them by all-gathered parameters."""
+    """The module's parameters. FSDP2 replaces the sharded parameters by all-gathered parameters."""
     name: str
     place: int
     full_name: str
 
 
 class _UsedParameters:
-    """Records the parameters that this rank's microbatches have used. FSDP2 gives unused parameters
-    zero gradients."""
+    """Records the parameters that this rank's microbatches have used. FSDP2 gives a parameter that
+    the forward does not use a zero gradient."""
 
     def __init__(
         self,
@@ -469,8 +470,8 @@ class _UsedParameters:
                 raise error_of_change(name)
 
     def _refuse_others(self, own: Sequence[_Own]) -> Any:
-        """Refuse another tensor in place of a parameter (`torch.func.functional_call`): FSDP2 would
-        not use it."""
+        """Refuse an all-gathered parameter that `torch.func.functional_call` replaces: FSDP2
+        ignores the replacement."""
 
         def before(_: nn.Module, __: Any) -> None:
             for parameters, name, place, full_name in own:
@@ -516,8 +517,9 @@ class _UsedParameters:
 
 
 class ForwardEnds:
-    """Synchronizes ranks at the end of each forward under `torch.no_grad`. Otherwise a rank with
-    one more all-gather would wait for ranks that already wait in another process group."""
+    """Synchronizes ranks at the end of each forward under `torch.no_grad`. Unsynchronized ranks
+    could wait for each other in different process groups, after different numbers of
+    all-gathers."""
 
     def __init__(self, memory: SharedMemoryGroup) -> None:
         self.has_gathered = False
@@ -576,8 +578,8 @@ class NotedAllGather(DefaultAllGather):
 
 class Scatter(DefaultReduceScatter):
     """The reduce-scatter of one FSDP2 parameter group. FSDP2 calls it several times in a round if
-    the forward calls the model several times. Outside of a step it exchanges nothing, for example
-    when the loss of another model is differentiated through this model."""
+    the forward calls the model several times. A backward outside of a step exchanges nothing, such
+    as a backward through this model from the loss of another model."""
 
     def __init__(
         self,
@@ -589,8 +591,8 @@ class Scatter(DefaultReduceScatter):
         label: str,
         agreement: StepAgreement,
     ) -> None:
-        """With `of_experts`, the gradient of a dummy microbatch is kept, because it comes from
-        other ranks' tokens."""
+        """With `of_experts`, the gradient of a dummy microbatch is kept, because other ranks'
+        tokens produce it."""
         self._of_experts = of_experts
         self._memory = world.shared_memory
         self._memory_label = 0 if self._memory is None else self._memory.label(f"reduces {label}")
@@ -659,7 +661,8 @@ class Scatter(DefaultReduceScatter):
         return work
 
     def _sum_over_replicas(self, output: Tensor) -> None:
-        """Runs on the stream of the reduce-scatters, while the backward computes."""
+        """Sum the gradient shards over replicas on the reduce-scatter stream, during the
+        backward."""
         trainable = [
             each for each in self._parameters.fsdp_params if each.sharded_param.requires_grad
         ]
@@ -687,9 +690,9 @@ def _noting(order: ExchangeOrder | None, label: str) -> Callable[[], None]:
 
 
 class OrderedScatter(Scatter):
-    """Sums the gradients of all microbatches for numerics=bitwise, over shards and replicas at
-    once. FSDP2 gets zeros, which the sum replaces after the last round. An expert has one gradient
-    for each microbatch whose tokens it computes."""
+    """Sums the gradients of all microbatches for numerics=bitwise, in one sum over shards and
+    replicas. FSDP2 gets zeros, which the sum replaces after the last round. An expert has one
+    gradient for each microbatch whose tokens it computes."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The user's hooks on gradients of parameters (`Tensor.register_hook`). Each hook is called once
-per step, with the full gradient. Autograd would call it in each microbatch's backward: the result
-of a nonlinear hook would depend on the split into microbatches. Under FSDP2, autograd would call no
-hook, because the graph contains all-gathered copies of the parameters."""
+per step, with the full gradient. Autograd would call the hook in each microbatch's backward. The
+result of a nonlinear hook would depend on the split into microbatches. Under FSDP2, autograd would
+call no hook, because the graph contains all-gathered copies of the parameters."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class GradientHooks:
 
     def __init__(self, model: nn.Module, *, in_pipeline: bool) -> None:
         self.is_accumulating = in_pipeline
-        """True in the backwards of a step. The user's hooks then do nothing."""
+        """True in the backwards of a step. While it is True, the user's hooks do nothing."""
         self._in_pipeline = in_pipeline
         self._named = dict(model.named_parameters())
         self._parameters = list(self._named.values())
@@ -117,7 +117,7 @@ class GradientHooks:
 
     def begin_loop(self, world: World) -> None:
         """Take over the user's gradient hooks from autograd, before the first step of a loop. Every
-        rank calls it."""
+        rank must call this method."""
         refuse_post_accumulate_hooks(self._named.items())
         for name, parameter in self._named.items():
             hooks = gradient_hooks(parameter)
@@ -155,7 +155,7 @@ class GradientHooks:
 
     @torch.no_grad()
     def call(self, loss_scale: Tensor | float) -> None:
-        """Every rank calls it, after the gradients are summed over ranks."""
+        """Every rank must call this method, after the gradients are summed over ranks."""
         for name, hooks in self._hooks.items():
             kept = self._named[name].grad
             if kept is None:
@@ -186,7 +186,7 @@ class GradientHooks:
         return {name: hooks for name, hooks in by_name.items() if hooks}
 
     def _compare(self, world: World) -> None:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         everyone = world.gather_values(
             {name: [_name(hook.function) for hook in hooks] for name, hooks in self._hooks.items()}
         )

@@ -1,5 +1,5 @@
 """Checksums of a microbatch's gradients, and of the tensors that a rank sends and receives while it
-computes the gradients. They are compared with another rank's checksums."""
+computes the gradients. The ranks that compute the same microbatch compare their checksums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MicrobatchChecksums:
         self._exchanged: list[tuple[Position, Tensor]] = []
 
     def add(self, place: int, gradient: Tensor) -> None:
-        """The checksums of several parts of a gradient are added."""
+        """Checksums of parts of one gradient are added."""
         added = checksum(gradient)
         self._gradient[place] = self._gradient[place] + added if place in self._gradient else added
 

@@ -1,5 +1,5 @@
-"""Gradient reduction for numerics=bitwise, after the last backward of the step. Pipeline stages and
-models with tensor parallelism use it, because DDP cannot wrap them."""
+"""Gradient reduction for numerics=bitwise, after the last backward of the step. Used for pipeline
+stages and models with tensor parallelism, which DDP cannot wrap."""
 
 from __future__ import annotations
 
@@ -159,7 +159,8 @@ class _StageSum:
         self.taken += 1
 
     def finish(self) -> list[nn.Parameter]:
-        """Return the parameters that this rank's microbatches have used. Every rank calls it."""
+        """Return the parameters that this rank's microbatches have used. Every rank must call this
+        method."""
         if self.taken != self._count:
             raise AssertionError(f"{self.taken} of {self._count} microbatches had a backward")
         for parameter, total in zip(self._parameters, self._total(), strict=True):

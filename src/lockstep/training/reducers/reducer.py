@@ -62,11 +62,11 @@ class RecomputingReducer(GradientReducer, Protocol):
 
     def discarding(self) -> AbstractContextManager[None]:
         """A context in which the gradient of another rank's microbatch is computed and discarded.
-        Enter it before the first `backward` of the step, or after `reduce`. After `reduce`, it
-        clears the step's summed gradients."""
+        Enter the context before the first `backward` of the step, or after `reduce`. After
+        `reduce`, it clears the step's summed gradients."""
 
     def recompute(self, total: Tensor, grad_output: Tensor) -> None:
-        """Call it in the context `discarding`."""
+        """Call `recompute` in the context `discarding`."""
 
 
 class ReducerChoice(NamedTuple):
@@ -126,7 +126,7 @@ def build_reducer(
     pipeline: Pipeline | None,
     agreement: StepAgreement,
 ) -> GradientReducer:
-    """Every rank calls it."""
+    """Every rank must call this function."""
     if choice.reducer is FsdpReducer:
         reducer = FsdpReducer(
             model,

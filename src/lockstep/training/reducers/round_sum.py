@@ -1,8 +1,9 @@
 """The bitwise sum of gradients over all microbatches of a step, round by round.
 
 In round r, rank d of the n data-parallel ranks computes microbatch r * n + d. After each backward,
-an all-to-all sends every rank its slice of the round's gradients. The rank adds them in the order
-of a binary tree. After the last round, the ranks all-gather their slices of the sum.
+an all-to-all sends every rank its slice of the round's gradients. Each rank adds the received
+slices in the order of a binary tree. After the last round, the ranks all-gather their slices of the
+sum.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class RoundSum:
         self._leaves: Tensor | None = None
 
     def add(self, given: Tensor) -> None:
-        """`given` has the shape (microbatches, shards, elements of a shard). The gradients of
-        several calls in a round are added."""
+        """`given` has the shape (microbatches, shards, elements of a shard). Each call adds
+        gradients to the current round."""
         microbatches, shards, self._numbers = given.shape
         replicas = self._replicas.size
         width = -(-self._numbers // replicas)

@@ -1,6 +1,6 @@
 """Gradient reduction for numerics=bitwise, for models whose backward computes gradients of full
-parameters. It is used for models with experts on several ranks, and for sharded models that compute
-a sequence in chunks."""
+parameters. Used for models with experts on several ranks, and for sharded models that compute a
+sequence in chunks."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ class RoundsReducer:
         self._take(0, None)
 
     def _take(self, stage: int, microbatch: int | None) -> dict[int, list[Tensor | None]]:
-        """Take the gradients of a stage's parameters, by parameter index. An expert has one
-        gradient for each rank's tokens."""
+        """Take the gradients of a stage's parameters, by parameter index. An expert has a list of
+        gradients, one for the tokens of each rank."""
         checksums = self.recording.at(microbatch)
         taken: dict[int, list[Tensor | None]] = {}
         for place in (place for _, places in self._stages[stage] for place in places):

@@ -1,6 +1,6 @@
 """The numbers of a step that ranks exchange together with the gradients: used parameters, losses,
 weights, numbers that show if the ranks have made the same calls, and one flag. They are packed into
-one vector that is summed over ranks. A step needs no other collective besides the gradients'."""
+one vector that is summed over ranks. A step needs no collective in addition to the gradients'."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class StepStatsVector:
         return packed
 
     def own_numbers(self) -> Tensor | None:
-        """Used on a single rank, where no vector is summed."""
+        """Return this rank's numbers if it is the only rank, so that no vector is summed."""
         if not self._agreement.count:
             return None
         numbers = torch.tensor(self._agreement.numbers())
@@ -135,8 +135,8 @@ class StepStatsVector:
 class UnusedParameters:
     """Sets a parameter's `.grad` to None if no microbatch of any rank used the parameter. Otherwise
     weight decay or momentum would change the parameter. On an accelerator, reading the flags of all
-    ranks would make the host wait for the device. So the hosts exchange their flags directly, if
-    any rank left parameters unused in the previous step."""
+    ranks would make the host wait for the device. The hosts exchange the flags if any rank left a
+    parameter unused in the previous step."""
 
     def __init__(self, parameters: Sequence[Tensor], world: World) -> None:
         self._parameters = parameters
@@ -146,7 +146,7 @@ class UnusedParameters:
         step."""
 
     def clear(self, used: Sequence[float], stats: StepStats) -> None:
-        """Every rank calls it."""
+        """Every rank must call this method."""
         summed: Sequence[float] | Tensor = stats.used
         if (
             isinstance(summed, Tensor)

@@ -41,13 +41,13 @@ class TiedGradients:
         }
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Return True on the first rank that holds the parameter. The gradient norm counts the
-        parameter there."""
+        """Return True if this rank is the first rank that holds the parameter. The gradient norm
+        counts the parameter there."""
         return id(parameter) not in self._elsewhere
 
     def sum(self) -> None:
-        """Every rank of the pipeline calls it once per step, after the reducer has summed over
-        microbatches. Gradients are added in the order of the model's parts."""
+        """Every rank of the pipeline must call this method once per step, after the reducer has
+        summed over microbatches. Gradients are added in the order of the model's parts."""
         for holders, ranks in self._mine:
             parameter = holders[0]
             local = to_local(parameter.detach())

@@ -1,7 +1,8 @@
 """Causes of differences under expert parallelism.
 
 If the input and the routing of a layer are right and its output is not, the fault is in the
-exchange of tokens. Otherwise the names of the wrong gradients show the fault.
+exchange of tokens. If a layer's input or routing is wrong, the names of the wrong gradients show
+the fault.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def rows(evidence: Evidence) -> str | None:
 
 
 def _in_order(expected: LayerTrace, parts: Sequence[LayerTrace]) -> LayerTrace:
-    """Put the tokens of all ranks into the order of `expected`. Each token is matched with the
-    nearest expected token."""
+    """Put the tokens of all ranks into the order of `expected`. The function matches each token
+    with the nearest expected token."""
     whole = LayerTrace(
         *(
             np.concatenate([getattr(part, each.name) for part in parts])

@@ -1,8 +1,8 @@
 """Causes of a wrong reduced gradient.
 
 The gradient is fitted by β times the gradient of each rank, plus the gradient of the previous step.
-An exact fit names the fault: β = (1, 0) is a missing reduction, and β = (2, 2) a wrong factor. If Σ
-1/β is the number of ranks, the means of the ranks were averaged.
+An exact fit names the fault: β = (1, 0) is a missing reduction, and β = (2, 2) a wrong factor. If
+the sum of 1/β is the number of ranks, the gradient is a mean of means.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def _ranks_miscounted(
 def _microbatches_miscounted(
     evidence: Evidence, names: list[str], target: Vector, what: str, entry: RankTrace
 ) -> str | None:
-    """Fit a wrong reduced gradient by the gradients of single microbatches. Some may count twice or
-    not at all."""
+    """Fit a wrong reduced gradient by the gradients of single microbatches. A microbatch may count
+    twice or not at all."""
     parts = _microbatches_with_gradients(evidence)
     gain = entry.steps[evidence.step].gain
     columns = [gain * stacked(m.gradients or {}, names) for m in parts]

@@ -18,8 +18,8 @@ from lockstep.evidence.trace import TokenTrace
 from lockstep.verify.causes.evidence import Evidence, Wrong, differ, named
 
 MOSTLY = 0.9
-"""Smallest fraction of the tokens after a fault that must be wrong. A token may hardly attend to
-earlier tokens."""
+"""Smallest fraction of wrong tokens among the tokens after a fault. The threshold is below 1
+because a token may hardly attend to earlier tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _Tokens:
         return {int(run[-1]) for part in self.parts for run in _runs(part)}
 
     def begins(self) -> dict[int, int]:
-        """Map each index at which a rank's contiguous tokens begin to the rank."""
+        """Return the ranks, by the index at which a rank's contiguous tokens begin."""
         begins = {int(run[0]): part.rank for part in self.parts for run in _runs(part)}
         begins.pop(0, None)
         return begins
