@@ -139,7 +139,7 @@ class RunRequest:
 
     def check_same_as(self, ended: Mapping[str, Any]) -> None:
         """Raise `CheckpointError` if the ended run in this run directory had another recipe.
-        `ended` is its run.json."""
+        `ended` is the run.json of the ended run."""
         recipe, code, versions = (
             ended.get("recipe"),
             ended.get("code"),
@@ -243,7 +243,7 @@ def open_run(
     stack: ExitStack,
     recovery: Recovery | None = None,
 ) -> Opened:
-    """Open a run. `stack` closes it. Every rank must call this function."""
+    """Open a run. The run is closed when `stack` exits. Every rank must call this function."""
     check_torch(torch.__version__)
     set_task_variables(os.environ)
     environment = Environment.read(os.environ)
@@ -414,7 +414,7 @@ def _record_start(opened: Opened, request: RunRequest, devices: Sequence[Remark 
 
 def read_probe(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
     """Return the settings to override and the hooks to add that a lockstep command has requested.
-    The request is in the environment of the script's process."""
+    An environment variable of the script's process contains the request."""
     name = answered_by(environ, "install")
     if name is None:
         return Overrides(), ()

@@ -27,8 +27,8 @@ TIMES_USUAL = 20.0
 LEAST_STEP_SECONDS = 60.0
 """Smallest timeout of a phase in `STEP_PHASES`."""
 LEAST_OTHER_SECONDS = 300.0
-"""Smallest timeout of all phases that are not in `STEP_PHASES`. The times of such phases depend on
-disks, networks and users' code."""
+"""Smallest timeout of all phases that are not in `STEP_PHASES`. The times of phases outside of a
+step depend on disks, networks and users' code."""
 FIRST_SECONDS = 540.0
 """Timeout of a phase that has never ended. Gloo and NCCL give up after 600 seconds."""
 STEP_PHASES = ("compute", "exchange", "update", "waiting for the device")

@@ -1,4 +1,4 @@
-"""The plan: how a recipe is executed (mesh, numerics, memory, data loading). Nothing in the plan
+"""The plan: how a recipe is executed (mesh, numerics, memory, data loading). No setting of a plan
 changes what is learned."""
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ class Plan:
     """Compile each block's forward with torch.compile, once for each shape."""
     split: Split = 1
     """Number of devices of one process over which the layers are distributed, with similar bytes on
-    each. On a CPU all of these devices are the CPU. Or the number of layers on each device, in the
-    model's order: `(3, 5)`, as text `3+5`."""
+    each. On a CPU all of these devices are the CPU. A tuple gives the number of layers on each
+    device, in the model's order: `(3, 5)`, as text `3+5`."""
     data_parallel: int = 1
     """Number of GPUs over which one process splits each microbatch (`torch.nn.DataParallel`).
     `replicate` is faster than `data_parallel`."""
@@ -208,8 +208,8 @@ class Plan:
     """Intra-op threads per process. With None, OMP_NUM_THREADS if set, else cores ÷ processes
     (`bitwise` on CPUs: 1)."""
     workers: Size = 0
-    """Number of data loader workers per rank. With 0, the training process loads the data. `auto`
-    is measured."""
+    """Number of data loader workers per rank. With 0, the training process loads the data. With
+    `auto`, the number is measured."""
     prefetch: Size = 2
     """Number of microbatches that each loader worker prefetches. `auto` is chosen from the spread
     of measured loading times."""

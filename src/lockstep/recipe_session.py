@@ -42,8 +42,8 @@ class Result:
     """The metrics of the last evaluation: `loss` and the metrics of the recipe. Empty without an
     evaluation."""
     best: Best | None
-    """The best evaluation by `Saving.best`, and its checkpoint. None without `Saving.best`, or if
-    the metric was not measured."""
+    """The best evaluation by `Saving.best`, and its checkpoint. None if `Saving.best` is not set,
+    or if no evaluation measured the metric."""
     fingerprint: str
     """SHA-256 of the final parameters and buffers. See `lockstep.fingerprint`."""
     run_dir: str

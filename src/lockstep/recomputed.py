@@ -14,9 +14,9 @@ Position = list[float]
 """A position in the order in which the ranks of a replica exchange tensors. All ranks of a replica
 have the same order. Lists of numbers compare element by element."""
 RECEIVED, WITHIN, SENT = range(3)
-"""The second number of a position. The first number counts the parts of a microbatch's computation.
-`RECEIVED` tensors arrive before the part's computation, `WITHIN` tensors are exchanged during the
-computation, and `SENT` tensors are sent afterwards."""
+"""The second number of a `Position`. The first number counts the parts of a microbatch's
+computation. `RECEIVED` tensors arrive before the part's computation, `WITHIN` tensors are exchanged
+during the computation, and `SENT` tensors are sent afterwards."""
 GRADIENT: Position = [math.inf]
 """The position of the parameters' gradients, after all exchanges of tensors."""
 
@@ -112,9 +112,9 @@ class WrongRanks:
 
 
 def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]) -> WrongRanks:
-    """Return the ranks that computed wrong results. A wrong result spreads in a replica when its
-    ranks exchange tensors, so the ranks whose results differ first are wrong. `replicas` has the
-    reports of each replica's ranks, in the same order in every replica."""
+    """Return the ranks that computed wrong results. When the ranks of a replica exchange tensors, a
+    wrong result spreads. The ranks whose results differ first are therefore wrong. `replicas` has
+    the reports of each replica's ranks, in the same order in every replica."""
     votes = [
         (
             each,

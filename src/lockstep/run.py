@@ -44,7 +44,7 @@ def train(
     - `log_every`: steps between two lines of `metrics.jsonl`.
     - `saving`: when the run is saved, and which checkpoints it keeps. The default is `Saving()`.
     - `resume`: "auto" continues an unfinished run in `run_dir`. "never" refuses to continue it.
-      "must" refuses to start a new run. The launcher's value replaces it.
+      "must" refuses to start a new run. `--resume` of the launcher replaces the argument.
     - `allow_change`: fields of the recipe that may differ from the saved recipe at a resume.
     - `loggers`: services that receive the run's metrics, such as `ls.WandB(project=...)`. A logger
       implements `logging.loggers.Logger`.

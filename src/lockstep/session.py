@@ -378,13 +378,13 @@ class Session:
 
     def full_state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """A copy of a prepared model's state dict, with full tensors on the CPU, on every rank and
-        under every plan. Use `torch.save` on one rank to save it. Every rank must call this method.
-        With `model=None`, it is the first model."""
+        under every plan. Call `torch.save` on one rank to save the copy. Every rank must call this
+        method. With `model=None`, the first prepared model."""
         return self.run.full_state_dict(model)
 
     def stop(self, reason: str) -> None:
-        """Ask all ranks to stop training for `reason`. Any rank may call it. All ranks stop at the
-        next logging step or evaluation."""
+        """Ask all ranks to stop training for `reason`. Any rank may call this method. All ranks
+        stop at the next logging step or evaluation."""
         self.run.stop(reason)
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:

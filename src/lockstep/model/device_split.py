@@ -1,5 +1,5 @@
 """One process on several devices. Naive model parallelism puts consecutive layers on each device,
-and all other modules on the first device. The module also supports `torch.nn.DataParallel`."""
+and all other modules on the first device. Also supports `torch.nn.DataParallel`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class PlacedLayer:
 
 
 def devices_of(home: torch.device, count: int) -> list[torch.device]:
-    """Return `count` devices, the first of which is `home`. All devices of a CPU are the same."""
+    """Return `count` devices, the first of which is `home`. On a CPU, all devices are the same
+    device."""
     if not accelerator.is_accelerator(home):
         return [home] * count
     there = accelerator.count()

@@ -27,7 +27,7 @@ class Forwards(Protocol):
     def last_stage(self) -> int: ...
 
     def parts_by_stage(self) -> Mapping[int, Sequence[nn.Module]]:
-        """A model without a pipeline is stage 0."""
+        """Without a pipeline, the parts of the model belong to stage 0."""
 
     def try_forward(self, arguments: Arguments | Chunks, run: Run) -> Any:
         """Return None on ranks that do not have the output. An error on one rank is raised on all

@@ -28,8 +28,8 @@ _FILLING = frozenset(
 
 class FullDraws(TorchFunctionMode):
     """Every rank draws the random numbers of the full DTensor and keeps the numbers of its shard.
-    Torch would draw each rank's shard separately. The default generators must have the same seeds
-    on all ranks."""
+    Torch itself would draw separate numbers for each rank's shard. The default generators must have
+    the same seeds on all ranks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,6 +1,6 @@
 """Random streams of a model's sequential parts, which are the modules that the model calls one
-after another. Each part draws from default generators with the part's seed. Dropout does not depend
-on the rank that computes the part.
+after another. Each part draws from default generators with the part's seed. Dropout in a part does
+not depend on the rank that computes the part.
 
 [Note: streams] A part's stream starts when the previous part ends. The generator state that
 `torch.utils.checkpoint` saves at the start of a part is then the state of the part's stream. If
@@ -51,7 +51,7 @@ class ModuleRandomStreams:
         modules = [model.get_submodule(name) for name in parts]
         draw = [_may_draw(module) for module in modules]
         self.are_several = any(draw)
-        """False if no part can draw random numbers."""
+        """False if the model has no part that can draw random numbers."""
         # A part that cannot draw needs no stream; the loss always gets one.
         self._needed = [*draw, True]
         self._places: dict[int, list[int]] = {}

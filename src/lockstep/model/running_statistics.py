@@ -71,7 +71,8 @@ class _ScratchBuffers:
         return torch.cat([torch.stack([keep, calls]), gains])
 
     def apply(self, rows: Tensor, gate: Tensor | None) -> None:
-        """Apply one row for each microbatch, in order. A `gate` of False changes nothing."""
+        """Apply the rows of a layer's updates in order, one for each microbatch. A `gate` of False
+        changes nothing."""
         mean, variance = self.kept["running_mean"], self.kept["running_var"]
         rows, gate = rows.to(mean.device), gate if gate is None else gate.to(mean.device)
         running = torch.cat([mean, variance]).double()
@@ -296,7 +297,7 @@ class SelfUpdatingBuffers:
         self.discard()
 
     def note_microbatch(self) -> None:
-        """Only this rank's first microbatch of the step counts."""
+        """Note the updates of this rank's first microbatch in the step, and ignore all others."""
         if self._first is None and self._taken is not None:
             self._first = self._taken
         self.discard()

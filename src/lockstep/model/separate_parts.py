@@ -63,10 +63,10 @@ class SeparateParts:
 
 
 class PartLeaf:
-    """A separate leaf of autograd's graph for a shared parameter in one part of the model."""
+    """The leaf of autograd's graph that stands for a shared parameter in one part of the model."""
 
     def __init__(self, shared: nn.Parameter, part: nn.Module, in_place: list[PartLeaf]) -> None:
-        """`in_place` contains this object while a forward of the part runs."""
+        """`in_place` contains this leaf while a forward of the part runs."""
         self.shared = shared
         self.part = part
         self.parameter = nn.Parameter(shared.detach())

@@ -20,9 +20,10 @@ _LIKE = "_lockstep_like"
 
 class StageDraws(TorchFunctionMode):
     """Refuses random functions without a `generator` in a user's hook on parameters of pipeline
-    stages. The default generators have the same seeds on all ranks of the pipeline. Each stage
-    would draw the numbers that one process draws for the first stage. A tensor that only has the
-    shape of a parameter is not refused, unless a variable of the hook holds such a parameter."""
+    stages. All ranks of the pipeline have the same seeds in the default generators. A draw in a
+    stage's hook would give the numbers that one process draws for the first stage. A tensor that
+    only has the shape of a parameter is not refused, unless a variable of the hook holds such a
+    parameter."""
 
     def __init__(self, models: Iterable[nn.Module], pipeline: int) -> None:
         super().__init__()

@@ -36,8 +36,7 @@ class Series:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, value: float) -> None:
-        """Append a value. Discard the values of the same and later steps, which a resumed run
-        repeats."""
+        """Append a value. Discards the values from `step` on, which a resumed run repeats."""
         self.truncate(step)
         self.steps.append(step)
         self.values.append(value)

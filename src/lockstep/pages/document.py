@@ -1,4 +1,5 @@
-"""Makes an HTML document in a single file. Its content security policy forbids requests."""
+"""Makes an HTML document in a single file. The document's content security policy forbids
+requests."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from lockstep.pages.scale import Unit, format_number, step_scale
 SHADES = 63
 MOST_NAMES = 16
 _NARROWEST = 0.2
-"""Minimum width of a colour scale, as a fraction of its median. Smaller differences are noise."""
+"""Minimum width of a colour scale, as a fraction of its median. A narrower range of values is
+noise."""
 RAMP = ("#f3f6d9", "#d5ecb9", "#9fd8b5", "#5fc0c0", "#329bc2", "#2470b1", "#22489b", "#182a6b")
 
 

@@ -19,7 +19,7 @@ HOURS_BETWEEN_FAILURES = 50_000.0
 """Mean time between failures of one device. A training on 16,384 GPUs had 419 failures in 54 days
 (arXiv 2407.21783, "The Llama 3 Herd of Models")."""
 SAVE_SECONDS = 10.0
-"""Training stops for this time while a checkpoint is copied."""
+"""Time for which training stops while a checkpoint is copied."""
 RESTART_SECONDS = 300.0
 LIMITS = {
     "matmul": "arithmetic",

@@ -36,7 +36,7 @@ from lockstep.recipe.recipe import Recipe
 from lockstep.training.loop import total_steps_of
 
 PCIE_BYTES_PER_SECOND = 25e9
-"""Rate of copies from pinned memory over PCIe 4.0 x16. Its peak is 31.5e9
+"""Rate of copies from pinned memory over PCIe 4.0 x16. The peak rate of PCIe 4.0 x16 is 31.5e9
 (https://en.wikipedia.org/wiki/PCI_Express)."""
 HOST_BYTES_PER_SECOND = 25e9
 """Memory bandwidth of the host for each of its eight devices, 200e9 / 8."""

@@ -35,7 +35,8 @@ class PlanRequest(ScriptRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The message that the search over plans has ended. A script that fails does not write it."""
+    """The message that a search over plans sends at its end. A script that fails does not send the
+    message."""
 
     devices: int | None = None
     why: str | None = None
@@ -90,7 +91,8 @@ class Prediction:
         return self.needed_for(self.peak.bytes)
 
     def needed_for(self, peak_bytes: int) -> int:
-        """Add the memory of libraries and `MARGIN` to the peak memory of the tensors."""
+        """Return the device memory that a step needs: `peak_bytes` of tensors, the memory of
+        libraries, and `MARGIN`."""
         return math.ceil((peak_bytes + self.overhead_bytes) / (1 - MARGIN))
 
     @property

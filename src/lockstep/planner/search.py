@@ -200,7 +200,8 @@ def _held_bytes(plan: Plan, space: Space) -> int:
 
 
 def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -> Iterator[Outcome]:
-    """Evaluate plans. A plan that does not fit is tried again with changes that save memory."""
+    """Evaluate plans. If a plan does not fit into memory, the search tries it again with changes
+    that save memory."""
     remaining, one_fits = list(plans), False
     for change in ({}, *(SMALLER if space.microbatch is None else ()), *LESS_MEMORY):
         able = [plan for plan in remaining if _is_able(plan, change, space)]

@@ -128,7 +128,7 @@ def powersgd_rank(gradient_compression: str) -> int | None:
 
 
 def has_error_feedback(gradient_compression: str) -> bool:
-    """True if the next step adds the error of this step's compression."""
+    """True if the compression error of a step is added to the next step's gradient."""
     return gradient_compression == "int8" or gradient_compression.startswith("powersgd")
 
 

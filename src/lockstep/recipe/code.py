@@ -48,7 +48,8 @@ def programs(names: Iterable[str]) -> dict[str, str]:
 
 
 def note_source(file: str, source: bytes) -> None:
-    """Make `texts` use `source` as the file's text. The file may be edited while it runs."""
+    """Make `texts` use `source` as the file's text. The user may edit the file while the script
+    runs."""
     with suppress(SyntaxError, UnicodeDecodeError):
         text = decode_source(source)
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)

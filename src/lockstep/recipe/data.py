@@ -170,11 +170,11 @@ class Stream:
         """A stream made from an iterable dataset: Hugging Face streaming, torch's
         `IterableDataset`, WebDataset.
 
-        The dataset must not be split by rank or worker. Every iteration must give the same samples.
-        If the dataset has `set_epoch`, this holds for iterations after the same `set_epoch`. A
-        Hugging Face dataset is read with its own `shard` and `skip`. For any other dataset, each
-        shard reads all samples and keeps every `shards`-th, and a resumed run reads from the
-        beginning again. Raises `DataError`.
+        The dataset must not be split by rank or worker. All iterations over the dataset must give
+        the same samples. With a dataset that has `set_epoch`, iterations after equal `set_epoch`
+        calls must give the same samples. A Hugging Face dataset is read with its own `shard` and
+        `skip`. For any other dataset, each shard reads all samples and keeps every `shards`-th, and
+        a resumed run reads from the beginning again. Raises `DataError`.
         """
         if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
             raise DataError(

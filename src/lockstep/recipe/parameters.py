@@ -1,5 +1,5 @@
 """Hyper-parameters of a script, whose values come from `--set`, a search or the resumed run. A
-script declares all of them before its first recipe."""
+script declares all hyper-parameters before its first recipe."""
 
 from __future__ import annotations
 

@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A loss term that is a sum over one microbatch. `Recipe.weight` returns its denominator. If
-    the loss is a dict of terms, `weight` returns a dict with the denominator of each `Sum`, by its
-    name."""
+    """A loss term that is a sum over one microbatch. `Recipe.weight` returns the denominator of the
+    sum. If the loss is a dict of terms, `weight` returns a dict with the denominator of each `Sum`,
+    by its name."""
 
     total: Tensor
     """Scalar tensor with a gradient."""
@@ -68,7 +68,7 @@ class Loss:
 @dataclass(frozen=True, slots=True)
 class Mean:
     """A metric that is the mean of `values` over the evaluation data: Σ values / number of values.
-    Each sample counts once."""
+    Every sample of the evaluation data counts once."""
 
     values: Callable[[Any, Any], Tensor]
     """Function of (output, batch) that returns a tensor with a value per sample or token. Without
@@ -85,9 +85,9 @@ class Gathered:
     """Function of (output, batch) that returns tensors whose first dim is the samples of this
     microbatch. Without `Recipe.inputs`, its arguments are (model, batch)."""
     compute: Callable[..., Any]
-    """Called on every rank with the collected tensors of all samples. Returns the value. A metric
-    gets tensors of the evaluation data, on the CPU. A `batch_loss` gets tensors of the global
-    batch, on the rank's device."""
+    """Called on every rank with the collected tensors of all samples. Returns the value of the
+    metric or of the loss. A metric gets tensors of the evaluation data, on the CPU. A `batch_loss`
+    gets tensors of the global batch, on the rank's device."""
 
 
 @with_field_docs
@@ -235,9 +235,9 @@ class Recipe:
     with the same values."""
     data: Any
     """A map-style dataset, with `len(data)` and `data[i]`, or a `Stream`. A `Stream` needs
-    `microbatch` and `steps`. If the dataset has `__getitems__(indices)`, it is called once for each
-    microbatch. A list that it returns is collated. If it returns another type than a list, the
-    value is used as the batch."""
+    `microbatch` and `steps`. If the dataset has `__getitems__(indices)`, the method is called once
+    for each microbatch. A list that it returns is collated. If it returns another type than a list,
+    the value is used as the batch."""
     loss: Callable[[Any, Any], Any] | None = None
     """Function of (output, batch) that returns a scalar tensor, a `Sum`, or a dict of them. Without
     `inputs`, its arguments are (model, batch), and it may also return a `Loss`. A scalar is the
@@ -247,8 +247,8 @@ class Recipe:
     `compute` gets the rows of the whole global batch and returns a scalar tensor. Each microbatch
     is computed twice: only one microbatch's activations are in memory."""
     optimizer: Callable[[Any], Any]
-    """Function of the model that returns a torch optimizer, or a list of optimizers. Every
-    trainable parameter belongs to exactly one optimizer."""
+    """Function of the model that returns a torch optimizer, or a list of optimizers. Each trainable
+    parameter must belong to exactly one optimizer."""
     global_batch: int | None = None
     """Number of samples in one optimizer step, over all ranks. None is allowed only with
     `batch_sampler`."""
@@ -272,15 +272,15 @@ class Recipe:
     batch_sampler: Callable[[int, int], Any] | None = None
     """Function of (epoch, seed) that returns the global batches of an epoch. A global batch is a
     list of microbatches, and a microbatch a list of indices. The function must be pure, like
-    `sampler`. `batch_sampler` replaces `global_batch` and `microbatch`. All epochs must have the
-    same number of batches."""
+    `Recipe.sampler`. `batch_sampler` replaces `global_batch` and `microbatch`. All epochs must have
+    the same number of batches."""
     inputs: Callable[[Any], Any] | None = None
     """Function of the batch that returns the model's arguments: a tuple, a dict of keyword
     arguments, or one tensor."""
     weight: Callable[[Any], Any] | None = None
     """Function of the collated batch on the CPU that returns the denominator of a `Sum`, a number.
-    If `loss` returns a dict, `weight` returns a dict of the denominators of the `Sum`s, by name.
-    Terms that are plain scalars have no denominator."""
+    If the loss is a dict, `weight` returns a dict of the denominators of its `Sum`s, by name. Terms
+    that are plain scalars have no denominator."""
     collate: Callable[[list[Any]], Any] | None = None
     """Function of a list of samples that returns a batch, used for training only. For evaluations,
     see `Evaluation.collate`. None: torch's `default_collate`."""
@@ -311,9 +311,9 @@ class Recipe:
     model."""
     stages: abc.Sequence[str] | None = None
     """Names of the modules between which a pipeline may be cut. `*` stands for any text:
-    `["embedding", "blocks.*", "head"]`. The forward must call them in this order, each with the
-    output of the previous one. Each named module draws from a separate random stream. None: the
-    members of an `nn.Sequential`; other models cannot be pipelined."""
+    `["embedding", "blocks.*", "head"]`. The forward must call the modules in this order, each with
+    the output of the module before it. Each named module draws from a separate random stream. None:
+    the members of an `nn.Sequential`; other models cannot be pipelined."""
     experts: abc.Sequence[str] | None = None
     """Names of the modules that hold a layer's experts, in stacked parameters. `*` stands for any
     text: `["blocks.*.experts"]`. The forward of the modules takes tokens (S, D), the chosen experts
@@ -321,7 +321,8 @@ class Recipe:
     and such a forward."""
     sequence: Sequence | None = None
     """The sequences that context parallelism (the plan's `context`) divides among ranks, their
-    documents and positions. None: `ls.Sequence()`. The model then must not draw random numbers."""
+    documents and positions. None: `ls.Sequence()`. A model whose sequences are divided must not
+    draw random numbers."""
     balance: Balance | None = None
     """Balances the load of a mixture of experts, and measures it. None: the load is neither
     balanced nor measured."""

@@ -15,10 +15,10 @@ from lockstep.pages.chart import Series
 RunState = Literal["ended", "running", "unfinished", "preempted", "failed"]
 
 PHASES = ("step", "data", "compute", "communication")
-"""Measured parts of a rank's step. The first is the whole step."""
+"""Measured parts of a rank's step. The first phase is the whole step."""
 
 MOST_SERIES = 1000
-"""Largest number of metrics that are read. A page has a chart for each."""
+"""Largest number of metrics that are read. A page has a chart for each metric."""
 _NOT_METRICS = frozenset({"step", "time", "not_finite", CHECKSUM})
 LARGEST = 1e290
 _MOST = 2**53

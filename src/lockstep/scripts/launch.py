@@ -84,7 +84,7 @@ def launch_script(
 @contextmanager
 def _without_warnings_of_stores() -> Iterator[None]:
     """Suppress the 20 lines that torch's store prints when its host is gone. Import torch in this
-    context."""
+    context manager."""
     name = "TORCH_CPP_LOG_LEVEL"
     if name in os.environ:
         yield

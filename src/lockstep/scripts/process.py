@@ -42,7 +42,7 @@ OUTPUT = "output.txt"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptEnd:
     status: int
-    """Exit status as in a shell. It is 128 + N after signal N."""
+    """Exit status as in a shell. After signal N, the status is 128 + N."""
     seconds: float
     error: str = ""
     """The last lines of the script's output. Empty if the status is 0."""

@@ -1,7 +1,7 @@
 """A command's request to the processes that run the script. The request is a JSON file, whose path
 is in an environment variable. The request names a module and the function in it that answers the
-request. `install` returns the overrides and hooks of a run. `train(recipe)` replaces the training.
-The module does not import torch."""
+request. `install` returns the overrides and hooks of a run. `train(recipe)` is called in place of
+`ls.train`. The module does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILE = "request.json"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptRequest:
     """A request of a `lockstep` command to the processes that run the user's script. Each command
-    has a subclass."""
+    has a subclass of the request."""
 
     answered_by: ClassVar[str]
     calls: str = ""

@@ -54,7 +54,7 @@ def opened_study(url: str, name: str, direction: Direction) -> optuna.Study:
 
 
 def existing_study(url: str, name: str) -> optuna.Study:
-    """Open a study for reading. No tables are created."""
+    """Open a study for reading. The function creates no tables."""
     address = parsed(url)
     if address.get_backend_name() == "sqlite" and address.database:
         return study_in_file(Path(address.database).resolve(), name)

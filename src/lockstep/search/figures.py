@@ -284,8 +284,8 @@ def _mark_legend(results: SearchResults) -> list[Html]:
 
 
 def _downsampled(trial: TrialResult, last: int, columns: int) -> list[tuple[float, float | None]]:
-    """Return at most about `columns` points of a trial's curve. A value is None if it is not
-    finite."""
+    """Return at most about `columns` points of a trial's curve. A point has the value None if the
+    value is not finite."""
     steps = sorted(trial.values)
     values = (float(trial.values[step]) for step in steps)
     series = Series(

@@ -23,15 +23,16 @@ _MISTAKES = ("LaunchError", "PlanError", "RecipeError")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialOutcome:
-    """The state in which a trial ended. An interrupted trial is still `running`, and will be
-    resumed."""
+    """The state in which a trial ended. An interrupted trial keeps the state `running`, so that a
+    search resumes it."""
 
     state: State
     value: float | None = None
     steps: int | None = None
     reason: str | None = None
     is_mistake: bool = False
-    """True for a mistake in the script or the command line. Every trial would fail with it."""
+    """True for a mistake in the script or the command line. Every trial would fail with the same
+    mistake."""
     alike: str | None = None
     """A text that is equal for all failures with the same cause in the script. None if the failure
     has another cause than the script."""

@@ -2,7 +2,8 @@
 
 A search locks a file in its folder for each trial that it runs. The operating system releases the
 lock when the search ends. A trial that the storage marks as running, but that has no lock, was
-interrupted: the next search of the folder resumes it. Searches of other folders ignore the trial.
+interrupted: the next search of the folder resumes it. Searches of other folders ignore an
+interrupted trial.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Exempt:
     the processes of a `WorkerPool`."""
 
     processes: Collection[int] = ()
-    """Process ids. Snapshots leave out these processes and their descendants."""
+    """Process ids. Process ids, whose descendants snapshots also leave out."""
     descriptors: Collection[int] = ()
     """Numbers of file descriptors of this process."""
 
@@ -152,8 +152,8 @@ class _Process:
     parent: int
     state: str
     started: int
-    """Start time in clock ticks since boot. It distinguishes the process from a later process with
-    the same id."""
+    """Start time in clock ticks since boot. The start time distinguishes the process from a later
+    process with the same id."""
 
 
 def _has_children() -> bool:

@@ -100,8 +100,9 @@ class WorkerPool:
     run fails. With `check_leaks`, a run fails if a rank leaks a process, a thread, a listening
     port, an open descriptor or an environment variable.
 
-    The nursery process starts with the pool, and imports modules in the background. `close`, or
-    leaving the `with` block, ends it. Raises `LaunchError` if the platform has no `os.pidfd_open`.
+    The nursery process starts with the pool, and imports modules in the background. `close`, or the
+    exit from the `with` block, ends the nursery. Raises `LaunchError` if the platform has no
+    `os.pidfd_open`.
     """
 
     def __init__(
@@ -403,8 +404,8 @@ def _send(worker: _Worker, *messages: bytes) -> None:
 def _with_cause(
     pending: list[_Worker], arrived: dict[int, bytes | None]
 ) -> dict[int, bytes | None]:
-    """Return the answers by rank. Waits for more answers if none is a `UserError`. A rank may have
-    failed because it lost the connection to a rank that is about to report an error."""
+    """Return the answers by rank. Waits for more answers if no answer has a `UserError`. A rank may
+    have failed because it lost the connection to a rank that is about to report an error."""
     deadline = time.monotonic() + CAUSE_SECONDS
     while all(answer is not None and not _is_user_error(answer) for answer in arrived.values()):
         others = [worker for worker in pending if worker.rank not in arrived]

@@ -57,8 +57,8 @@ DUMP_SIGNAL = signal.SIGRTMIN + 7
 JOINED, RESULT, LEFT, FAILED = b"J", b"R", b"L", b"F"
 MASTER_ADDRESS = "127.0.0.1"
 RUNS_BEFORE_MOVE = 10
-"""Number of runs of the test pool after which its memory is moved into huge pages. Later forks of
-the pool then take less time than before the move."""
+"""Number of runs of the test pool after which its memory is moved into huge pages. Huge pages make
+the pool's later forks faster."""
 # Seconds by which the process group's timeout exceeds the pool's, so that a hanging run always ends
 # with its stacks.
 LONGER_SECONDS = 5.0
@@ -120,7 +120,8 @@ def kill_group(process: int) -> None:
 
 
 def import_for(name: str, file: str | None) -> ModuleType:
-    """Import a module from `file`, even if its name cannot be found (pytest's importlib mode)."""
+    """Import a module from `file`, even if the import system cannot find the module's name
+    (pytest's importlib mode)."""
     module = sys.modules.get(name)
     if module is None:
         try:
@@ -146,7 +147,7 @@ def import_for(name: str, file: str | None) -> ModuleType:
 def loopback_store() -> TCPStore:
     """Return the server of a TCPStore on the loopback interface only. By default, TCPStore listens
     on every IPv6 interface, and looks up ::ffff:127.0.0.1 by DNS. Each client waits five seconds if
-    that lookup is not answered."""
+    the DNS lookup is not answered."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in its __all__
 
     listener = socket.create_server((MASTER_ADDRESS, 0))
@@ -204,8 +205,8 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
 
 
 def _serve(pipe: Connection, dump_descriptor: int) -> None:
-    """Join the process group, call the test's function, and destroy the group. After each of these
-    steps, send a message to the pool, and wait for all ranks."""
+    """Join the process group, call the test's function, and destroy the group. Send a message to
+    the pool after each action, and wait for all ranks."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The signal writes all stacks; its default action then ends the process, so the sender knows

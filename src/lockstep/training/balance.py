@@ -50,8 +50,8 @@ class Routed:
     choices: list[Choices]
     samples: int
     counted: Tensor | None
-    """Mask of shape (tokens,): True for tokens that count in the balance loss. None if all tokens
-    count."""
+    """Mask of shape (tokens,): True for tokens that count in the balance loss. None if every token
+    counts."""
     loads: Tensor | None = None
 
 
@@ -424,7 +424,8 @@ def check_balance(
 def routed_layers(
     model: nn.Module, balance: Balance, experts: Sequence[str] | None
 ) -> list[RoutedLayer]:
-    """Call it before the model is parallelized."""
+    """Return the layers of experts with their routers. Call this function before the model is
+    parallelized."""
     _refuse_own_balance(model)
     layers = find_routers(model, experts, balance.routers, with_bias=balance.bias_rate > 0)
     counts = {layer.experts.count for layer in layers}

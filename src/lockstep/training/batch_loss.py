@@ -108,8 +108,8 @@ WHAT = "the batch loss"
 
 
 class BatchLoss:
-    """A loss over the whole global batch. Call it for each microbatch, after `collect`. The call
-    returns a loss term that carries the microbatch's part of the gradient."""
+    """A loss over the whole global batch. Call the object for each microbatch, after `collect`. The
+    call returns a loss term that carries the microbatch's part of the gradient."""
 
     def __init__(
         self, loss: Gathered, spans: Spans, current: Callable[[], Microbatch], *, watched: bool

@@ -21,7 +21,7 @@ from lockstep.training.step_result import StepResult
 from lockstep.training.train_module import HostValues
 
 _KEPT = 3
-"""Number of ended steps in memory. The device may be at any of them."""
+"""Number of ended steps that are kept in memory, because the device may still be at any of them."""
 _POLL_SECONDS = 0.005
 
 
@@ -76,8 +76,8 @@ class EndedStep:
 
 
 class DeviceProgress:
-    """The latest steps of a run on accelerators. The training thread records them; any thread may
-    query them."""
+    """The latest steps of a run on accelerators. The training thread records the steps, and any
+    thread may query them."""
 
     def __init__(self) -> None:
         self._ended: deque[EndedStep] = deque()

@@ -44,7 +44,8 @@ ALONE = (
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """On exit, restores the mode of each module and frees all-gathered parameters."""
+    """On exit, restores each module's training or evaluation mode, and frees all-gathered
+    parameters."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

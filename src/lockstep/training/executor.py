@@ -195,8 +195,8 @@ class SerialExecutor:
 
 @dataclass(slots=True, kw_only=True)
 class SequenceExecutor(SerialExecutor):
-    """Splits sequences. Each rank of the `context` axis computes some tokens of every microbatch,
-    and their part of the loss."""
+    """Splits sequences: each rank of the `context` axis computes some tokens of every microbatch,
+    and the tokens' part of the loss."""
 
     cut: SequenceCut
     why_no_loop: str | None = (

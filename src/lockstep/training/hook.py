@@ -39,8 +39,8 @@ class Hook:
         """Called before each evaluation."""
 
     def after_evaluation(self, run: Run, metrics: dict[str, float]) -> None:
-        """Called after each evaluation. `metrics` is the same on every rank. A hook may add values
-        to `metrics`: they appear in the run's result, and `Saving(best=...)` can name them."""
+        """Called after each evaluation. `metrics` is the same on every rank. Values that a hook
+        adds to `metrics` appear in the run's result, and `Saving(best=...)` can name them."""
 
     def on_finish(self, run: Run) -> None:
         """Called after the last step and the last evaluation, before the result is written. A run
@@ -53,8 +53,8 @@ class Hook:
         """Called after an event was written to events.jsonl, but not before `on_start`."""
 
     def on_error(self, run: Run, error: BaseException) -> None:
-        """Called when an error ends the run on this rank. Other ranks may be gone: do not call
-        collectives."""
+        """Called when an error ends the run on this rank. Do not call collectives in this method,
+        because other ranks may be gone."""
 
     def on_end(self, run: Run) -> None:
         """Called at the end of the run, even after an error. Do not call collectives."""

@@ -17,11 +17,11 @@ _PIECE = 1 << 20
 
 class LeftOut:
     """The tensors of a model that are neither in its state dict nor in an optimizer. Checkpoints
-    contain the changed ones."""
+    contain the changed tensors."""
 
     def __init__(self, model: nn.Module, held: Collection[str]) -> None:
-        """Create it before a checkpoint is loaded. `changed` compares with the values at its
-        creation."""
+        """Create the object before a checkpoint is loaded. `changed` compares with the values at
+        its creation."""
         saved = dict(tensors_in_state(model, held))
         ours = set(map(id, saved.values()))
         named = (
@@ -115,8 +115,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _checksum(tensor: Tensor) -> tuple[object, ...]:
-    """Depends on every byte of this rank's part and on the byte's position. For a tensor without
-    dense storage, the version counter is used instead."""
+    """The checksum depends on every byte of this rank's part and on the byte's position. For a
+    tensor without dense storage, the version counter is used instead."""
     part, kind = to_local(tensor).detach(), (str(tensor.dtype), tuple(tensor.shape))
     if (
         type(part) is not Tensor

@@ -25,8 +25,8 @@ _LISTS = (list, tuple)
 
 
 def rows_per_sample(name: str, batch: Any, samples: int) -> int:
-    """Return the number of rows per sample. It is above 1 if the batch has several views of each
-    sample."""
+    """Return the number of rows per sample. The number is above 1 if the batch has several views of
+    each sample."""
     kind = type(batch)  # common cases first, for speed: called for each microbatch
     first = (
         batch[0]

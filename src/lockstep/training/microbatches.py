@@ -266,7 +266,7 @@ class StepLayout:
     assignment: MicrobatchAssignment
     order: Order | SampleOrder | None
     origins: dict[int, Origin] | None = None
-    """Maps a microbatch to its place in the stream. None for a dataset."""
+    """Maps a microbatch to its place in the stream. None if the data is a dataset, not a stream."""
 
     def mine(self) -> range:
         """Excludes dummy microbatches."""

@@ -51,8 +51,8 @@ class _Autocast:
 
 
 def keeps_casts(plan: Plan) -> bool:
-    """Under `shard`, autocast would cache a cast copy of the full model. With numerics=bitwise,
-    every plan must compute what `shard` computes."""
+    """Under `shard`, autocast would cache a cast copy of the full model. With numerics=bitwise, all
+    plans must compute the same as `shard`."""
     return not plan.divides("parameters") and plan.numerics == "fast"
 
 

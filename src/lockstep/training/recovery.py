@@ -129,7 +129,7 @@ class HeldState:
 
     @classmethod
     def of(cls, training: Training) -> HeldState:
-        """The last step must be complete."""
+        """The optimizer must have completed the last step."""
         state = state_of(training.modules, training.stateful)
         return cls(training.run.step, state.tensors, values_to_hold(training, state.values))
 
@@ -182,8 +182,8 @@ T = TypeVar("T")
 
 
 class Recovery:
-    """Recovers a run in place. After the loss of another process, the run is closed and opened
-    again in this process."""
+    """Recovers a run in place. After the loss of another process, this process closes the run and
+    opens it again."""
 
     def __init__(self, rejoin: Rejoin, recipe: Recipe, watchers: Collection[Any] = ()) -> None:
         self.rejoin, self._recipe, self._watchers = rejoin, recipe, watchers
@@ -217,8 +217,8 @@ class Recovery:
         self.times = 0
 
     def run(self, attempt: Callable[[], T]) -> T:
-        """Call `attempt`, which opens the run and trains. Call it again after each loss of another
-        process, with the rank that the launcher assigns."""
+        """Call `attempt`, which opens the run and trains. Call `attempt` again after each loss of
+        another process, with the rank that the launcher assigns."""
         while True:
             self._is_restored = False
             prepare_process()
@@ -310,8 +310,8 @@ class Recovery:
         return ("replica", held) if held.manifest.step >= 0 else None
 
     def restored(self, step: int) -> dict[str, float]:
-        """Return the seconds until all processes were ready, the seconds since then, and the number
-        of steps to recompute."""
+        """Return the seconds until all processes were ready, the seconds of the restore after that,
+        and the number of steps to recompute."""
         lost_at, rejoined_at = self.rejoin.lost_at, self.rejoin.rejoined_at
         figures = {
             "wait_seconds": round(rejoined_at - lost_at, 3),

@@ -44,7 +44,8 @@ class Run:
         self.global_batch = 0
         """Number of samples in a global batch of the current loop."""
         self.microbatch: int | None = None
-        """Number of samples in a microbatch. None: one microbatch for each rank."""
+        """Number of samples in a microbatch. None if each rank computes one microbatch of any
+        size."""
         self.total_steps = 0
         """Number of steps in the current loop, including completed steps."""
 
@@ -95,8 +96,8 @@ class Run:
         return self.training.loss
 
     def stop(self, reason: str) -> None:
-        """Ask all ranks to stop training. Any rank may call it. All ranks stop at the next logging
-        step, or after the current evaluation."""
+        """Ask all ranks to stop training. Any rank may call this method. All ranks stop at the next
+        logging step, or after the current evaluation."""
         self.training.stop = reason
 
     def freeze(self, *patterns: str) -> None:

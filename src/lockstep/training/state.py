@@ -107,8 +107,8 @@ def state_of(
     *,
     host: Sequence[HostValues] | None = None,
 ) -> State:
-    """`known` is a cache: finding a small model's tensors takes longer than copying them. With the
-    cache, the returned tensors are not detached."""
+    """`known` is a cache of the tensors, because finding a small model's tensors takes more time
+    than copying them. With the cache, the returned tensors are not detached."""
     state = State()
     tensors = [
         (known or KnownTensors()).of(module, number) for number, module in enumerate(modules)

@@ -53,9 +53,9 @@ NOTHING = nullcontext()
 
 
 class Step:
-    """One optimizer step in progress, the same on all ranks. `Session.steps` yields it. If several
-    models are prepared, it accumulates the gradient of one model at a time, from the model's first
-    `backward` to its `commit`."""
+    """One optimizer step in progress, the same on all ranks. `Session.steps` yields it. With
+    several prepared models, a step accumulates the gradient of one model at a time, from the
+    model's first `backward` to its `commit`."""
 
     def __init__(self, source: Microbatches, training: Training) -> None:
         self.index = source.step
@@ -283,8 +283,8 @@ class Step:
         return self._current is not None and self._current.is_dummy
 
     def backward(self, loss: Any, optimizer: Any = None) -> None:
-        """Accumulate the gradient of this microbatch's loss. Call it once for each microbatch, on
-        the rank that computes the microbatch.
+        """Accumulate the gradient of this microbatch's loss. Call `backward` once for each
+        microbatch, on the rank that computes the microbatch.
 
         `loss`: a scalar (the mean over this microbatch's samples) or an `ls.Loss`. With the
         `weight` of `steps`: an `ls.Sum` or a dict. `optimizer`: the model's optimizer, if several

@@ -31,8 +31,8 @@ class StepResult:
     flags: Tensor | bool  # see `StepStats`
     clip_norm: float | None
     norm: Tensor | float = math.nan
-    """Global norm before clipping. If the norm is not needed, a number that is finite if and only
-    if the norm is finite."""
+    """Global norm before clipping. If the recipe does not need the norm, any number that is finite
+    if and only if the norm is finite."""
     # True if the model was updated. None if that depends on a value on the device; see
     # `was_applied`
     applied: bool | None = False

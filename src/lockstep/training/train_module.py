@@ -69,8 +69,8 @@ def held_by(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.P
 
 @dataclass(frozen=True, slots=True)
 class HostValues:
-    """The part of a `TrainModule`'s state in host memory. The host may be steps ahead of its
-    device."""
+    """The part of a `TrainModule`'s state in host memory. The values may be steps ahead of the
+    device's tensors."""
 
     schedule: list[dict[str, Any]]
     prescale: Tensor | None
@@ -112,7 +112,7 @@ class TrainModule:
         self.balance: ExpertBalance | None = None
         """None without `Recipe.balance`. Set after the model is built."""
         self.left_out: LeftOut | None = None
-        """None if the run saves nothing."""
+        """None if the run saves no checkpoints."""
         self.mesh = context.mesh
         self._sums_partial = any(axis.sums == "partial" for axis in context.mesh.larger)
         self.device = context.device

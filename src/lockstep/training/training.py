@@ -54,8 +54,8 @@ class LoopState:
     resumed: Mapping[str, Any] | None = None
 
     def begin_loop(self, steps_done: int) -> int:
-        """Return the first step of the loop to compute. Return `sys.maxsize` if the loop had ended
-        before the checkpoint."""
+        """Return the first step of the loop to compute. If the checkpoint was saved after the end
+        of the loop, return `sys.maxsize`."""
         self.loops += 1
         self.steps_before = steps_done
         saved = 0 if self.resumed is None else self.resumed["loop"]
@@ -133,8 +133,8 @@ class Hooks:
         return seeded if not self._context.plan.state_divided else partial(_with_full_draws, seeded)
 
     def call_every(self, moment: str, *arguments: Any) -> None:
-        """Call a method of all hooks, even if a hook raises an error. Then raise the first
-        error."""
+        """Call a method of all hooks, even if a hook raises an error. After all calls, raise the
+        first error."""
         failure: BaseException | None = None
         for hook in self.all:
             try:
@@ -239,7 +239,7 @@ class Training:
         self.run.metrics_at |= dict.fromkeys(metrics, self.run.step)
 
     def metric(self, name: str, of: str) -> float | None:
-        """Return None if the metric was not measured after the latest step."""
+        """Return None if no evaluation has measured the metric after the latest step."""
         run = self.run
         if name in run.metrics:
             return run.metrics[name] if run.metrics_at[name] == run.step else None

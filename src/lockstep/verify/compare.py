@@ -74,8 +74,8 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
     """The differences in the first step that differs."""
     largest: Difference | None = None
-    """The largest difference in all steps, which may be within the tolerance. None if no bit
-    differs."""
+    """The largest difference in all steps, which may be within the tolerance. None if all bits
+    agree."""
     divergence: dict[str, list[float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -185,8 +185,8 @@ class _Comparator:
             yield found
 
     def compare_logged(self) -> None:
-        """Compare the numbers that the script has logged or reduced over all ranks. Numbers that
-        one process may not reproduce are only named in a note."""
+        """Compare the numbers that the script has logged or reduced over all ranks. A difference in
+        numbers that one process cannot reproduce is only noted."""
         reference, plan = self._reference.logged, self._plan.logged
         not_compared: dict[str, None] = {}
         for step in sorted(reference.keys() & plan.keys()):

@@ -103,7 +103,7 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
 
 
 def reference_plan(plan: Plan) -> Plan:
-    """Return the plan of the reference run on one process. If bits must be equal, it keeps the
+    """Return the plan of the reference run on one process. For equal bits, the reference keeps the
     options of `plan` that change rounding."""
     same_bits = plan.numerics == "bitwise"
     return Plan(

@@ -367,8 +367,8 @@ def to_float64(tensor: Tensor) -> Tensor:
 
 
 class ShortDtypeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operations of a float64 run that return a shorter dtype. After such an operation,
-    the run is only as exact as that dtype."""
+    """Records the operations of a float64 run that return a shorter dtype. After an operation with
+    a shorter dtype, the run is only as exact as that dtype."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

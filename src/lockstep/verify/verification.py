@@ -262,8 +262,8 @@ class Verification:
                     )
 
     def _check_spread(self) -> None:
-        """Raise `RecipeError` if the gradients of perturbed runs differ by more than rounding.
-        Without this limit, no tolerance can be computed."""
+        """Raise `RecipeError` if the gradients of perturbed runs differ by more than rounding. The
+        tolerance cannot be computed from larger differences."""
         spread = self._report.rounding_spread["gradients"][0][1]
         if spread > MAX_SPREAD:
             raise RecipeError(
@@ -360,8 +360,8 @@ def _judge(
 
 
 def _judge_compressed(verdict: Verdict, exact: Sequence[Trace], result: JobResult) -> None:
-    """Add the effect of gradient compression to the verdict. Only a disagreement between ranks
-    fails a plan."""
+    """Add the effect of gradient compression to the verdict. Compression fails a plan only if the
+    ranks disagree."""
     if not _ran(verdict, result):
         return
     for without, trace in zip(exact, result.traces, strict=True):

@@ -21,8 +21,8 @@ class Bounds(NamedTuple):
 
 def bounds(lengths: Iterable[int], span: range, *, is_causal: bool) -> Bounds:
     """Return the bounds of a span's queries and of their keys. The kernel aligns the last query of
-    a document with the document's last key. Causal attention therefore gets the keys up to the end
-    of the span."""
+    a document with the document's last key. Causal attention gets the keys up to the end of the
+    span."""
     queries, keys = [], []
     for begin, end in pairwise(accumulate(lengths, initial=0)):
         last = min(end, span.stop)

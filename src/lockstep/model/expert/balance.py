@@ -79,7 +79,7 @@ def z_loss(logits: Tensor, counted: Tensor | None) -> Tensor:
 
 def bias_step(load: Tensor) -> Tensor:
     """Return 1 for an expert with fewer tokens than the mean, and -1 for an expert with more
-    tokens. Integer arithmetic makes the comparison exact."""
+    tokens. The comparison with the mean is exact, because it uses integers."""
     counts = load[:-MORE]
     return (counts.sum() - counts * len(counts)).sign()
 

@@ -362,8 +362,8 @@ def _problem(given: list[Any]) -> str | None:
 
 @torch.no_grad()
 def _in_use(parameter: Tensor) -> Tensor:
-    """Return random values for a parameter that is (nearly) all zeros. Zeros would hide an error in
-    the check."""
+    """Return random values for a parameter that is (nearly) all zeros. A zero parameter would hide
+    an error in the check."""
     if parameter.abs().max() >= SMALL:
         return parameter
     generator = torch.Generator().manual_seed(parameter.numel())

@@ -124,8 +124,8 @@ def compute_by_rows(
 
 def use_eager(experts: Mapping[str, Experts]) -> list[str]:
     """Make modules of experts of transformers compute one expert after another (the "eager"
-    implementation). Return the names of the changed modules. In faster implementations, the bits of
-    a row depend on the other rows."""
+    implementation). Return the names of the changed modules. In transformers' faster
+    implementations, the bits of a row depend on the other rows."""
     changed = []
     for name, each in experts.items():
         config = getattr(each.module, "config", None)

@@ -96,8 +96,8 @@ def _routers_matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def router_beside(model: nn.Module, name: str, experts: Experts) -> str:
-    """The router is in the same parent module as the experts. The router's weight has a row for
-    each expert."""
+    """Return the name of the router beside a module of experts, in the same parent module. The
+    router's weight has a row for each expert."""
     around = name.rpartition(".")[0]
     parent = model.get_submodule(around)
     inside = {id(each) for each in experts.module.modules()}

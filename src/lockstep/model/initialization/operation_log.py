@@ -1,7 +1,8 @@
 """Logs the ATen operations of a model's factory that write to a storage, and replays the operations
-on which one tensor depends. The log refers to storages. A view shares its storage, so an operation
-that makes a view is not logged. An operation on a slice is a write to the storage. Assignments such
-as `p.data.copy_(q)` and `p.data = q` need no special rule."""
+on which one tensor depends. An entry of the log refers to the storages that its operation reads and
+writes. A view shares its storage, so an operation that makes a view is not logged. An operation on
+a slice is a write to the storage. Assignments such as `p.data.copy_(q)` and `p.data = q` need no
+special rule."""
 
 from __future__ import annotations
 

@@ -86,7 +86,8 @@ class PipelineMicrobatch:
     run: Run | None = None
     before: Callable[[], object] = lambda: None
     term: Callable[[], StageTerm | None] = lambda: None
-    """Called after each stage's forward, on the stage's rank. Returns a part of the loss."""
+    """Called on the stage's rank after each stage's forward. Returns the part of the loss that the
+    stage has computed, or None."""
 
 
 class Boundary(NamedTuple):

@@ -115,9 +115,9 @@ class Pipeline:
 
     def run(self, microbatches: Sequence[PipelineMicrobatch], columns: int = 1) -> Tensor:
         """Compute forward and backward of all microbatches. Returns every microbatch's
-        `PipelineLoss.record` as a float64 tensor of shape (microbatches, columns). The tensor is
-        the same on every rank. If a forward fails, every rank raises, and the gradients are
-        invalid."""
+        `PipelineLoss.record` as a float64 tensor of shape (microbatches, columns). The returned
+        tensor is the same on every rank. If a forward fails, every rank raises, and the gradients
+        are invalid."""
         if not microbatches:
             return torch.zeros((0, columns), dtype=torch.float64, device=self.world.device)
         self._run_all(microbatches, backward=True)

@@ -94,7 +94,7 @@ class VariableShapeStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """If the output does not depend on an input, zeros are sent to the previous stage as the
-        input's gradient. Torch's pipeline stage would deadlock without these zeros."""
+        input's gradient. Torch's pipeline stage would deadlock if an input had no gradient."""
         received = self.received.pop(bwd_chunk_id, ())
         is_full = kwargs.get("full_backward", True)
         self._note_received(bwd_chunk_id, self._backward_place, self.grad_recv_info)

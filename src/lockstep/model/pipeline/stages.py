@@ -123,9 +123,9 @@ def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
 
 def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
     """Return (first microbatch, index after the last, schedule) for consecutive calls of torch's
-    schedules. Torch's 1F1B needs at least as many microbatches as stages. GPipe is used for fewer
-    microbatches. Torch's interleaved schedules need a multiple of the number of rounds, so a second
-    call runs the rest."""
+    schedules. Torch's 1F1B schedule needs at least as many microbatches as stages. With fewer
+    microbatches than stages, the schedule is GPipe. Torch's interleaved schedules need a multiple
+    of the number of rounds, so a second call runs the rest."""
     if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.ranges)):
         return [(0, count, schedule)] if count else []
     if schedule == "1f1b":
@@ -236,8 +236,8 @@ def _best(
     most: float,
 ) -> list[tuple[float, int]]:
     """Dynamic programming over the number of runs. Entry row * (len(costs) + 1) + stop of the
-    result is (least value, start of the last run) for costs[:stop] in `row` runs. No run has a sum
-    above `most`."""
+    result is (least value, start of the last run) for costs[:stop] in `row` runs. A run with a sum
+    above `most` is not allowed."""
     length, sums = len(costs), list(accumulate(costs, initial=0.0))
     table = [(math.inf, 0)] * ((count + 1) * (length + 1))
     table[0] = (0.0, 0)

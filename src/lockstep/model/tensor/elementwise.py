@@ -42,8 +42,8 @@ def elementwise(func: Any, args: Any, kwargs: Any, *, in_place: bool = False) ->
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Return contiguous elements at an aligned address. Libraries round strided or unaligned
-    tensors differently."""
+    """Return contiguous elements at an aligned address. BLAS and other libraries round strided or
+    unaligned tensors differently."""
     tensor = tensor.contiguous()
     return tensor if is_aligned(tensor) else tensor.clone()
 

@@ -150,7 +150,7 @@ class Forms:
 @contextmanager
 def apart() -> Iterator[None]:
     """Call functions outside of all torch function and dispatch modes. Activation checkpointing
-    does not record the calls."""
+    does not record calls in this context."""
     with (
         disable_current_modes(),
         without_torch_function_modes(),
@@ -203,7 +203,7 @@ def _broadcast(shapes: list[torch.Size]) -> torch.Size | None:
 
 def _operators_of(form: Form, func: Any, args: Any, kwargs: Any) -> OperatorRecord | None:
     """Call the function in a form on copies of its tensors, forward and backward. Returns None if
-    the call fails."""
+    the function raises."""
     record = OperatorRecord()
     # `lockstep plan` computes with fake tensors, which need their mode for further ones
     fakes = (each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor))

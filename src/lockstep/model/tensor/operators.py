@@ -46,8 +46,8 @@ ROUNDED_ONCE = _set(
 """Operators that round each element once, or twice in a fixed order, at any position in the
 tensor."""
 EXPONENTS = (-2, -1, -0.5, 0, 0.5, 1, 2, 3)
-"""The exponents for which torch computes `pow` by a product, quotient or root. The bits of such a
-`pow` do not depend on an element's position."""
+"""The exponents for which torch computes `pow` by a product, quotient or root. A product, quotient
+or root has the same bits at any position in the tensor."""
 UNTAGGED = _set(
     "elu_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward"
     " log_sigmoid_backward log_sigmoid_forward mish_backward softplus_backward"

@@ -1,5 +1,5 @@
-"""Finds the dim of a function's result that holds the shard of the features or heads. Each distinct
-call is analysed once."""
+"""Finds the dim of a function's result that holds the shard of the features or heads. Repeated
+calls are not analysed again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Handles plain tensors of the `tensor` axis that hold this rank's shard of the features (or
-heads). The activations between a `colwise` layer and a `rowwise` layer are such tensors. User code
-between the two layers is written for full tensors. `ShardedFeatures` intercepts each torch function
-that the user's code calls:
+heads). Activations between a `colwise` layer and a `rowwise` layer hold a shard of the features.
+User code between the two layers is written for full tensors. `ShardedFeatures` intercepts each
+torch function that the user's code calls:
 
 - The result of a function of a sharded tensor is sharded. A model that returns a sharded tensor
   gets an error.
@@ -16,9 +16,9 @@ that the user's code calls:
   combined with. The user's code may have drawn the numbers in the shape of a shard, with equal
   numbers on all ranks.
 - With slices (equal bits on any number of ranks), each function is called in a form in which an
-  element has the same bits in a shard as in the full tensor (`forms.py`). Slices refuse an
-  unsharded tensor with a gradient that is combined with a sharded one, random numbers other than
-  dropout, a sharded weight used without its layer, code whose torch functions lockstep cannot
+  element has the same bits in a shard as in the full tensor (`forms.py`). Slices refuse the
+  combination of a sharded tensor with an unsharded tensor that has a gradient, random numbers other
+  than dropout, a sharded weight used without its layer, code whose torch functions lockstep cannot
   intercept, and every unknown operator.
 - A DTensor may be combined with unsharded plain tensors. It is sharded along the sequence, or is a
   sharded weight used without its layer, for example by a tied output layer.

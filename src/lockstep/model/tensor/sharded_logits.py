@@ -53,7 +53,7 @@ KEEPS_CLASSES = frozenset(
         "_is_view",
     ]
 )
-"""Names of functions that return sharded logits, or no tensor. The functions compute no values."""
+"""Names of functions that return sharded logits or no tensor, and compute no values."""
 WRITES = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor))__")
 
 

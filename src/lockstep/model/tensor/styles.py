@@ -127,7 +127,7 @@ def tensor_styles(
 
 def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
     """Raise `RecipeError` if `stages` names a layer with a sharded input or output. A pipeline
-    could put the next layer in another stage."""
+    could put a sharded layer and the next layer into different stages."""
     for name, style in styles.items():
         if name in stages and STYLES[style].exposes_shards:
             raise RecipeError(

@@ -123,7 +123,8 @@ def tolist(tensor: torch.Tensor) -> Any:
 
 
 def _value_instead(function: Any, args: Any, error: Exception) -> Any:
-    """Return a finite number to torch and lockstep. Raise `ValueNeeded` in the script."""
+    """Return a finite number if torch or lockstep reads the value. Raise `ValueNeeded` in the
+    script."""
     frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(2))]
     torchs = (TORCH, TRACING, "<")
     callers = (each for each in frames if not each.f_code.co_filename.startswith(torchs))

@@ -18,7 +18,7 @@ from lockstep.base.torch_private import FakeTensor
 
 DEVICE = torch.ops.prim.device.default
 """The operator that torch's C++ code calls to get the device of a fake tensor. Most calls in a
-trace are calls of this operator."""
+trace are calls of `prim.device`."""
 PIN_MEMORY = torch.ops.aten._pin_memory.default
 IS_PINNED = torch.ops.aten.is_pinned.default
 _MISSING = object()

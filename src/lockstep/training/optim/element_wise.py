@@ -18,7 +18,7 @@ from lockstep.plan import Plan
 
 ROWS, COLUMNS, DEPTH = 8, 12, 3
 STEPS = 10
-"""Number of trial steps. RAdam changes no parameter in its first five steps."""
+"""Number of trial steps. RAdam, for example, changes no parameter in its first five steps."""
 TOLERANCE = 1e-3
 """Largest relative rounding difference between updating a tensor whole and in two halves."""
 MIXING_TOLERANCE = 1e-5
@@ -86,7 +86,8 @@ def _is_known(optimizer: Optimizer) -> bool:
 
 
 def mixes_tensors(optimizer: Optimizer) -> bool:
-    """Tries a copy of the optimizer on small tensors."""
+    """Return True if the update of a tensor depends on other tensors: tries a copy of the optimizer
+    on small tensors."""
     shapes = [
         _shape(max((each.dim() for each in group["params"]), default=1))
         for group in optimizer.param_groups

@@ -100,8 +100,8 @@ class GradientNorm:
         return numbers
 
     def check(self, gradients_or_none: Sequence[Tensor | None]) -> Tensor | float:
-        """Return a number that is finite only if every gradient is finite. On a CPU, this takes
-        half the time of the norm."""
+        """Return a number that is finite only if every gradient is finite. On a CPU, the check
+        takes half the time of the norm."""
         gradients = [each for each in gradients_or_none if each is not None]
         if self._in_parts or self._bitwise or not gradients or not gradients[0].is_cpu:
             return self.of(gradients_or_none)
@@ -215,7 +215,7 @@ class GradientNorm:
 
 
 def _slices_of_row(gradient: Tensor, slices: int) -> int:
-    """The result depends only on the shape of the full tensor, not on its sharding."""
+    """The number of slices depends on the shape of the full tensor, and not on its sharding."""
     columns = math.prod(gradient.shape[1:])
     return slices if len(gradient.shape) > 1 and columns and columns % slices == 0 else 1
 
@@ -349,7 +349,7 @@ def balanced_assignment(sizes: tuple[int, ...], ranks: int) -> list[int]:
 
 
 def combined(norms: Sequence[Tensor]) -> Tensor | float:
-    """The result does not depend on the memory layout of the gradients."""
+    """Combine norms into one norm, which does not depend on the memory layout of the gradients."""
     if all(norm.is_cpu for norm in norms):
         return math.hypot(*[norm.item() for norm in norms])
     total: Tensor = torch.linalg.vector_norm(
@@ -374,7 +374,7 @@ def clip(gradients: Sequence[Tensor], norm: Tensor | float, limit: float) -> Non
 
 
 def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """The gradients may be on several devices."""
+    """Multiply the gradients, which may be on several devices, by `factor`."""
     parts = [to_local(gradient) for gradient in gradients]
     for device in dict.fromkeys(part.device for part in parts):
         torch._foreach_mul_([part for part in parts if part.device == device], factor.to(device))

@@ -31,7 +31,8 @@ class OptimizerModes:
             name: parameter for name, parameter in held.items() if id(parameter) in theirs
         }
         self.training_values: dict[str, Tensor] = {}
-        """Training-mode values of the parameters while evaluation mode is on. Otherwise empty."""
+        """Training-mode values of the parameters while evaluation mode is on. Empty while training
+        mode is on."""
         self._groups: dict[int, list[dict[str, Any]]] = {}
 
     @torch.no_grad()

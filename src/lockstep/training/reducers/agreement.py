@@ -85,12 +85,12 @@ class StepAgreement:
     @property
     def seconds(self) -> float:
         """Seconds since this rank began its latest recorded collective; 0 between steps. Any thread
-        may read it."""
+        may read this property."""
         return min(filter(None, (each.seconds for each in self._of_orders())), default=0.0)
 
     def recent(self) -> list[Exchanges]:
         """Return this rank's latest recorded collectives in the previous step and the current step.
-        Any thread may call it."""
+        Any thread may call this method."""
         return [recent for each in self._of_orders() for recent in each.recent() if recent.calls]
 
     def _of_orders(self) -> list[ExchangeOrder]:

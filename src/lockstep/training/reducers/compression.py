@@ -322,8 +322,8 @@ def compression_for(
 
 
 def gradients_of(bucket: GradBucket) -> list[Tensor]:
-    """Return views of the bucket with the strides of their parameters. `bucket.gradients()` returns
-    contiguous views."""
+    """Return views of the bucket with the strides of their parameters. In contrast,
+    `bucket.gradients()` returns contiguous views."""
     return [
         (
             gradient.as_strided(parameter.shape, parameter.stride())

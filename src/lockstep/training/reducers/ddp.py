@@ -6,8 +6,8 @@ the graph reaches every parameter. The user's model keeps its class and may be c
 times. DDP's hook then also fires for a parameter that the loss does not use, without
 `find_unused_parameters`. A rank without a microbatch uses a loss of zero.
 
-DDP gets one more parameter, `stats`. Its gradient contains the step's losses and flags. The
-gradient of `stats` is set after the backward and completes the last bucket.
+DDP gets one more parameter, `stats`. The gradient of `stats` contains the step's losses and flags.
+The gradient of `stats` is set after the backward and completes the last bucket.
 
 DDP's own all-reduce computes a mean, so every bucket has a communication hook that computes a sum.
 Multiplying the loss by the number of ranks would change the gradients that activation hooks see.

@@ -16,7 +16,7 @@ def dummy_backward(
     total: Tensor, grad_output: Tensor, parameters: Sequence[Tensor], *, own_parameters_only: bool
 ) -> Sequence[Tensor | None]:
     """Return the gradients of the parameters and, unless `own_parameters_only`, of the graph's
-    other leaves. Changes no `.grad`."""
+    other leaves. Does not change any `.grad`."""
     leaves = parameters if own_parameters_only else _leaves_of(total, parameters)
     return torch.autograd.grad(total, leaves, grad_output, allow_unused=True)
 

@@ -1,6 +1,6 @@
 """Records the order in which a rank calls FSDP2's collectives ("exchanges") in one process group.
 Gloo and NCCL do not compare the order. If ranks exchange different blocks of the same size, the
-sums are wrong. Ranks that exchange blocks of different sizes hang or crash. So the ranks compare
+sums are wrong. Ranks that exchange blocks of different sizes hang or crash. The ranks compare
 digests of the order at the end of each step. If a rank waits for long, the watchdogs, which detect
 hangs, compare the records."""
 
@@ -109,7 +109,7 @@ class ExchangeOrder:
         self._digest = 0
         self._steps = _Steps(0, [], [])
         self._latest: float | None = None
-        """Time at which the latest exchange began. None between steps."""
+        """Time at which the latest exchange began. None if no step is in progress."""
 
     def label(self, text: str) -> int:
         """Every rank must call this method with the same texts in the same order."""
@@ -151,7 +151,7 @@ class ExchangeOrder:
 
     def recent(self) -> list[Exchanges]:
         """Return the latest exchanges of the previous step and the current step. Any thread may
-        call it."""
+        call this method."""
         number, before, calls = self._steps
         return [
             self._exchanges(number - 1, before, MOST_RECENT),

@@ -1,9 +1,10 @@
 """Gradient reduction for a model sharded by FSDP2, with or without hybrid sharding.
 
-Every rank takes part in each all-gather of parameters and each reduce-scatter of gradients. So the
-ranks compute in rounds of one microbatch each. A rank that has no microbatch left computes a dummy
-microbatch, whose gradient is zeroed before the reduce-scatter. With hybrid sharding, the replicas
-of a shard sum their gradients once per step instead of once per round.
+Every rank takes part in each all-gather of parameters and each reduce-scatter of gradients. The
+ranks compute in rounds of one microbatch, so that all ranks call each collective. A rank that has
+no microbatch left computes a dummy microbatch, whose gradient is zeroed before the reduce-scatter.
+With hybrid sharding, the replicas of a shard sum their gradients once per step instead of once per
+round.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class GradientHooks:
 
     def __init__(self, model: nn.Module, *, in_pipeline: bool) -> None:
         self.is_accumulating = in_pipeline
-        """True in the backwards of a step. While it is True, the user's hooks do nothing."""
+        """True in the backwards of a step. While the flag is True, the user's hooks do nothing."""
         self._in_pipeline = in_pipeline
         self._named = dict(model.named_parameters())
         self._parameters = list(self._named.values())

@@ -37,9 +37,9 @@ class GradientReducer(Protocol):
     def backward(
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
     ) -> None:
-        """Accumulate the gradient of the loss `total`. For a dummy microbatch, take part in the
-        backward's collectives and accumulate nothing. With `own_parameters_only`, other models in
-        the graph get no gradient."""
+        """Accumulate the gradient of the loss `total`. If `is_dummy`, takes part in the backward's
+        collectives and accumulates nothing. With `own_parameters_only`, other models in the graph
+        get no gradient."""
 
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
@@ -62,8 +62,8 @@ class RecomputingReducer(GradientReducer, Protocol):
 
     def discarding(self) -> AbstractContextManager[None]:
         """A context in which the gradient of another rank's microbatch is computed and discarded.
-        Enter the context before the first `backward` of the step, or after `reduce`. After
-        `reduce`, it clears the step's summed gradients."""
+        Enter the context before the first `backward` of the step, or after `reduce`. If entered
+        after `reduce`, the context clears the step's summed gradients."""
 
     def recompute(self, total: Tensor, grad_output: Tensor) -> None:
         """Call `recompute` in the context `discarding`."""

@@ -49,7 +49,7 @@ class RoundSum:
         return self._leaves is None
 
     def end_round(self) -> None:
-        """Dummy microbatches come last in the last round, and are dropped."""
+        """The dummy microbatches are the last microbatches of the last round, and are dropped."""
         assert self._leaves is not None, "add comes first"
         for leaf in self._leaves[: max(0, self._remaining)]:
             self._counter.push(leaf)

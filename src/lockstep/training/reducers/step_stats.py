@@ -1,6 +1,6 @@
 """The numbers of a step that ranks exchange together with the gradients: used parameters, losses,
-weights, numbers that show if the ranks have made the same calls, and one flag. They are packed into
-one vector that is summed over ranks. A step needs no collective in addition to the gradients'."""
+weights, numbers that show if the ranks have made the same calls, and one flag. One vector contains
+the numbers, and is summed over ranks. A step needs no collective in addition to the gradients'."""
 
 from __future__ import annotations
 

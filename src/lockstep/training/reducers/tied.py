@@ -16,9 +16,8 @@ from lockstep.model.separate_parts import PartLeaf
 
 
 class TiedGradients:
-    """Sums the gradients of parameters that several pipeline stages share. Under
-    numerics=bitwise, it also sums the gradients of parameters that sequential parts on one rank
-    share."""
+    """Sums the gradients of parameters that several pipeline stages share. Under numerics=bitwise,
+    the class also sums the gradients of parameters that sequential parts on one rank share."""
 
     def __init__(
         self,
@@ -41,8 +40,8 @@ class TiedGradients:
         }
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Return True if this rank is the first rank that holds the parameter. The gradient norm
-        counts the parameter there."""
+        """Return True if the gradient norm counts the parameter on this rank: the first rank that
+        holds the parameter."""
         return id(parameter) not in self._elsewhere
 
     def sum(self) -> None:

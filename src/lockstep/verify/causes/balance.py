@@ -7,8 +7,8 @@ from lockstep.verify.causes.evidence import Evidence
 
 
 def own_tokens(evidence: Evidence) -> str | None:
-    """Find ranks whose balance loss uses only their own tokens. Each rank's load differs from the
-    reference's, but their sum equals it."""
+    """Find ranks whose balance loss uses only their own tokens. The load of each rank differs from
+    the reference, but the sum over ranks is right."""
     for microbatch in evidence.microbatches:
         expected = evidence.expected_microbatches.get(microbatch.index)
         for layer, counts in microbatch.loads.items():

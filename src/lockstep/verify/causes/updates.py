@@ -14,8 +14,8 @@ from lockstep.verify.causes.gradients import sums_by_rank
 NORM_TOLERANCE = 0.2
 """Largest relative error of a gradient norm that is estimated from random projections."""
 WRONG_UPDATE = 0.05
-"""A larger relative error of an update is not caused by rounding, if the gradients agree a hundred
-times better."""
+"""Relative error of an update above which rounding is not the cause, if the gradients agree a
+hundred times better."""
 _BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
