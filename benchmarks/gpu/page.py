@@ -69,7 +69,7 @@ def section(rows: list[Row]) -> str:
     if stall := found.get("checkpoint stall"):
         size, stopped = stall["bytes"] / 1e9, stall["stopped_seconds"][-1]
         parts += ["", f"A checkpoint of {size:.1f} GB stops training for {stopped:.2f} s:"]
-        parts += [f"{stall['ratio']} times as long as its bytes need over PCIe."]
+        parts += [f"{stall['ratio']} times as long as a copy of these bytes over PCIe takes."]
     return "\n".join([BEGIN, *parts, END])
 
 
