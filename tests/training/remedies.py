@@ -262,31 +262,33 @@ def mean_square(rows: Tensor) -> Tensor:
 
 GATHERED = ls.Gathered(collected, mean_square)
 
+MEAN, SUM = trains(), trains(loss=one_sum, weight=number)
+SUMS, LOSS = trains(loss=sums, weight=samples), trains(loss=one_loss)
+GATHER = trains(loss=None, batch_loss=GATHERED)
+
 LOSSES = [
     Remedy(
         trains(loss=sums, weight=lambda batch: {"errors": len(batch[0])}),
         "a weight goes with each ls.Sum of the loss, by the same name",
-        trains(loss=sums, weight=samples),
+        SUMS,
     ),
     Remedy(
         trains(loss=lambda model, batch: {"error": one_loss(model, batch)}),
         "return {name: ls.Sum(total)} and give Recipe.weight = batch -> {name: denominator}",
-        trains(loss=sums, weight=samples),
+        SUMS,
     ),
     Remedy(
         trains(loss=one_sum),
         "give Recipe.weight = batch -> its denominator",
-        trains(loss=one_sum, weight=number),
+        SUM,
     ),
-    Remedy(trains(loss=one_sum), "or return ls.Loss(total, weight)", trains(loss=one_loss)),
+    Remedy(trains(loss=one_sum), "or return ls.Loss(total, weight)", LOSS),
     Remedy(
         trains(weight=number),
         "return ls.Sum(total), the sum over what",
-        trains(loss=one_sum, weight=number),
+        SUM,
     ),
-    Remedy(
-        trains(weight=number), "the sum over what the weight counts, or drop the weight", trains()
-    ),
+    Remedy(trains(weight=number), "the sum over what the weight counts, or drop the weight", MEAN),
     Remedy(
         trains(data=labelled(), loss=entropy),
         "return ls.Sum(total) with Recipe.weight = batch -> (",
@@ -310,31 +312,31 @@ LOSSES = [
     Remedy(
         trains(loss=one_loss, weight=number),
         "is given too; return ls.Sum",
-        trains(loss=one_sum, weight=number),
+        SUM,
     ),
     Remedy(
         trains(loss=one_loss, weight=number),
         "return ls.Sum, or drop the weight",
-        trains(loss=one_loss),
+        LOSS,
     ),
     Remedy(
         trains(loss=lambda model, batch: squared_error(model, batch).item()),
         "do not call .item()",
-        trains(loss=squared_error),
+        MEAN,
     ),
-    Remedy(trains(loss=errors), "take its mean()", trains(loss=squared_error)),
+    Remedy(trains(loss=errors), "take its mean()", MEAN),
     Remedy(
         trains(loss=errors),
         "or return ls.Sum of its sum() with Recipe.weight",
-        trains(loss=one_sum, weight=number),
+        SUM,
     ),
     Remedy(
         trains(loss=in_complex),
         "take its .abs() or its .real",
         trains(loss=lambda model, batch: in_complex(model, batch).real),
     ),
-    Remedy(trains(loss=detached), "look for .detach()", trains(loss=squared_error)),
-    Remedy(trains(loss=lambda model, batch: {}), "give it one term at least", trains()),
+    Remedy(trains(loss=detached), "look for .detach()", MEAN),
+    Remedy(trains(loss=lambda model, batch: {}), "give it one term at least", MEAN),
     Remedy(
         trains(
             loss=lambda model, batch: {1: one_sum(model, batch)},
@@ -356,7 +358,7 @@ LOSSES = [
     Remedy(
         trains(loss=sometimes_a_loss),
         "return ls.Loss(total, weight) always, or never",
-        trains(loss=one_loss),
+        LOSS,
         by_one_rank=True,
         allow=["loss"],
     ),
@@ -373,17 +375,17 @@ LOSSES = [
     Remedy(
         trains(loss=None, batch_loss=GATHERED, weight=number),
         "one number for all samples of the global batch; leave out",
-        trains(loss=None, batch_loss=GATHERED),
+        GATHER,
     ),
     Remedy(
         trains(loss=None, batch_loss=ls.Gathered(collected, lambda rows: rows.pow(2))),
         "take its mean() or sum()",
-        trains(loss=None, batch_loss=GATHERED),
+        GATHER,
     ),
     Remedy(
         trains(loss=None, batch_loss=ls.Gathered(collected_twice, mean_square)),
         "each tensor has one row per sample",
-        trains(loss=None, batch_loss=GATHERED),
+        GATHER,
     ),
     Remedy(
         trains(loss=None, batch_loss=ls.Gathered(collected_of_widths, mean_square)),
@@ -483,22 +485,23 @@ def fewer_each_time() -> Callable[[int, int], Any]:
 
 
 LOADER: Any = DataLoader(rows(48), batch_size=16)
+STREAMED = trains(data=stream())
 
 DATA = [
     Remedy(
         trains(late=lambda: {"data": LOADER}),
         "give data=loader.dataset",
-        trains(data=LOADER.dataset),
+        MEAN,
     ),
     Remedy(
         trains(late=lambda: {"data": Endless()}),
         "or without random access, give an ls.Stream",
-        trains(data=stream()),
+        STREAMED,
     ),
     Remedy(
         trains(late=lambda: {"data": ls.Stream.of(rows(48))}),
         "give it as data itself",
-        trains(data=rows(48)),
+        MEAN,
     ),
     Remedy(
         trains(late=lambda: {"data": stream(), "epochs": 1}),
@@ -510,7 +513,7 @@ DATA = [
         "give a microbatch, for example microbatch=",
         trains(data=stream(shards=8), microbatch=2),
     ),
-    Remedy(trains(data=stream(shards=1)), "write shards=", trains(data=stream())),
+    Remedy(trains(data=stream(shards=1)), "write shards=", STREAMED),
     Remedy(
         trains(data=ls.Stream(not_opened, shards=4)),
         "or return iter(...)",
@@ -519,7 +522,7 @@ DATA = [
     Remedy(
         trains(late=lambda: {"data": stream(), "sampler": every_other}),
         "leave it out, and sample in Stream.open",
-        trains(data=stream()),
+        STREAMED,
     ),
     Remedy(
         trains(late=lambda: {"steps": 2, "epochs": 1}),
@@ -529,7 +532,7 @@ DATA = [
     Remedy(
         trains(late=lambda: {"steps": 2, "drop_last": True}),
         "so none is short; leave it out",
-        trains(steps=2),
+        MEAN,
     ),
     Remedy(trains(microbatch=32), "or less, or a larger global_batch", trains(microbatch=16)),
     Remedy(
@@ -616,6 +619,9 @@ class Spelled(ls.Hook):
     def after_step(self, run: Any) -> None: ...
 
 
+MEASURED = trains(**measuring(error=ls.Mean(errors)))
+FROZEN = trains(at(lambda run: run.freeze("0.*")))
+
 EVALUATIONS = [
     Remedy(
         trains(**with_plateau()),
@@ -638,12 +644,12 @@ EVALUATIONS = [
     Remedy(
         trains(late=lambda: measuring(loss=ls.Mean(errors))),
         "that name belongs to the recipe's loss or a term; choose another",
-        trains(**measuring(error=ls.Mean(errors))),
+        MEASURED,
     ),
     Remedy(
         trains(late=lambda: measuring(error=errors)),
         "a metric is ls.Mean(values)",
-        trains(**measuring(error=ls.Mean(errors))),
+        MEASURED,
     ),
     Remedy(
         trains(**measuring(error=ls.Gathered(errors, lambda rows: rows))),
@@ -653,7 +659,7 @@ EVALUATIONS = [
     Remedy(
         trains(**measuring(error=ls.Mean(squared_error))),
         "leave out .mean() (or .sum())",
-        trains(**measuring(error=ls.Mean(errors))),
+        MEASURED,
     ),
     Remedy(
         trains(loss=lacking, **measuring()),
@@ -683,12 +689,12 @@ EVALUATIONS = [
     Remedy(
         trains(at(lambda run: run.freeze("backbone.*"))),
         "the optimizer holds no such parameter; it holds",
-        trains(at(lambda run: run.freeze("0.*"))),
+        FROZEN,
     ),
     Remedy(
         trains(at(lambda run: run.freeze("*"))),
         "a step needs one; freeze fewer",
-        trains(at(lambda run: run.freeze("0.*"))),
+        FROZEN,
     ),
     Remedy(
         trains(partial(Includes, "kept", kind=Kept)),
@@ -1061,11 +1067,13 @@ def clamped() -> nn.Module:
     return model
 
 
+NAMED = trains(model=Named)
+
 MODELS = [
     Remedy(
         trains(model=Moving),
         "name a buffer in self_updating_buffers of its module",
-        trains(model=Named),
+        NAMED,
     ),
     Remedy(
         trains(model=Moving),
@@ -1085,7 +1093,7 @@ MODELS = [
     Remedy(
         trains(late=lambda: {"model": network()}),
         "as the plan lays it out; give a function",
-        trains(model=network),
+        MEAN,
     ),
     Remedy(trains(model=Listed), "nn.ModuleList is", trains(model=Registered)),
     Remedy(
@@ -1106,7 +1114,7 @@ MODELS = [
     Remedy(
         trains(optimizer=without_its_bias),
         "must be in exactly one optimizer: add them",
-        trains(optimizer=sgd),
+        MEAN,
     ),
     Remedy(
         trains(optimizer=without_its_bias),
@@ -1121,7 +1129,7 @@ MODELS = [
     Remedy(
         trains(optimizer=lambda model: torch.optim.SGD(network().parameters(), lr=0.1)),
         "build it from the model that the function gets",
-        trains(optimizer=sgd),
+        MEAN,
     ),
     Remedy(
         trains(at(added)),
@@ -1135,7 +1143,7 @@ MODELS = [
     Remedy(
         trains(at(lambda run: run.freeze(f"{2 * run.rank}.*"))),
         "all train the same parameters; call it on every rank",
-        trains(at(lambda run: run.freeze("0.*"))),
+        FROZEN,
         alone=False,
     ),
     Remedy(
@@ -1144,7 +1152,7 @@ MODELS = [
         trains(partial(AtStart, lambda run: run.model.eval())),
         alone=False,
     ),
-    Remedy(trains(model=Misnamed), "name buffers that it registers", trains(model=Named)),
+    Remedy(trains(model=Misnamed), "name buffers that it registers", NAMED),
     Remedy(
         trains(each_step(rate), schedule=lambda step: 1.0),
         "leave the schedule out",
@@ -1157,6 +1165,7 @@ MODELS = [
     ),
     Remedy(trains(model=hooked), "or with parameter.register_hook", trains(model=clamped)),
 ]
+CHAINED = trains(model=Chain, blocks=["blocks.*"])
 
 LAYERS = [
     Remedy(
@@ -1169,7 +1178,7 @@ LAYERS = [
         "or another global_batch or microbatch",
         trains(model=normalised, data=rows(17), epochs=1, global_batch=15, microbatch=5),
     ),
-    Remedy(trains(gradient_compression="bf16"), "use gradient_compression='none'", trains()),
+    Remedy(trains(gradient_compression="bf16"), "use gradient_compression='none'", MEAN),
     Remedy(
         trains(microbatch=None), "give a microbatch, for example microbatch=", trains(microbatch=2)
     ),
@@ -1224,13 +1233,13 @@ LAYERS = [
     Remedy(
         trains(model=Chain, blocks=["blocks", "blocks.0"]),
         "give the outer or the inner ones",
-        trains(model=Chain, blocks=["blocks.*"]),
+        CHAINED,
         plan="shard=2",
     ),
     Remedy(
         trains(model=Chain, blocks=["layers.*"]),
         "give names or patterns such as",
-        trains(model=Chain, blocks=["blocks.*"]),
+        CHAINED,
         plan="shard=2",
     ),
     Remedy(
@@ -1281,7 +1290,7 @@ LAYERS = [
     Remedy(
         trains(gradient_compression="bf16"),
         "use a plan with replicate only, or gradient_compression='none'",
-        trains(),
+        MEAN,
         plan="shard=2",
         alone=False,
         bitwise=False,
@@ -1415,9 +1424,12 @@ def backward_in_loop(step: Any, model: Any, optimizer: Any) -> None:
     step.commit(optimizer)
 
 
+PLAIN, ONE_BACKWARD = loops(plain), loops(one_backward)
+ONE_BY_ONE = loops(one_by_one, models=2)
+
 LOOPS = [
-    Remedy(loops(two_backwards), "add the losses and call it on their sum", loops(one_backward)),
-    Remedy(loops(accumulated), "call step.backward(loss)", loops(plain)),
+    Remedy(loops(two_backwards), "add the losses and call it on their sum", ONE_BACKWARD),
+    Remedy(loops(accumulated), "call step.backward(loss)", PLAIN),
     Remedy(loops(one_left_out), "multiply its loss by 0", loops(one_of_weight_0), by_one_rank=True),
     Remedy(
         loops(no_commit, models=2),
@@ -1427,20 +1439,20 @@ LOOPS = [
     Remedy(
         loops(both, models=2),
         "loop over step.microbatches() and commit for one model, then for the next",
-        loops(one_by_one, models=2),
+        ONE_BY_ONE,
     ),
     Remedy(
         loops(unnamed, models=2),
         "name one that session.prepare returned",
-        loops(one_by_one, models=2),
+        ONE_BY_ONE,
     ),
     Remedy(
         loops(computed_twice), "let its loss return the sum of both losses", loops(computed_once)
     ),
-    Remedy(loops(outside), "call it inside the loop", loops(plain)),
-    Remedy(loops(committed_twice), "each model has one per step", loops(plain)),
+    Remedy(loops(outside), "call it inside the loop", PLAIN),
+    Remedy(loops(committed_twice), "each model has one per step", PLAIN),
     Remedy(loops(skips_late), "commit it, or call skip before", loops(skips)),
-    Remedy(loops(backward_in_loop), "add to the loss what it was called on", loops(one_backward)),
+    Remedy(loops(backward_in_loop), "add to the loss what it was called on", ONE_BACKWARD),
 ]
 
 # Models on several processes each
@@ -1600,13 +1612,15 @@ HEADS = {"query": "colwise", "projection": "rowwise"}
 STYLES = {"up": "colwise", "down": "rowwise"}
 TENSOR = "tensor=2"
 PIPELINE = "pipeline=2"
+IN_STAGES = staged(model=Named3, stages=["first", "act", "second", "head"])
+WIDE = trains(model=partial(Wide, 8), tensor=STYLES)
 
 PARTS = [
     on_several(
         TENSOR,
         trains(model=partial(Wide, 8)),
         "set `tensor_plan` on the model",
-        trains(model=partial(Wide, 8), tensor=STYLES),
+        WIDE,
     ),
     on_several(
         TENSOR,
@@ -1624,7 +1638,7 @@ PARTS = [
         TENSOR,
         trains(model=partial(Wide, 7), tensor=STYLES),
         "(a vocabulary may be padded), or leave the layer whole",
-        trains(model=partial(Wide, 8), tensor=STYLES),
+        WIDE,
     ),
     on_several(
         TENSOR,
@@ -1687,25 +1701,25 @@ PARTS = [
         PIPELINE,
         staged(model=Named3),
         "name them, as in Recipe.stages=[",
-        staged(model=Named3, stages=["first", "act", "second", "head"]),
+        IN_STAGES,
     ),
     on_several(
         PIPELINE,
         staged(model=partial(Named3, between=True), stages=["first", "second", "head"]),
         "move other code into a part",
-        staged(model=Named3, stages=["first", "act", "second", "head"]),
+        IN_STAGES,
     ),
     on_several(
         PIPELINE,
         staged(model=Named3, stages=["first", "act", "second"]),
         "name the modules that hold these too, or move them into one",
-        staged(model=Named3, stages=["first", "act", "second", "head"]),
+        IN_STAGES,
     ),
     on_several(
         PIPELINE,
         staged(model=Named3, stages=["first", "act", "first", "second", "head"]),
         "drop a pattern",
-        staged(model=Named3, stages=["first", "act", "second", "head"]),
+        IN_STAGES,
     ),
     on_several(
         PIPELINE,
@@ -1812,6 +1826,9 @@ def empty_texts(shard: int, epoch: int, start: int) -> Any:
 
 
 MIXED, MIXED_ROWS = {"all": stream(), "few": ls.Stream(opened, shards=4)}, rows(48)
+PACKED, PACKED_CLASSES = packs(DOCUMENTS), packs(CLASSES)
+PACKED_COUNTED = packs(DOCUMENTS, lengths=COUNTED)
+PACKED_STREAM = packs(ls.Stream(texts, shards=4))
 
 PACKING = [
     Remedy(
@@ -1857,42 +1874,42 @@ PACKING = [
     Remedy(
         packs([{"text": "a"}]), "tokenize it", packs([{"input_ids": each} for each in DOCUMENTS])
     ),
-    Remedy(packs(["a", "b"]), "tokenize it before it is packed", packs(DOCUMENTS)),
+    Remedy(packs(["a", "b"]), "tokenize it before it is packed", PACKED),
     Remedy(
         packs([{**each, "attention_mask": 0 * each["input_ids"]} for each in CLASSES]),
         "tokenize without padding",
-        packs(CLASSES),
+        PACKED_CLASSES,
     ),
     Remedy(
         packs([{**each, "labels": each["labels"][1:]} for each in CLASSES]),
         "if it is not to be predicted; correct them",
-        packs(CLASSES),
+        PACKED_CLASSES,
     ),
     Remedy(
         packs(DOCUMENTS, lengths=[2] * 96),
         "correct lengths, and leave out what changes the number of tokens",
-        packs(DOCUMENTS, lengths=COUNTED),
+        PACKED_COUNTED,
         by_one_rank=True,
     ),
     Remedy(
         packs(DOCUMENTS, lengths=COUNTED[1:]),
         "it has the number of tokens of each document",
-        packs(DOCUMENTS, lengths=COUNTED),
+        PACKED_COUNTED,
     ),
     Remedy(
         packs([document[:0] for document in DOCUMENTS]),
         "documents without a token; a row has at least one; check what tokenizes them",
-        packs(DOCUMENTS),
+        PACKED,
     ),
     Remedy(
         packs(ls.Stream(texts, shards=4), lengths=COUNTED),
         "which is read in any case; leave them out",
-        packs(ls.Stream(texts, shards=4)),
+        PACKED_STREAM,
     ),
     Remedy(
         packs(ls.Stream(empty_texts, shards=4)),
         "a row has at least one; check what tokenizes them",
-        packs(ls.Stream(texts, shards=4)),
+        PACKED_STREAM,
         by_one_rank=True,
     ),
 ]

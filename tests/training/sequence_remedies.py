@@ -262,6 +262,7 @@ CLASSES: dict[str, Any] = {
     "loss": of_class,
     "weight": one,
 }
+CHUNKED, GPTS_PACKED = trains(sequence=CHUNKS), trains(sequence=PACKED)
 SEQUENCES = [
     kept(
         trains(also=",numerics=bitwise,slices=2", sequence=CHUNKS),
@@ -288,13 +289,13 @@ SEQUENCES = [
     cut(
         trains(inputs=lambda batch: batch[0].flatten(), sequence=CHUNKS),
         "return token ids of shape (samples, tokens)",
-        trains(sequence=CHUNKS),
+        CHUNKED,
         alone=True,
     ),
     cut(
         trains(sequence=ls.Sequence(chunks=4, positions="position_ids")),
         "or leave positions out if the model computes them",
-        trains(sequence=CHUNKS),
+        CHUNKED,
         alone=True,
     ),
     cut(
@@ -314,7 +315,7 @@ SEQUENCES = [
     cut(
         trains(data=texts(1), loss=after_each, weight=one, sequence=CHUNKS),
         "give sequences of several tokens",
-        trains(sequence=CHUNKS),
+        CHUNKED,
         alone=True,
     ),
     cut(
@@ -346,7 +347,7 @@ SEQUENCES = [
     cut(
         trains(model=Skipping, sequence=CHUNKS),
         "leave out layers that are skipped at random",
-        trains(sequence=CHUNKS),
+        CHUNKED,
         alone=True,
     ),
     cut(
@@ -393,29 +394,29 @@ DOCUMENTS = [
     kept(
         trains(sequence=ls.Sequence(documents=lambda batch: batch["document"])),
         "it must return the document of each token, a tensor of (samples, tokens); rows of ls.pack",
-        trains(sequence=PACKED),
+        GPTS_PACKED,
     ),
     kept(
         trains(sequence=ls.Sequence(documents=lambda batch: batch[2][:, 1:])),
         "return the document of each token of what Recipe.inputs",
-        trains(sequence=PACKED),
+        GPTS_PACKED,
     ),
     kept(
         trains(sequence=ls.Sequence(documents=lambda batch: batch[2].float())),
         "write lambda batch: batch['document']",
-        trains(sequence=PACKED),
+        GPTS_PACKED,
     ),
     kept(
         trains(
             sequence=ls.Sequence(documents=lambda batch: [batch[2][0], *(batch[2][1:, 1:])]),
         ),
         "pad them in collate, with the id",
-        trains(sequence=PACKED),
+        GPTS_PACKED,
     ),
     kept(
         trains(sequence=ls.Sequence(documents=lambda batch: 1 - batch[2])),
         "with ids that never decrease, such as",
-        trains(sequence=PACKED),
+        GPTS_PACKED,
     ),
     kept(
         trains(**CLASSES, sequence=PACKED),
@@ -425,7 +426,7 @@ DOCUMENTS = [
     kept(
         trains(data=texts(cut_labels=False), sequence=PACKED),
         "no token predicts the first of a document",
-        trains(sequence=PACKED),
+        GPTS_PACKED,
     ),
     kept(
         trains(model=partial(GPT, extra="convolution", dropout=0.0), sequence=PACKED),
@@ -435,7 +436,7 @@ DOCUMENTS = [
     kept(
         trains(model=partial(GPT, extra="own attention", dropout=0.0), sequence=PACKED),
         "call F.scaled_dot_product_attention(query, key, value, is_causal=True) without a mask",
-        trains(sequence=PACKED),
+        GPTS_PACKED,
     ),
     kept(
         trains(model=partial(GPT, "cumsum", dropout=0.0), sequence=PACKED),
@@ -448,7 +449,7 @@ DOCUMENTS = [
     kept(
         trains(model=TwoTables, sequence=PACKED),
         "or take rows of a table of (positions, features): table[torch.arange(tokens)]",
-        trains(sequence=PACKED),
+        GPTS_PACKED,
     ),
 ]
 

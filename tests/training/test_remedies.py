@@ -50,16 +50,28 @@ def cases_of(section: str, plan: str) -> list[Remedy]:
 
 
 def follow(folder: str, axes: str, section: str, plan_of_two: str) -> list[Outcome]:
-    found = []
-    for place, case in enumerate(cases_of(section, plan_of_two)):
-        run = f"{folder}/{place}"
-        plan = f"{axes},numerics=bitwise" if case.bitwise else axes
-        said = refused(case.mistake, run, plan) if asks(case, axes) else ""
-        if said and (case.by_one_rank or case.allow):
+    """Mistakes of one remedy are made one after another in its run directory."""
+    cases = cases_of(section, plan_of_two)
+    said, trained = [], {}
+    for place, case in enumerate(cases):
+        run, plan = followed(folder, axes, cases, case)
+        apart = case.by_one_rank or bool(case.allow)
+        run = f"{run}-mistake-{place}" if apart else run
+        said.append(refused(case.mistake, run, plan) if asks(case, axes) else "")
+        if said[-1] and apart:
             case.remedy(run, plan, case.allow)
-            run += "-anew"
-        found.append((said, *case.remedy(run, plan, case.allow)))
-    return found
+    for case in cases:
+        run, plan = followed(folder, axes, cases, case)
+        if run not in trained:
+            trained[run] = case.remedy(run, plan, case.allow)
+    runs = (followed(folder, axes, cases, case)[0] for case in cases)
+    return [(words, *trained[run]) for words, run in zip(said, runs, strict=True)]
+
+
+def followed(folder: str, axes: str, cases: list[Remedy], case: Remedy) -> tuple[str, str]:
+    """The run directory and the plan of a remedy."""
+    plan = f"{axes},numerics=bitwise" if case.bitwise else axes
+    return f"{folder}/{[each.remedy for each in cases].index(case.remedy)}-{plan}", plan
 
 
 def asks(case: Remedy, axes: str) -> bool:
