@@ -172,16 +172,22 @@ def weight(batch: Any) -> dict[str, int]:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "dropout": {},
-    "layers": {"model": Norm},
-    "a short microbatch": {"model": Norm, "global_batch": 14, "steps": None, "epochs": 1},
-    "three microbatches": {"global_batch": 12},
-    "fewer microbatches than ranks": {"model": Norm, "global_batch": 4},
-    "weights of the forward": {"loss": weighted},
-    "weights of the batch": {"loss": unweighted, "weight": weight},
-    "bf16": {
+    "a short microbatch, weights of the forward": {
+        "model": Norm,
+        "loss": weighted,
+        "global_batch": 14,
+        "steps": None,
+        "epochs": 1,
+    },
+    "three microbatches, weights of the batch": {
+        "loss": unweighted,
+        "weight": weight,
+        "global_batch": 12,
+    },
+    "fewer microbatches than ranks, bf16": {
         "model": Norm,
         "precision": "bf16",
+        "global_batch": 4,
         "evaluation": ls.Evaluation(data=rows(12, seed=6), every=2),
     },
     "fp16": {"model": network, "precision": "fp16", "clip_norm": 1.0},
@@ -204,7 +210,7 @@ def test_a_run_has_the_bits_that_it_has_without_checks_and_no_alarm(
 ) -> None:
     kinds = {**KINDS, "a layer": {"model": Skips}} if "shard" not in plan else KINDS
     cases = [
-        (plan, every, None, {"steps": 4, **kind}) for kind in kinds.values() for every in (0, 1)
+        (plan, every, None, {"steps": 3, **kind}, 2) for kind in kinds.values() for every in (0, 1)
     ]
     found = pool.run(ranks, several, str(tmp_path), cases, timeout_seconds=160)[0]
     for number, name in enumerate(kinds):
@@ -296,7 +302,9 @@ def staged(run_dir: str, plan: str) -> list[dict[str, Any]]:
         (plan, EVERY, (rank, {"product": product, "begin": 2, "seed": rank}), STAGED, 2)
         for rank, product in IN_STAGES
     ]
-    return several(run_dir, [*cases, (plan, 0, None, STAGED), (plan, 1, None, STAGED)])
+    return several(
+        run_dir, [*cases, *((plan, every, None, {**STAGED, "steps": 3}, 2) for every in (0, 1))]
+    )
 
 
 @pytest.mark.timeout(180)
@@ -336,10 +344,10 @@ def test_of_three_pipelines_the_rank_that_is_wrong_is_named(tmp_path: Path) -> N
         assert (event["ranks"], event["is_certain"]) == ([rank], True)
 
 
-def pipelines(run_dir: str, plan: str) -> list[dict[str, Any]]:
+def pipelines(run_dir: str, plan: str, precisions: Sequence[str]) -> list[dict[str, Any]]:
     cases = [
         (plan, every, None, {"precision": precision}, 2, test_pipeline_axis.recipe)
-        for precision in ("fp32", "bf16")
+        for precision in precisions
         for every in (0, 1)
     ]
     return several(run_dir, cases)
@@ -347,22 +355,25 @@ def pipelines(run_dir: str, plan: str) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("plan", "ranks"),
+    ("plan", "ranks", "precisions"),
     [
-        ("replicate=2", 2),  # with the leaves of each part
-        ("shard=2", 2),
-        pytest.param("replicate=2,pipeline=2", 4, marks=pytest.mark.slow),
-        pytest.param("shard=2,pipeline=2,checkpointing=full", 4, marks=pytest.mark.slow),
+        ("replicate=2", 2, ["fp32", "bf16"]),  # with the leaves of each part
+        ("shard=2", 2, ["bf16"]),
+        pytest.param("shard=2", 2, ["fp32"], marks=pytest.mark.slow),
+        pytest.param("replicate=2,pipeline=2", 4, ["fp32", "bf16"], marks=pytest.mark.slow),
+        pytest.param(
+            "shard=2,pipeline=2,checkpointing=full", 4, ["fp32", "bf16"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_model_in_stages_has_the_bits_that_it_has_without_checks(
-    pool: WorkerPool, tmp_path: Path, plan: str, ranks: int
+    pool: WorkerPool, tmp_path: Path, plan: str, ranks: int, precisions: list[str]
 ) -> None:
-    found = pool.run(ranks, pipelines, str(tmp_path), plan, timeout_seconds=160)[0]
+    found = pool.run(ranks, pipelines, str(tmp_path), plan, precisions, timeout_seconds=160)[0]
     for without, checked in zip(found[::2], found[1::2], strict=True):
         assert (without["error"], checked["error"]) == ("", "")
         assert checked == without
-    assert found[0] != found[2]
+    assert len({each["fingerprint"] for each in found}) == len(precisions)
 
 
 MODULES = {"tensor": test_pipeline_axis, "context": test_context_axis}
@@ -401,8 +412,9 @@ def test_ranks_that_exchange_inside_of_layers_are_named_together(
 def sequences(**changes: Any) -> ls.Recipe:
     """In stages, with tied weights, dropout and texts of several lengths."""
     given = {"model": test_context_pipeline.Generator, "stages": test_context_pipeline.STAGES}
-    shifting = {"tensor": None, "global_batch": 8, "steps": 2, **test_context_pipeline.SHIFTING}
-    return test_context_axis.recipe(**given | shifting | changes)
+    few = {"tensor": None, "global_batch": 8, "steps": 2, "evaluation": None}
+    shifting = {**test_context_pipeline.SHIFTING, "sequence": ls.Sequence(chunks=2)}
+    return test_context_axis.recipe(**given | shifting | few | changes)
 
 
 def in_chunks(run_dir: str, plan: str) -> list[dict[str, Any]]:
@@ -536,7 +548,7 @@ REFUSED: list[tuple[Case, str, list[Case]]] = [
 
 def briefly(run_dir: str, plan: str, changes: dict[str, Any], every: int) -> dict[str, Any]:
     made = {name: make() for name, make in changes.items()}
-    return trained(run_dir, plan, every, None, {"steps": 3, **made}, save=3)
+    return trained(run_dir, plan, every, None, {"steps": 2, **made}, save=3)
 
 
 def looped(run_dir: str) -> str:
@@ -557,7 +569,7 @@ def computed(run_dir: str, every: int) -> str:
         plan = "shard=2,numerics=bitwise"
         with ls.Session(run_dir=run_dir, plan=plan) as session:
             _, optimizer = session.prepare(faulty.network, adamw)
-            for step in session.steps(rows(48), global_batch=16, microbatch=4, steps=4):
+            for step in session.steps(rows(48), global_batch=16, microbatch=4, steps=2):
                 step.compute(None, squared_error)
                 step.commit(optimizer)
             return ls.fingerprint(session.full_state_dict())

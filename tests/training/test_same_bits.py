@@ -177,7 +177,6 @@ CASES: dict[str, dict[str, Any]] = {
         "global_batch": 27,
     },
     "weights from the forward, one microbatch": {**FEW, "loss": weighted_loss, "global_batch": 4},
-    "AdamW (fused), 8 microbatches": {"optimizer": fused_adamw},
     "AdamW (foreach), 7 microbatches": {**FEW, "global_batch": 28},
     "epochs with a short last batch of 1 microbatch": {
         **FEW,
@@ -185,7 +184,6 @@ CASES: dict[str, dict[str, Any]] = {
         "steps": None,
         "epochs": 1,
     },
-    "one microbatch": {**FEW, "global_batch": 4},
     "weights from the forward": {**FEW, "loss": weighted_loss},
     "two terms": {**FEW, "loss": two_terms, "weight": count},
     "two terms, one microbatch": {**FEW, "loss": two_terms, "weight": count, "global_batch": 4},
