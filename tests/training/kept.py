@@ -50,7 +50,7 @@ def recipe(**changes: Any) -> ls.Recipe:
         "steps": STEPS,
         "clip_norm": 0.5,
         "schedule": ls.warmup_cosine(warmup=2, total=STEPS),
-        "evaluation": ls.Evaluation(data=Subset(MODELS["gpt-dropout"]["data"], range(30)), every=2),
+        "evaluation": ls.Evaluation(data=Subset(MODELS["gpt-dropout"]["data"], range(10)), every=2),
         **changes,
     }
     return ls.Recipe(**given)

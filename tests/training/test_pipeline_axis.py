@@ -16,7 +16,6 @@ from training.subjects import learned, rows
 
 import lockstep as ls
 from lockstep.base.errors import UserError
-from lockstep.recipe.checks import Precision
 from lockstep.testing.pool import WorkerPool
 
 PLANS = {
@@ -149,12 +148,9 @@ class WithItsOwnWeight(ls.Hook):
         )
 
 
-def train(plan: str, run_dir: str, precision: Precision = "fp32", known: bool = True) -> ls.Result:
-    changes: dict[str, Any] = {} if known else {"loss": of_its_own_weight, "weight": None}
+def train(plan: str, run_dir: str, name: str) -> ls.Result:
     hooks = [WithItsOwnWeight()] if plan.startswith("pipeline") else []
-    return ls.train(
-        recipe(precision=precision, **changes), plan=plan, run_dir=run_dir, hooks=hooks, log_every=1
-    )
+    return ls.train(recipe(**TRAININGS[name]), plan=plan, run_dir=run_dir, hooks=hooks, log_every=1)
 
 
 def train_in_float64(
@@ -166,23 +162,20 @@ def train_in_float64(
     return result.loss, result.metrics
 
 
-TRAININGS: dict[str, tuple[Any, ...]] = {
-    "fp32": (),
-    "bf16": ("bf16",),
-    "fp16": ("fp16",),
-    "a weight of its own": ("fp32", False),
+TRAININGS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"precision": "bf16", "epochs": 1},
+    "fp16": {"precision": "fp16"},
+    "a weight of its own": {"loss": of_its_own_weight, "weight": None, "epochs": 1},
 }
-"""Arguments of `train` beside the plan."""
+"""Changes of the recipe."""
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, ls.Result]]:
     """The folder of the trainings of one process, and what came of them."""
     folder = tmp_path_factory.mktemp("alone")
-    return folder, {
-        name: train("replicate=1", str(folder / name), *arguments)
-        for name, arguments in TRAININGS.items()
-    }
+    return folder, {name: train("replicate=1", str(folder / name), name) for name in TRAININGS}
 
 
 def train_each(run_dir: str, plans: Sequence[str]) -> dict[str, ls.Result]:
@@ -192,10 +185,7 @@ def train_each(run_dir: str, plans: Sequence[str]) -> dict[str, ls.Result]:
         for plan in plans
         for name in (TRAININGS if plan == "pipeline=2" else list(TRAININGS)[:1])
     ]
-    return {
-        f"{plan}/{name}": train(plan, f"{run_dir}/{plan}/{name}", *TRAININGS[name])
-        for plan, name in names
-    }
+    return {f"{plan}/{name}": train(plan, f"{run_dir}/{plan}/{name}", name) for plan, name in names}
 
 
 @pytest.mark.parametrize(
@@ -287,10 +277,9 @@ def test_sharded_stages_keep_their_gradients_between_the_calls_of_a_step(
 def test_a_weight_that_only_the_last_stage_knows_is_told_to_all_replicas(
     pool: WorkerPool, tmp_path: Path, alone: tuple[Path, dict[str, ls.Result]]
 ) -> None:
-    expected = alone[1]["a weight of its own"]
-    for result in pool.run(
-        4, train, "replicate=2,pipeline=2", str(tmp_path / "run"), "fp32", False
-    ):
+    name = "a weight of its own"
+    expected = alone[1][name]
+    for result in pool.run(4, train, "replicate=2,pipeline=2", str(tmp_path / "run"), name):
         assert result.loss == pytest.approx(expected.loss, rel=1e-4)
         assert result.metrics == pytest.approx(expected.metrics, rel=1e-4)
 

@@ -23,7 +23,7 @@ from lockstep.base.errors import PlanError, RecipeError
 from lockstep.model import parallelize as layout
 
 WIDTH, VOCABULARY, LENGTH = 8, 11, 5
-PLANS = ["split=2", "split=3", "split=0+4", "split=1+3", "split=2,checkpointing=full"]
+PLANS = ["split=3", "split=0+4", "split=1+3", "split=2,checkpointing=full"]
 
 
 class Block(nn.Module):
@@ -98,7 +98,7 @@ def tagging(**changes: Any) -> ls.Recipe:
         "clip_norm": 0.5,
         "global_batch": 14,
         "microbatch": 4,
-        "steps": 3,
+        "steps": 2,
         "evaluation": ls.Evaluation(
             data=data(9, seed=4), every=2, metrics={"right": ls.Mean(right)}
         ),
@@ -161,9 +161,7 @@ def test_a_split_model_trains_to_the_same_bits(
         )
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "numerics"), [(adamw, "fast"), (momentum, "fast"), (momentum, "bitwise")]
-)
+@pytest.mark.parametrize(("optimizer", "numerics"), [(adamw, "fast"), (momentum, "bitwise")])
 def test_every_optimizer_works_on_parameters_of_two_devices(
     tmp_path: Path, whole: Any, optimizer: Any, numerics: str
 ) -> None:
@@ -278,7 +276,7 @@ class Unmoved(Tagger):
 
 def test_the_model_is_never_whole_on_the_first_device(tmp_path: Path) -> None:
     assert (
-        ls.train(tagging(model=Unmoved), plan="split=2", run_dir=str(tmp_path / "run")).steps == 3
+        ls.train(tagging(model=Unmoved), plan="split=2", run_dir=str(tmp_path / "run")).steps == 2
     )
 
 

@@ -354,7 +354,9 @@ STREAMED = {
     "data": ls.Stream.mix(
         {"all": ls.Stream(texts, shards=14, window=3), "more": ls.Stream(texts, shards=14)},
         weights={"all": 2, "more": 1},
-    )
+    ),
+    "steps": STOPPED_AT + 2,
+    "evaluation": None,
 }
 
 

@@ -89,8 +89,7 @@ def train(plan: str, run_dir: str) -> tuple[ls.Result, dict[str, Tensor]]:
         optimizer=adamw,
         tensor=STYLES,
         clip_norm=0.3,
-        global_batch=22,
-        steps=3,
+        global_batch=10,
         evaluation=evaluation,
     )
     return ls.train(given, plan=plan, run_dir=run_dir, hooks=[last]), last.state
@@ -145,7 +144,6 @@ def speak(plan: str, run_dir: str, precision: Any) -> tuple[ls.Result, dict[str,
         tensor={**STYLES, "words": "embedding", "head": "loss"},
         precision=precision,
         global_batch=10,
-        steps=3,
         evaluation=ls.Evaluation(data=sentences(), metrics={"accuracy": ls.Mean(hits)}),
     )
     return ls.train(given, plan=plan, run_dir=run_dir, hooks=[last]), last.state
