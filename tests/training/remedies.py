@@ -619,42 +619,42 @@ class Spelled(ls.Hook):
     def after_step(self, run: Any) -> None: ...
 
 
-MEASURED = trains(**measuring(error=ls.Mean(errors)))
+WATCHED = trains(
+    partial(ls.ExponentialMovingAverage, 0.9),
+    partial(ls.EarlyStopping, patience=1),
+    at(lambda run: run.evaluate()),
+    at(lambda run: run.log({"their loss": 1.0})),
+    partial(Includes, "kept", "other"),
+    Spelled,
+    **with_plateau(
+        evaluation=ls.Evaluation(
+            data=HELD_OUT,
+            every=1,
+            weights="average",
+            metrics={"error": ls.Gathered(errors, lambda rows: rows.mean())},
+        )
+    ),
+)
+MEASURED = trains(schedule=on_metric("loss"), **measuring(error=ls.Mean(errors)))
 FROZEN = trains(at(lambda run: run.freeze("0.*")))
-
 EVALUATIONS = [
-    Remedy(
-        trains(**with_plateau()),
-        "give ls.Evaluation(every=...), or another schedule",
-        trains(**with_plateau(**measuring())),
-    ),
-    Remedy(
-        trains(schedule=on_metric("accuracy"), **measuring()),
-        "choose one of these",
-        trains(schedule=on_metric("loss"), **measuring()),
-    ),
+    Remedy(trains(**with_plateau()), "give ls.Evaluation(every=...), or another schedule", WATCHED),
+    Remedy(trains(schedule=on_metric("accuracy"), **measuring()), "choose one of these", MEASURED),
     Remedy(
         trains(evaluation=ls.Evaluation(data=HELD_OUT, every=1, weights="average")),
         "give hooks=[ls.ExponentialMovingAverage(decay=0.999)]",
-        trains(
-            partial(ls.ExponentialMovingAverage, 0.9),
-            evaluation=ls.Evaluation(data=HELD_OUT, every=1, weights="average"),
-        ),
+        WATCHED,
     ),
     Remedy(
         trains(late=lambda: measuring(loss=ls.Mean(errors))),
         "that name belongs to the recipe's loss or a term; choose another",
         MEASURED,
     ),
-    Remedy(
-        trains(late=lambda: measuring(error=errors)),
-        "a metric is ls.Mean(values)",
-        MEASURED,
-    ),
+    Remedy(trains(late=lambda: measuring(error=errors)), "a metric is ls.Mean(values)", MEASURED),
     Remedy(
         trains(**measuring(error=ls.Gathered(errors, lambda rows: rows))),
         "a metric is one number; reduce it to one",
-        trains(**measuring(error=ls.Gathered(errors, lambda rows: rows.mean()))),
+        WATCHED,
     ),
     Remedy(
         trains(**measuring(error=ls.Mean(squared_error))),
@@ -674,41 +674,27 @@ EVALUATIONS = [
     Remedy(
         trains(partial(ls.EarlyStopping, patience=1)),
         "it watches evaluations; give ls.Evaluation(every=...)",
-        trains(partial(ls.EarlyStopping, patience=1), **measuring()),
+        WATCHED,
     ),
     Remedy(
         trains(at(lambda run: run.evaluate())),
         "it measures the recipe's evaluations; give ls.Evaluation(data=...)",
-        trains(at(lambda run: run.evaluate()), evaluation=ls.Evaluation(data=HELD_OUT)),
+        WATCHED,
     ),
-    Remedy(
-        trains(at(lambda run: run.log({"loss": 1.0}))),
-        "choose another name",
-        trains(at(lambda run: run.log({"their loss": 1.0}))),
-    ),
+    Remedy(trains(at(lambda run: run.log({"loss": 1.0}))), "choose another name", WATCHED),
     Remedy(
         trains(at(lambda run: run.freeze("backbone.*"))),
         "the optimizer holds no such parameter; it holds",
         FROZEN,
     ),
-    Remedy(
-        trains(at(lambda run: run.freeze("*"))),
-        "a step needs one; freeze fewer",
-        FROZEN,
-    ),
+    Remedy(trains(at(lambda run: run.freeze("*"))), "a step needs one; freeze fewer", FROZEN),
     Remedy(
         trains(partial(Includes, "kept", kind=Kept)),
         "it has no state_dict and load_state_dict; add both",
-        trains(partial(Includes, "kept")),
+        WATCHED,
     ),
-    Remedy(
-        trains(partial(Includes, "kept", "kept")),
-        "names are unique; choose another",
-        trains(partial(Includes, "kept", "other")),
-    ),
-    Remedy(
-        trains(Misspelled), "use one of them, or a name with another beginning", trains(Spelled)
-    ),
+    Remedy(trains(partial(Includes, "kept", "kept")), "names are unique; choose another", WATCHED),
+    Remedy(trains(Misspelled), "use one of them, or a name with another beginning", WATCHED),
 ]
 
 
