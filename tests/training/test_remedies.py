@@ -52,7 +52,8 @@ def cases_of(section: str, plan: str) -> list[Remedy]:
 def follow(folder: str, axes: str, section: str, plan_of_two: str) -> list[Outcome]:
     """Mistakes of one remedy are made one after another in its run directory."""
     cases = cases_of(section, plan_of_two)
-    said, trained = [], {}
+    said: list[str] = []
+    trained: dict[str, tuple[str, float]] = {}
     for place, case in enumerate(cases):
         run, plan = followed(folder, axes, cases, case)
         apart = case.by_one_rank or bool(case.allow)
