@@ -227,7 +227,7 @@ def skipping() -> nn.Module:
 
 
 def fingerprint_of(model: Callable[[], nn.Module], precision: str, plan: str, run_dir: str) -> str:
-    given = recipe(model=model, loss=squared_error, optimizer=sgd, steps=4, precision=precision)
+    given = recipe(model=model, loss=squared_error, optimizer=sgd, precision=precision)
     return ls.train(given, plan=f"{plan},numerics=bitwise", run_dir=run_dir).fingerprint
 
 
@@ -371,7 +371,7 @@ def added_to_the_loss(model: Any, batch: Sequence[Tensor]) -> Tensor:
 def attempt(run_dir: str, plan: str, changes: dict[str, Any]) -> tuple[float, str]:
     try:
         result = ls.train(
-            recipe(**{"loss": squared_error, "optimizer": sgd, "steps": 4, **changes}),
+            recipe(**{"loss": squared_error, "optimizer": sgd, **changes}),
             plan=plan,
             run_dir=run_dir,
         )

@@ -121,7 +121,7 @@ def is_right(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
 
 
 def recipe(**changes: Any) -> ls.Recipe:
-    """Steps of 5 microbatches, of which the last is smaller."""
+    """Steps of 3 microbatches, of which the last is smaller."""
     given: dict[str, Any] = {
         "model": lambda: Speaker(tied=True),
         "tensor": STYLES,
@@ -132,7 +132,7 @@ def recipe(**changes: Any) -> ls.Recipe:
         "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
         "clip_norm": 0.2,
         "evaluation": ls.Evaluation(data=texts(5), metrics={"right": ls.Mean(is_right)}),
-        "global_batch": 13,
+        "global_batch": 8,
         "microbatch": 3,
         "steps": 3,
         **changes,
@@ -164,15 +164,17 @@ def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 RECIPES: list[dict[str, Any]] = [
     {"stages": ["words", "blocks.*", "head"]},
-    {"tensor": {**STYLES, "head": "loss"}, "model": Speaker, "precision": "bf16"},
+    {"tensor": {**STYLES, "head": "loss"}, "model": Speaker, "precision": "bf16", "steps": 2},
     {
         "tensor": {**STYLES, "head": "loss", "words": "colwise_gathered"},
         "model": lambda: Speaker(eager=True),
         "optimizer": muon_and_adamw,
+        "steps": 2,
     },
     {
         "model": llama,
         "tensor": None,
+        "steps": 2,
         "loss": of_llama,
         "evaluation": ls.Evaluation(data=texts(5), metrics={"right": ls.Mean(llama_is_right)}),
     },
