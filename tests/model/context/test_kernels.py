@@ -258,6 +258,7 @@ def distances_of_families(
     return found, most
 
 
+@pytest.mark.usefixtures("transformers_in_pool")
 @pytest.mark.parametrize(
     ("kernel", "ranks", "expected"),
     [

@@ -137,6 +137,7 @@ def distances_of_all(
     return {name: distances_on_ranks(name, exchanges) for name in families}
 
 
+@pytest.mark.usefixtures("transformers_in_pool")
 @pytest.mark.parametrize(
     ("ranks", "families", "exchanges"),
     [(2, (*CONFIGS,), ("keys", "heads")), (3, ("mistral", "gpt2"), ("keys",))],
@@ -224,6 +225,7 @@ def refused_on_ranks() -> list[str]:
     ]
 
 
+@pytest.mark.usefixtures("transformers_in_pool")
 def test_what_ranks_cannot_compute_together_is_refused(pool: WorkerPool) -> None:
     for dropout, heads in pool.run(2, refused_on_ranks):
         assert "context=2 and LlamaAttention with attention dropout 0.1" in dropout
