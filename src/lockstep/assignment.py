@@ -45,16 +45,16 @@ def total_steps(
 
 def microbatch_spans(size: int, microbatch: int | None, world_size: int) -> list[tuple[int, int]]:
     """Split a batch of `size` samples into spans [start, stop) of `microbatch` samples. The last
-    span has the rest. With `microbatch=None`, each rank gets one span. The spans are nearly equal,
-    and none is empty."""
+    span has the remaining samples. With `microbatch=None`, each rank gets one span. The spans are
+    nearly equal, and none is empty."""
     if microbatch is not None:
         return [(start, min(start + microbatch, size)) for start in range(0, size, microbatch)]
     return split_spans([(0, size)], world_size)
 
 
 def split_spans(spans: Sequence[tuple[int, int]], parts: int) -> list[tuple[int, int]]:
-    """Split each span into `parts` nearly equal spans, or into single samples if it has fewer than
-    `parts`."""
+    """Split each span into `parts` nearly equal spans, or into single samples if the span has fewer
+    than `parts` samples."""
     return [
         (start + part.start, start + part.stop)
         for start, stop in spans

@@ -36,9 +36,10 @@ def evaluate(
     """Measure the recipe's evaluations without training, on the processes that were started.
     Returns the metrics by name. Every rank must call this function, with the same arguments.
 
-    `weights` is as in `Recipe`, such as a run's `model.safetensors`. With None, the weights are the
-    initial weights of a training. `plan` and `run_dir` are as for `train`. The metrics are also
-    written to `result.json`. Raises the children of `ls.errors.UserError`.
+    `weights` has the form of `Recipe.weights`, such as a run's `model.safetensors`. With
+    `weights=None`, the weights are the initial weights of a training. `plan` and `run_dir` have the same meaning as in
+    `train`. The metrics are also written to `result.json`. Raises the children of
+    `ls.errors.UserError`.
     """
     return evaluated(recipe, weights, plan=plan, run_dir=run_dir).metrics
 

@@ -14,7 +14,7 @@ MAX_INLINE_FETCH = 0.05
 """If fetching takes at most this fraction of the compute time, the training process fetches its
 batches itself."""
 FETCH_HEADROOM = 1.25
-"""The number of loader workers allows for a fetch time this many times the mean."""
+"""The number of loader workers allows for fetches that take this many times the mean."""
 DEFAULT_PREFETCH = 2
 """Microbatches that a loader worker prefetches if all fetches take the same time."""
 MAX_PREFETCH = 8

@@ -334,7 +334,7 @@ def update_loss_scale(
 
 def set_allocator_settings(settings: str) -> bool:
     """Apply settings in the format of PYTORCH_ALLOC_CONF. Returns False if this version of torch
-    does not support it."""
+    does not support the call."""
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if configure is None:
         return False
@@ -494,8 +494,8 @@ ABORT_SECONDS = 10.0
 
 
 def abort_accelerator_groups() -> bool:
-    """Abort the process groups of accelerators. Returns True if such a group exists. Never tested
-    with several GPUs."""
+    """Abort the process groups of accelerators. Returns True if an accelerator's group exists.
+    Never tested with several GPUs."""
     found = _accelerator_groups()
     if not found:
         return False
@@ -573,9 +573,9 @@ def judge_heartbeats_by(
 
 
 def skip_rendezvous_records(handler: Any) -> None:
-    """Skip the event records of torch's rendezvous, whose default handler is a `NullHandler`. Each
-    record walks the whole stack between a read and a write of the shared state. A slow record makes
-    every write fail."""
+    """Skip the event records of torch's rendezvous, whose default handler is a `NullHandler`. Torch
+    walks the whole stack for each record, between a read and a write of the rendezvous state. A
+    slow record makes every write of the rendezvous state fail."""
     for part in (handler, handler._state_holder, handler._op_executor):
         assert callable(part._record)
         part._record = lambda *_, **__: None

@@ -171,8 +171,9 @@ def _tensor(member: AverageMember, name: str) -> Tensor:
 def greedy_soup(
     scores: Sequence[float], measure: Callable[[list[int]], float], mode: Literal["min", "max"]
 ) -> list[int] | None:
-    """Return the models to average, best first. A model is kept if the average with it scores
-    better. Return None if every score is NaN. `measure` scores the average of some models."""
+    """Return the models to average, best first. A model is kept if the average with the model
+    scores better. Return None if every score is NaN. `measure` scores the average of some
+    models."""
     sign = 1 if mode == "min" else -1
     ordered = sorted(
         (index for index, score in enumerate(scores) if not math.isnan(score)),

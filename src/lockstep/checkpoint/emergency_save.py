@@ -1,8 +1,8 @@
 """Writes a checkpoint without collectives, after an error or the loss of a process.
 
 Ranks with the same shards hold the same *part* of the state. The first rank that claims a part in
-the storage writes it. The rank that finds all parts written commits the checkpoint. One surviving
-rank per part is enough, and no rank waits for another.
+the storage writes the part. The rank that finds all parts written commits the checkpoint. One
+surviving rank per part is enough, and no rank waits for another.
 """
 
 from __future__ import annotations

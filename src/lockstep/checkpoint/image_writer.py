@@ -28,7 +28,7 @@ from lockstep.comm.world import World
 
 
 class ImageWriter:
-    """Every rank creates one, and calls `prepare` and `write` at the same points."""
+    """Every rank creates an `ImageWriter`, and calls `prepare` and `write` at the same points."""
 
     def __init__(self, world: World, attempt: str, metadata: JsonObject) -> None:
         """Each start of a run that repeats steps needs a new `attempt`. `metadata` is used on rank

@@ -1,6 +1,6 @@
-"""Images: copies of the state in memory. This module has their layout, and reads them under any
-plan, on any number of ranks. Each rank has written one part of an image. A reading rank may see
-only the parts on its own machine.
+"""Images: copies of the state in memory. This module has the layout of images, and reads images
+under any plan, on any number of ranks. Each rank has written one part of an image. A reading rank
+may see only the parts on its own machine.
 
 The memory of one rank has two slots, one of which is always complete. The memory has no name, and
 exists as long as any process holds its descriptor. A slot starts at a multiple of `SLOT_BYTES`, and
@@ -11,9 +11,9 @@ consists of:
     file             the rank's file of a checkpoint (safetensors)
     text             JSON: positions of the shards, values, metadata
 
-A write first erases the header of its slot, and writes the new header last. A killed process
-leaves the other slot intact. Nothing is hashed, because memory is more reliable than a disk. Only
-Linux is supported.
+A write first erases the header of its slot, and writes the new header last. A process that is
+killed during a write leaves the other slot intact. Nothing is hashed, because memory is more
+reliable than a disk. Only Linux is supported.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class Images:
     rank."""
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
-        """Every rank creates one from the parts that it can read, after all ranks that wrote images
-        have ended."""
+        """Every rank creates `Images` from the parts that it can read, after all ranks that wrote
+        images have ended."""
         self._world = world
         self._mine: dict[tuple[CheckpointName, int], dict[int, Part]] = {}
         for part in parts:
@@ -255,8 +255,8 @@ class ImageReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """The tensors of `state` must all be saved with the same shapes. Every rank must call this
-        method. Ranks send each other the shards that some rank cannot read."""
+        """The image must contain all tensors of `state`, with the same shapes. Every rank must call
+        this method. Ranks send each other the shards that some rank cannot read."""
         copies = copies_by_shard(state, list(self._saved))
         for shard, targets in copies.items():
             if shard in self._seen:

@@ -123,8 +123,8 @@ class CheckpointReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """The tensors of `state` must all be saved with the same shapes. Every rank must call this
-        method. If any rank raises `UnreadableError`, all ranks raise it. After an
+        """The checkpoint must contain all tensors of `state`, with the same shapes. Every rank must
+        call this method. If any rank raises `UnreadableError`, all ranks raise it. After an
         `UnreadableError`, the state is partly loaded."""
         blocks = list(self._blocks(state))
         done: dict[str, list[int]] = {file: [] for file in self.manifest.files}

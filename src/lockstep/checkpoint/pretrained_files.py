@@ -131,7 +131,7 @@ def _indexed(index: Path) -> TensorFiles:
 
 
 def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
-    """`files` maps each file to the tensors to read. None reads all tensors."""
+    """`files` maps each file to the tensors to read, or to None for all tensors."""
     specs: dict[str, TensorSpec] = {}
     slices: dict[str, tuple[Path, Any]] = {}
     with ExitStack() as stack:

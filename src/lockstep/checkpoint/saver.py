@@ -56,8 +56,8 @@ class SaveResult:
 
 
 class Saver:
-    """Saves checkpoints, one at a time. Every rank creates one, and calls `prepare` and `save` at
-    the same points of the training."""
+    """Saves checkpoints, one at a time. Every rank creates a `Saver`, and calls `prepare` and
+    `save` at the same points of the training."""
 
     def __init__(self, world: World, folder: Path | str, attempt: str) -> None:
         open_storage(folder)

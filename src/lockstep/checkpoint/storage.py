@@ -48,7 +48,7 @@ class Storage(Protocol):
     """Storage of checkpoints. Every method may raise `OSError`."""
 
     wait_seconds: float
-    """Time between two checks if another process has written its file of a checkpoint."""
+    """Seconds between two checks for the file that another process writes to a checkpoint."""
     readers: int
     """Number of reading threads."""
 
@@ -219,7 +219,7 @@ class FolderStorage:
 @contextmanager
 def discarding_after_failure(folder: Storage, name: CheckpointName) -> Iterator[list[str]]:
     """If the body raises `OSError`, remove the files that the body has added to the list: the disk
-    may be full. Files in an object store are removed at the next start instead."""
+    may be full. Files in an object store are removed at the next start."""
     files: list[str] = []
     try:
         yield files

@@ -2,7 +2,7 @@
 tensor.
 
 Planning works like in `torch.distributed.checkpoint` (DCP), but ranks exchange JSON instead of
-pickles. Torch is imported in functions only: checkpoints can be read without it.
+pickles. Torch is imported in functions only: checkpoints can be read without torch.
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ def command(
     html: Path | None,
     line: ScriptLine,
 ) -> int:
-    """Predict memory and time of a training step on other devices, and find the best plan for them.
+    """Predict memory and time of a training step on other devices, and find the best plan for these
+    devices.
 
     Runs the script, unchanged, up to `ls.train`. Executes one training step under each plan on this
     CPU, as one rank, on tensors that have shapes but no values. Simulates the step's operations,

@@ -26,9 +26,9 @@ def command(line: ScriptLine, **given: Any) -> int:
     are the script's. If one process fails, all processes are stopped, and the traceback of the
     process that failed first is shown.
 
-    With --max-restarts R all processes are then started again, at most R times in the whole run. A
-    script that uses lockstep continues from the last saved step. The run is not restarted after a
-    user's mistake or a request to end.
+    With --max-restarts R, all processes are started again after a failure, at most R times in the
+    whole run. A script that uses lockstep continues from the last saved step. The run is not
+    restarted after a user's mistake or a request to end.
 
     If memory runs out, the processes are started again under a plan that needs less memory, as far
     as --out-of-memory allows. Restarts for lack of memory do not count for --max-restarts.
@@ -42,7 +42,7 @@ def command(line: ScriptLine, **given: Any) -> int:
     differ between machines. --nproc auto is one process per GPU, or 1 process without GPUs. With
     --node-rank, --master-addr and --master-port instead of --rdzv, ranks follow the machines'
     numbers, and the number of machines is fixed. Under srun with one task per node, lockstep run
-    needs none of these options: it uses the nodes and the GPUs of the job.
+    needs no options for the machines: it uses the nodes and the GPUs of the job.
 
     SIGTERM, SIGUSR1 and Ctrl-C ask the run to save and end. A second signal ends the run at once.
     Signals that were ignored at the start (SIGHUP under nohup) stay ignored.

@@ -135,8 +135,8 @@ def command(
 
     The script declares parameters: lr = ls.param("lr", 3e-4, low=1e-5, high=1e-2, log=True). Each
     trial is an ordinary run in its own directory, DIR/trial-0007, on the processes of the plan. The
-    first trial has the defaults; the sampler proposes the values of the others. Samplers, pruners
-    and the storage are Optuna's.
+    first trial has the defaults; the sampler proposes the values of all later trials. Samplers,
+    pruners and the storage are Optuna's.
 
     A trial that crashes, hangs, runs out of memory or diverges is a failed trial; the search goes
     on. After a kill at any moment, the same command continues the search: completed trials are not

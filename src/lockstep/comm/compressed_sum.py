@@ -17,10 +17,10 @@ from lockstep.comm.world import World
 BLOCK = 256
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 _LARGEST = {"fp16": 32752.0, "int8": 127.0}
-"""The number to which the largest number of a block is scaled. For fp16 it is half of the dtype's
-maximum, because rounding may increase it."""
+"""The number to which the largest number of a block is scaled. For fp16: half of the dtype's
+maximum, because rounding may increase a number."""
 _INT8_DIVISOR = 127.0001
-"""Slightly more than 127, so that the largest float32 divided by it and multiplied by 127 is
+"""Slightly more than 127: the largest float32, divided by this number and multiplied by 127, stays
 finite."""
 _LEAST_SCALE = 2.0**-126
 _EXPONENT = 0x7F800000
@@ -83,7 +83,7 @@ def _numbers_in(sent: Tensor, dtype: torch.dtype) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Senders:
     """The ranks that exchange compressed numbers. If several ranks share a host, one rank of the
-    host sends the sum of all of them."""
+    host sends the sum over the host."""
 
     group: Any
     """None for all processes."""

@@ -39,8 +39,9 @@ class Mesh:
     """Torch's `DeviceMesh` of the run. Axes over which FSDP2 shards parameters together are one
     dim, such as `shard_context`. None if there is at most one axis and no parameter is sharded."""
     expert_mesh: DeviceMesh | None
-    """Torch's `DeviceMesh` for the parameters of experts. It differs from `torch_mesh` if the plan
-    has both `shard` and `expert`, because the axis `expert` distributes whole experts."""
+    """Torch's `DeviceMesh` for the parameters of experts. `expert_mesh` differs from `torch_mesh`
+    if the plan has both `shard` and `expert`, because the axis `expert` distributes whole
+    experts."""
     groups: Mapping[tuple[str, ...], World]
     """The processes along one axis or along several axes, by the names of the axes."""
     without_shared_memory: Mapping[str, str]

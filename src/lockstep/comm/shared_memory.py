@@ -180,8 +180,8 @@ class SharedMemoryGroup(Closing):
             pass
 
     def start_all_gather(self, output: Tensor, tensor: Tensor, label: int = 0) -> PendingAllGather:
-        """Start an all-gather. `wait` on the result, or the next collective of the group, completes
-        it. Do not change `tensor` before the all-gather has completed."""
+        """Start an all-gather. `wait` on the result, or the group's next collective, completes the
+        all-gather. Do not change `tensor` before the all-gather has completed."""
         rest = self._gathering(output, tensor, label)
         self._call("all_gather", next, rest)
         self.pending = PendingAllGather(self, rest)

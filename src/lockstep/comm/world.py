@@ -129,7 +129,7 @@ class World:
         label: int = 0,
     ) -> Tensor:
         """Send rows of a contiguous tensor to each rank. `sent` and `received` have the number of
-        rows to and from each rank. With None, all numbers are equal. Shared memory raises
+        rows to and from each rank. None stands for equal numbers of rows. Shared memory raises
         `CallsDiffer` if the ranks' labels differ."""
         if self.size == 1:
             return tensor

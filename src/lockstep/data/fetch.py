@@ -51,7 +51,7 @@ class ShardRequest(NamedTuple):
     shard: int
     size: int
     begin: Position | None
-    """The position at which to open the shard. None if it is open already."""
+    """The position at which to open the shard. None if the shard is open already."""
 
     def __str__(self) -> str:
         return f"after step {self.step}, microbatch {self.microbatch}"

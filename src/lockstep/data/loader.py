@@ -68,7 +68,7 @@ class SamplesLeftOut:
 
 
 class _BatchLoader:
-    """Fetches batches in order. If there are `workers`, they fetch batches ahead of time."""
+    """Fetches batches in order. With `workers`, processes fetch batches ahead of time."""
 
     def __init__(
         self, fetcher: Fetcher | StreamFetcher, workers: int, device: torch.device, *, prefetch: int

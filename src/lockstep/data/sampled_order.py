@@ -34,7 +34,7 @@ def _digest(*parts: Indices) -> str:
 
 class SampleOrder(ABC):
     """The order of a user's sampler. The sample at position p of the run is number p % `stride` of
-    epoch p // `stride`. Every rank creates one."""
+    epoch p // `stride`. Every rank creates a `SampleOrder`."""
 
     digest: str
     """Digest of the indices of epoch 0. Ranks compare the digest, and a resumed run compares it

@@ -57,17 +57,17 @@ def weighted(
 
 def balanced(labels: Sequence[Hashable], *, samples: int | None = None) -> Sampler:
     """Draw indices so that each label is equally likely. `labels` has one label for each sample.
-    `samples` is as in `weighted`. Raises `RecipeError`."""
+    `samples` has the same meaning as in `weighted`. Raises `RecipeError`."""
     counts = Counter(labels)
     return weighted([1 / counts[label] for label in labels], samples=samples)
 
 
 def mixture(sizes: Sequence[int], ratios: Sequence[float], *, samples: int) -> Sampler:
     """Mix datasets. Each epoch has `samples` samples. Each dataset provides its ratio of the
-    samples, rounded to a whole number of samples. Use it with a `torch.utils.data.ConcatDataset` of
-    datasets of these `sizes`. Each dataset has its own shuffled order, which continues from epoch
-    to epoch. Every sample of a dataset is seen once before any of them is seen again. Raises
-    `RecipeError`."""
+    samples, rounded to a whole number of samples. Use the sampler with a
+    `torch.utils.data.ConcatDataset` of datasets of these `sizes`. Each dataset has its own shuffled
+    order, which continues from epoch to epoch. Every sample of a dataset is seen once before any
+    sample is seen again. Raises `RecipeError`."""
     if (
         len(sizes) != len(ratios)
         or not sizes

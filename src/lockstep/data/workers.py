@@ -107,7 +107,7 @@ class LoaderWorkers:
 @dataclass(frozen=True, slots=True)
 class WorkerException:
     error: bytes | None
-    """The pickled exception. None if it cannot be pickled."""
+    """The pickled exception. None if the exception cannot be pickled."""
     text: str
 
     @classmethod

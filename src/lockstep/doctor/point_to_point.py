@@ -19,9 +19,9 @@ from lockstep.doctor.check_result import CheckResult, format_bandwidth, format_s
 SLOW_FACTOR = 3.0
 """A link is slow if it is this many times worse than the median of its kind."""
 LATENCY_NOISE_SECONDS = 2e-4
-"""Smaller differences of latency are ignored."""
+"""Latency differences below this are ignored."""
 MANY_RANKS = 64
-"""With more ranks, only ranks with equal local ranks are measured between machines."""
+"""With more ranks than this, only ranks with equal local ranks are measured between machines."""
 
 Pair = tuple[int, int]
 Metric = Literal["bandwidth", "latency"]

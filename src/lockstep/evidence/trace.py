@@ -28,8 +28,8 @@ class MicrobatchTrace:
     rng_before: str | None
     rng_after: str | None
     gradients: Summaries | None
-    """Gradients of the microbatch, or of this rank's tokens of it. None if no rank has full
-    gradients."""
+    """Gradients of the microbatch, or of this rank's tokens of the microbatch. None if no rank has
+    full gradients."""
     together: tuple[int, ...] = ()
     """Ranks that each computed some of the microbatch's tokens. Empty if this rank computed all
     tokens."""

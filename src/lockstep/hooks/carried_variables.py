@@ -65,8 +65,8 @@ class _Seen(NamedTuple):
 
 
 class CarriedVariables(ControlHook):
-    """Reports variables of a script's loop, and attributes of its objects, whose value affects the
-    loss of a later step. A value that changes only once is a cache."""
+    """Reports variables of a script's loop, and attributes of objects in the loop, whose values
+    affect the loss of a later step. A value that changes only once is a cache."""
 
     def __init__(self) -> None:
         self._steps = 0

@@ -228,7 +228,7 @@ class Checkpointer:
         return deleted, failure
 
     def await_last(self) -> None:
-        """Wait for this rank's part of a checkpoint, without the other ranks."""
+        """Wait until this rank's part of a checkpoint is saved, without the other ranks."""
         with suppress(RuntimeError):  # the device itself may have failed
             self._poll(LAST_SECONDS)
 

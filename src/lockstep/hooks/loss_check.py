@@ -113,9 +113,8 @@ IS_RANDOM = Findings(unchecked="it draws random numbers, without dropout too")
 @dataclass(eq=False)
 class LossCheck(ControlHook):
     """Computes the loss of the first microbatch, and of its halves in evaluation mode. Restores the
-    model and the loss. Only the loss function is tried, on halves of the model's output, in three
-    cases. If a forward with collectives failed on a half, the other ranks would wait. A compiled
-    forward would compile each new shape. A forward may draw random numbers in evaluation mode."""
+    model and the loss. Only the loss function runs, on halves of the model's output, if the forward
+    has collectives, is compiled, or draws random numbers in evaluation mode."""
 
     _is_done: bool = False
     _is_watching: bool = False

@@ -26,8 +26,8 @@ from lockstep.training.set_up import Remark
 
 class RecomputationAudit(ControlHook):
     """Ends the run if two replicas compute different gradients of one microbatch. Deletes the
-    checkpoints since the last agreement. A recovery in place ends only the rank with the wrong
-    gradient."""
+    checkpoints since the replicas last agreed. A recovery in place ends only the rank with the
+    wrong gradient."""
 
     def __init__(self, checkpointing: Checkpointing, recovery: Recovery | None) -> None:
         self._checkpointing, self._recovery = checkpointing, recovery

@@ -35,9 +35,9 @@ class Logger(Protocol):
 
 
 class WandB:
-    """Logger for Weights & Biases. Its run is named after the run directory, and is resumed with
-    it. Needs the extra `wandb`. Takes the arguments of `wandb.init`: project, entity, tags,
-    mode="offline", ..."""
+    """Logger for Weights & Biases. The W&B run is named after the run directory, and is resumed
+    with the lockstep run. Needs the extra `wandb`. Takes the arguments of `wandb.init`: project,
+    entity, tags, mode="offline", ..."""
 
     def __init__(self, **settings: Any) -> None:
         """Raises `UserError` if the package is not installed."""
@@ -62,9 +62,9 @@ class WandB:
 
 
 class MLflow:
-    """Logger for MLflow. Its run is named after the run directory, and is resumed with it. Needs
-    the extra `mlflow`. `tracking_uri` and `experiment` default to MLflow's defaults
-    (MLFLOW_TRACKING_URI, and the experiment MLFLOW_EXPERIMENT_NAME or "Default")."""
+    """Logger for MLflow. The MLflow run is named after the run directory, and is resumed with the
+    lockstep run. Needs the extra `mlflow`. `tracking_uri` and `experiment` default to MLflow's
+    defaults (MLFLOW_TRACKING_URI, and the experiment MLFLOW_EXPERIMENT_NAME or "Default")."""
 
     def __init__(self, *, experiment: str | None = None, tracking_uri: str | None = None) -> None:
         """Raises `UserError` if the package is not installed."""

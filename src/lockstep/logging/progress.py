@@ -66,7 +66,7 @@ class Progress(Closing):
         samples_per_second: float | None = None,
         extra: Mapping[str, float] | None = None,
     ) -> None:
-        """A narrow terminal drops `extra`, then `lr`."""
+        """On a narrow terminal, `extra` is dropped first, and then `lr`."""
         now = self._clock()
         self._estimate.update(step, now)
         self._step = step

@@ -46,8 +46,8 @@ run."""
 
 
 class Recorder:
-    """A run directory, its logs and the progress display. Every rank makes one at the same time.
-    Only rank 0 writes."""
+    """A run directory, its logs and the progress display. Every rank creates a `Recorder` at the
+    same time. Only rank 0 writes."""
 
     def __init__(
         self,
@@ -296,7 +296,8 @@ class Recorder:
                 self._directory.save_tensors(name, gathered)
 
     def end(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json`, which marks the run as ended. Does nothing if the file exists."""
+        """Write `result.json`, which marks the run as ended. Does nothing if `result.json`
+        exists."""
         if self._directory is not None and not (self.path / "result.json").exists():
             with _writing():
                 self._directory.write_json("result.json", result)

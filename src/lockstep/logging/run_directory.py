@@ -211,7 +211,7 @@ def _check_kinds(path: Path) -> None:
 
 
 def note_followed(path: Path, by: Path) -> None:
-    """Note that the script has continued after the ended run in `path`, with the run in the
+    """Record that the script has continued after the ended run in `path`, with the run in the
     directory `by`."""
     with suppress(OSError):  # the directory may have been removed
         if (path / RESULT).exists():
@@ -279,7 +279,7 @@ class _FileLock:
 
     @classmethod
     def _forget_in_child(cls) -> None:
-        """Close the lock's descriptor in a fork, which would hold the lock after the end of its
+        """Close the lock's descriptor in a fork: the fork would hold the lock after the end of its
         parent."""
         for lock in list(cls._held):
             if lock._descriptor is not None:

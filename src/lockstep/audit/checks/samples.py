@@ -412,7 +412,7 @@ def _check_training_pass(
 
 
 def _allowed(count: int, are_indices: bool, loader: LoaderPasses, ranks: Sequence[Pass]) -> int:
-    """Return the number of equal samples that is not a fault, for example because of padding."""
+    """Return the number of equal samples that are no fault, for example because of padding."""
     if not are_indices:
         return int(MANY * count)
     if loader.pads_batches:

@@ -26,8 +26,8 @@ from lockstep.base import torch_private
 MOST_SAMPLES = 512
 MOST_BYTES = 1 << 16
 LEAST_ITEMS = 8
-"""Shorter lists and arrays in a dataset are not compared, because they may be settings of the
-rank."""
+"""Lists and arrays in a dataset with fewer items are not compared, because they may be settings of
+the rank."""
 FETCHES = 3
 
 

@@ -163,8 +163,8 @@ def _is_checkpointed() -> bool:
 
 
 def _is_frozen() -> bool:
-    """Return True if the innermost running module with parameters trains none of them. A module
-    without trained parameters may be in eval mode on purpose."""
+    """Return True if the innermost running module with parameters has only frozen parameters. A
+    module without trained parameters may be in eval mode on purpose."""
     for frame in frames():
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and (parameters := list(module.parameters())):

@@ -1,6 +1,6 @@
-"""Takes stack snapshots of a process. If the GIL of a process is held, and for forked loader
-workers, a signal handler of faulthandler writes the stack into memory. All ranks on the machine can
-read this memory through /proc (Linux)."""
+"""Takes stack snapshots of a process. A signal handler of faulthandler writes the stack of a
+process whose GIL is held, and the stacks of forked loader workers, into memory. All ranks on the
+machine can read this memory through /proc (Linux)."""
 
 from __future__ import annotations
 
@@ -258,8 +258,8 @@ class StackWriter:
 
 
 def read_stack(process: int, descriptor: int) -> Stack:
-    """Return the stack of a process, which the process writes to the file `descriptor` of its
-    `StackWriter`. Empty if the process has ended, is stopped, or has no handler."""
+    """Make a process write its stack to the file `descriptor` of its `StackWriter`, and return the
+    stack. Empty if the process has ended, is stopped, or has no handler."""
     path, until = Path(f"/proc/{process}/fd/{descriptor}"), time.monotonic() + _WRITING_SECONDS
     with suppress(OSError):
         before = path.stat().st_size

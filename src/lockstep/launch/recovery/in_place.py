@@ -122,7 +122,8 @@ class InPlace:
 
     def all_are_ready(self, workers: WorkerProcesses) -> bool:
         """Wait until all workers wait for their new ranks. Returns False if a worker ends, or if a
-        worker takes far longer than usual to reach its training. The slow worker is killed."""
+        worker takes far longer than usual to reach its training. A worker that takes far longer
+        than usual is killed."""
         limit = max(START_SECONDS, 10 * self._script_seconds) if self._script_seconds else math.inf
         until = time.monotonic() + limit
         while True:

@@ -122,8 +122,8 @@ class Rejoin:
             raise ConnectionAbortedError("another process was lost, or joins")
 
     def leave(self, leave_groups: Callable[[], object]) -> None:
-        """Leave the process groups in which a process was lost. A message that arrives meanwhile,
-        about another loss, applies to the new groups."""
+        """Leave the process groups in which a process was lost. A message about another loss that
+        arrives during the call applies to the new groups."""
         leave_groups()
         if self._is_lost.is_set():
             self._abort()

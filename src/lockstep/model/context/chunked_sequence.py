@@ -239,8 +239,8 @@ def _leaves_of_stage(
 
 
 def _with_leaves(arguments: Arguments) -> tuple[Arguments, list[Tensor]]:
-    """Replace the tensors in a stage's arguments by new autograd leaves. Each chunk then has
-    separate gradients."""
+    """Replace the tensors in a stage's arguments by new autograd leaves. Each chunk gets separate
+    gradients."""
     tensors = tensors_in(arguments)
     leaves = [each.detach().requires_grad_(each.requires_grad) for each in tensors]
     arrived = iter(received_inputs(tuple(leaves)))

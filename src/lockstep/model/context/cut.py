@@ -297,7 +297,7 @@ class SequenceCut:
         return map_tensors(arguments, lambda each: (taken if next(sequences) else repeated)(each))
 
     def loss(self, loss: LossFunction, output: Any, batch: Any) -> Any:
-        """Return the loss of this rank's tokens. Its sum over the ranks is the loss of all
+        """Return the loss of this rank's tokens. The sum over the ranks is the loss of all
         tokens."""
         return self._loss_of(loss, output, batch, self.current, self.reads.begin())
 

@@ -36,7 +36,7 @@ class Documents:
     @classmethod
     def of(cls, ids: Any, device: torch.device) -> Documents:
         """On an accelerator, the order of ids along a row is asserted on the device. The host does
-        not wait."""
+        not wait for the device."""
         ids = _checked(ids).to(device).long()
         # padding comes last
         order = torch.where(ids == PADDING, torch.iinfo(torch.long).max, ids)

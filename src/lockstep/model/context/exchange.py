@@ -244,8 +244,8 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """Sends each rank the attention output of its tokens in this rank's heads. The backward sends
-    back the gradients, and the sums that the `StandIn` needs."""
+    """Sends each rank the attention output of the receiver's tokens in this rank's heads. The
+    backward sends back the gradients, and the sums that the `StandIn` needs."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, layout: TokenLayout, stand_in: StandIn | None) -> Tensor:
