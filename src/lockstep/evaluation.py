@@ -37,9 +37,9 @@ def evaluate(
     Returns the metrics by name. Every rank must call this function, with the same arguments.
 
     `weights` has the form of `Recipe.weights`, such as a run's `model.safetensors`. With
-    `weights=None`, the weights are the initial weights of a training. `plan` and `run_dir` have the same meaning as in
-    `train`. The metrics are also written to `result.json`. Raises the children of
-    `ls.errors.UserError`.
+    `weights=None`, the weights are the initial weights of a training. `plan` and `run_dir` have the
+    same meaning as in `train`. The metrics are also written to `result.json`. Raises the children
+    of `ls.errors.UserError`.
     """
     return evaluated(recipe, weights, plan=plan, run_dir=run_dir).metrics
 

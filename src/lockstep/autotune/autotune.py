@@ -222,7 +222,7 @@ class _Autotuner:
         return doubling_sizes(-(-batch // self.context.mesh.data.size))
 
     def _threads(self) -> list[Any]:
-        """Return only the current number on a GPU or with numerics=bitwise."""
+        """Return only the current number of threads on a GPU or with numerics=bitwise."""
         if self.context.device.type != "cpu" or self.context.plan.numerics == "bitwise":
             return [torch.get_num_threads()]
         return doubling_sizes(threads_per_process(self.context.world.local_size))

@@ -30,8 +30,8 @@ class Draws:
             self._recorder.watch(torch, name, self._noise, traced=True)
 
     def note(self) -> None:
-        """Record the state of the generators before a forward draws. Activation checkpointing draws
-        the same numbers again in the backward, and is ignored."""
+        """Record the state of the generators before a forward draws. The draws of a recomputation
+        by activation checkpointing are ignored."""
         if not self._first and not self._depth and not torch_private.in_backward():
             self._first = generator_state()
 
@@ -46,8 +46,8 @@ class Draws:
             self._recorder.safely(self._end_others)
 
     def take(self, state: str) -> tuple[str, bool]:
-        """Return the generator's state before the first draw of a forward. Also return True if an
-        unknown caller has drawn."""
+        """Return the generator's state before the first draw of a forward. The second result is
+        True if an unknown caller has drawn."""
         self._see(state)
         taken = self._first, self._is_unplaced
         self._first, self._is_unplaced, self._known = "", False, state
