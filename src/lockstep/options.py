@@ -86,7 +86,7 @@ COMPARE_EVERY = 100
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A start of the workers by the launcher after the first start."""
+    """A restart of the workers by the launcher."""
 
     reason: str
     in_place: bool = False
@@ -185,7 +185,7 @@ OTHER_VARIABLES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """Options that a launcher gives to the processes of a run. Workers read them from their
+    """Options that a launcher gives to the processes of a run. Workers read the options from their
     environment. The environment variables also apply under torchrun and srun, and to `lockstep
     run`. The command line of `lockstep run` replaces the environment variables. A field with its
     default value counts as not given."""

@@ -4,7 +4,8 @@ constant memory.
 Position p is index p % length of epoch p // length. Each epoch has a different permutation of
 0..length-1. The permutation is a Feistel network (Luby and Rackoff, 1988) on the smallest power of
 two that is at least `length`. The network is applied until the result is below `length` (Black and
-Rogaway, 2002). The two halves of a number alternate, so they need not have the same number of bits.
+Rogaway, 2002). The two halves of a number may have different numbers of bits, because they
+alternate.
 
 The bits of an order must never change: a run that is resumed, or repeated years later, must see the
 same samples.

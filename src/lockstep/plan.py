@@ -161,7 +161,8 @@ class Plan:
     backward (ZeRO-2). ZeRO-2 uses more memory than ZeRO-3, and has one all-gather less."""
     offload: bool = False
     """CPU offload, under `shard` on GPUs. Parameters, gradients and optimizer state stay in CPU
-    memory, and the optimizer runs there. Each all-gather copies a block's parameters to the GPU."""
+    memory, and the optimizer runs on the CPU. Each all-gather copies a block's parameters to the
+    GPU."""
     checkpointing: Checkpointing = "none"
     """Activation checkpointing. `full` keeps only the inputs of each block and recomputes its
     activations in the backward. `selective` also keeps the results of matrix products, convolutions
@@ -192,8 +193,8 @@ class Plan:
     """Compile each block's forward with torch.compile, once for each shape."""
     split: Split = 1
     """Number of devices of one process over which the layers are distributed, with similar bytes on
-    each. On a CPU all of these devices are the CPU. A tuple gives the number of layers on each
-    device, in the model's order: `(3, 5)`, as text `3+5`."""
+    each. On a CPU, every device is the CPU. A tuple gives the number of layers on each device, in
+    the model's order: `(3, 5)`, as text `3+5`."""
     data_parallel: int = 1
     """Number of GPUs over which one process splits each microbatch (`torch.nn.DataParallel`).
     `replicate` is faster than `data_parallel`."""

@@ -30,8 +30,8 @@ from lockstep.training.set_up import check_microbatch_is_fixed
 @with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """The result of a run. All fields except `rank` are equal on all ranks. Rank 0 writes it to
-    `result.json`."""
+    """The result of a run. All fields except `rank` are equal on all ranks. Rank 0 writes the
+    result to `result.json`."""
 
     steps: int
     """Optimizer steps done."""

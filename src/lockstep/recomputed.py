@@ -85,8 +85,8 @@ class Computed(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """The results of one rank in a step in which ranks recompute microbatches. If several ranks
-    exchange tensors in a layer, the results of all these ranks."""
+    """The results of one rank in a step in which ranks recompute microbatches. Includes the results
+    of the ranks that exchange tensors with this rank in a layer."""
 
     ranks: Sequence[int]
     computed: Sequence[Computed]
@@ -113,7 +113,7 @@ class WrongRanks:
 
 def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]) -> WrongRanks:
     """Return the ranks that computed wrong results. When the ranks of a replica exchange tensors, a
-    wrong result spreads. The ranks whose results differ first are therefore wrong. `replicas` has
+    wrong result spreads. The wrong ranks are the ranks whose results differ first. `replicas` has
     the reports of each replica's ranks, in the same order in every replica."""
     votes = [
         (

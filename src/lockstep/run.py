@@ -39,8 +39,8 @@ def train(
 
     - `plan`, `run_dir`: used unless the launcher gives them. The defaults are `replicate=auto` and
       a new directory below `runs`.
-    - `hooks`: called in this order. A hook with `state_dict` and `load_state_dict` is saved with
-      the run.
+    - `hooks`: called in the order of the list. A hook with `state_dict` and `load_state_dict` is
+      saved with the run.
     - `log_every`: steps between two lines of `metrics.jsonl`.
     - `saving`: when the run is saved, and which checkpoints it keeps. The default is `Saving()`.
     - `resume`: "auto" continues an unfinished run in `run_dir`. "never" refuses to continue it.

@@ -83,8 +83,8 @@ class Session:
     ) -> None:
         """- `run_dir`, `plan`, `hooks`, `log_every`, `saving`, `resume`, `loggers`: as for `train`.
         - `seed`, `precision`, `gradient_compression`: as in `Recipe`.
-        - `recipe`: values of the script that decide what is learned. They are recorded in run.json,
-          and compared when the run is resumed.
+        - `recipe`: values of the script that decide what is learned. The values are recorded in
+          run.json, and compared when the run is resumed.
         - `allow_change`: fields of `recipe`, and arguments of `Session` and `steps`, that may
           differ from their saved values at a resume.
         """
@@ -264,9 +264,9 @@ class Session:
         """Build a model and its optimizer (or list of optimizers). Every rank must call this
         method. Returns the results of the two functions. The model is on this rank's device. The
         model's initial values depend on the session's seed, and not on the plan. `weights` replaces
-        them. `blocks`, `tensor`, `stages`, `sequence`, `head`, `experts`, `weights` and `balance`
-        are as in `Recipe`. May be called several times, for several models, unless the plan has a
-        pipeline. Raises `RecipeError`."""
+        the initial values. `blocks`, `tensor`, `stages`, `sequence`, `head`, `experts`, `weights`
+        and `balance` are as in `Recipe`. May be called several times, for several models, unless
+        the plan has a pipeline. Raises `RecipeError`."""
         how = ModelOptions(
             blocks=blocks,
             tensor=tensor,

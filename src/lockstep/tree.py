@@ -35,8 +35,8 @@ def cover(start: int, stop: int, count: int) -> list[Node]:
 
 class Counter(Generic[T]):
     """A binary counter that adds leaves start, start + 1, … as they arrive. The counter holds at
-    most about 2 log2(count) values. After leaf stop - 1, it has the values of `cover(start, stop,
-    count)`. `combine` may write into a pushed value."""
+    most about 2 log2(count) values. After leaf stop - 1, the counter has the values of
+    `cover(start, stop, count)`. `combine` may write into a pushed value."""
 
     def __init__(self, combine: Callable[[T, T], T], *, start: int, count: int) -> None:
         self.nodes: list[Node] = []

@@ -50,9 +50,9 @@ def layers_of(
     model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[str]
 ) -> list[PlacedLayer]:
     """Return the layers that can be on different devices. The layers are the blocks if `patterns`
-    are given or the sequential `parts` are unknown. Otherwise the layers are the parts, and an
-    `nn.Sequential` is replaced by its members. Layers that share a parameter with another module
-    are left out."""
+    are given or the sequential `parts` are unknown. In all other cases, the layers are the
+    sequential parts, with the members of an `nn.Sequential` in its place. Layers that share a
+    parameter with another module are left out."""
     blocks = blocks_of(model, patterns)
     if patterns is None and parts:
         names = [
@@ -130,8 +130,8 @@ def split_over_devices(
 def move_tensors(
     value: Any, device: torch.device, copies: list[tuple[Any, list[Any]]] | None = None
 ) -> Any:
-    """Return the same object if no tensor moves. Each list or mapping that had to be copied is
-    added to `copies`, with its members."""
+    """Return the same object if no tensor moves. A copied list or mapping is added to `copies`,
+    with its members."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):

@@ -6,8 +6,9 @@ all microbatches and applies them in the order of microbatches. The vectors of `
 the codes of a vector quantizer are self-updating buffers. Self-updating buffers are updated once a
 step, from the first microbatch.
 
-Changes of all other buffers are refused. A change that increases the tensor's version is refused at
-once. A change through `.data` is refused only in steps that compare the bits of buffers.
+Changes of buffers that are neither running statistics nor self-updating are refused. A change that
+increases the tensor's version is refused at once. A change through `.data` is refused only in steps
+that compare the bits of buffers.
 """
 
 from __future__ import annotations
@@ -273,7 +274,7 @@ def self_updating(module: nn.Module) -> Sequence[str]:
 
 
 class SelfUpdatingBuffers:
-    """The buffers of one module that its forward updates. Each microbatch's forward changes copies
+    """The buffers that the forward of one module updates. Each microbatch's forward changes copies
     of the values from before the step. The first microbatch's copies become the new values."""
 
     def __init__(self, prefix: str, module: nn.Module, names: Sequence[str]) -> None:
@@ -297,7 +298,8 @@ class SelfUpdatingBuffers:
         self.discard()
 
     def note_microbatch(self) -> None:
-        """Note the updates of this rank's first microbatch in the step, and ignore all others."""
+        """Note the updates of this rank's first microbatch in the step, and ignore later
+        microbatches."""
         if self._first is None and self._taken is not None:
             self._first = self._taken
         self.discard()

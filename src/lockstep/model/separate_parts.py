@@ -1,8 +1,8 @@
 """Computes a model's sequential parts (the modules that the model calls one after another) as if
 each part were in a separate process. With numerics=bitwise, one process then computes the same bits
 as a pipeline of any size. A tensor between two parts has the strides of a new tensor, as if the
-tensor had been received. The gradient of the tensor has the same strides. A parameter that several
-parts share is a separate leaf of autograd's graph in each part."""
+tensor had been received. The gradient of a tensor between two parts has the same strides. A
+parameter that several parts share is a separate leaf of autograd's graph in each part."""
 
 from __future__ import annotations
 

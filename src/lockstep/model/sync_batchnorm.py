@@ -1,8 +1,8 @@
 """SyncBatchNorm splits the samples of every microbatch over the data ranks, and computes statistics
 over all slices of the microbatch. Each layer exchanges (mean, variance, number of values) in the
 forward and two sums per channel in the backward. Every rank must run the same layers in the same
-order. Each slice has separate random numbers and a separate loss. Dropout masks therefore depend on
-the number of ranks."""
+order. Each slice has separate random numbers and a separate loss. With SyncBatchNorm, dropout masks
+depend on the number of ranks."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def tolerance(tensor: Tensor) -> float:
 
 
 def epsilon(tensor: Tensor) -> float:
-    """Return the epsilon of the least precise dtype in which `tensor` may have been computed.
-    Candidates are the dtype of the tensor, autocast's dtype, and TF32."""
+    """Return the epsilon of the least precise dtype in which `tensor` may have been computed. The
+    candidate dtypes are the tensor's dtype, autocast's dtype, and TF32."""
     kinds = [tensor.dtype]
     if torch.is_autocast_enabled(tensor.device.type):
         kinds.append(torch.get_autocast_dtype(tensor.device.type))

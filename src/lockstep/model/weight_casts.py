@@ -4,10 +4,10 @@ FSDP2 gathers the weights of torch's layers in autocast's precision. Other code 
 weights would get rounded values. `check_uses` detects code that would get rounded values, in the
 first backward.
 
-FSDP2 gathers all other weights in full precision. A matrix product under autocast saves the cast
-weight for its backward. FSDP2 cannot free the casts, which would keep the full model in bf16 on
-every rank. `drop_casts` replaces each saved cast by a function. The replacement casts the weight
-that FSDP2 gathers for the block's backward, and gets the same bits.
+FSDP2 gathers weights outside of torch's layers in full precision. A matrix product under autocast
+saves the cast weight for its backward. FSDP2 cannot free the casts, which would keep the full model
+in bf16 on every rank. `drop_casts` replaces each saved cast by a function. The replacement casts
+the weight that FSDP2 gathers for the block's backward, and gets the same bits.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _DURATIONS = (
 )
 _TICKS = 5
 _SKEWED = 20.0
-"""An axis is logarithmic if the largest value is more than this many times the median."""
+"""Ratio of the largest value to the median above which an axis is logarithmic."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ LESS_MEMORY: tuple[dict[str, Any], ...] = (
     {"checkpointing": "full", "microbatch_splits": 2},
     {"checkpointing": "full", "offload": True},
 )
-"""Changes to a plan that does not fit, in the order in which they are tried. Each change saves more
-memory and takes more time than the change before it."""
+"""Changes to a plan that does not fit, in the order of the search. Each change saves more memory
+and takes more time than the change before it."""
 SMALLER: tuple[dict[str, Any], ...] = tuple({"microbatch_splits": splits} for splits in (1, 2, 4))
 """Smaller microbatches, which save memory without recomputing activations. The search tries smaller
 microbatches before the changes in `LESS_MEMORY`."""

@@ -88,7 +88,7 @@ FIELDS = (
     "batch_sampler",
 )
 MOST_BYTES = 2**26
-"""Only the beginning and the end of larger tensors and arrays are read."""
+"""Number of bytes above which only the beginning and the end of a tensor or array are read."""
 _PARTS = 64
 
 Digests = Mapping[str, Mapping[str, str]]

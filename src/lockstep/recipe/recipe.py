@@ -112,8 +112,8 @@ class Evaluation:
     """Number of samples in one forward. None: `Recipe.microbatch`, or 1 with a `batch_sampler`."""
     collate: Callable[[list[Any]], Any] | None = None
     """Function of a list of samples that returns a batch. None: torch's `default_collate`.
-    `Recipe.collate` is not used, because it may augment. A collate function that only pads can be
-    given to both the training and the evaluation."""
+    `Recipe.collate` is not used, because it may augment. Training and evaluation can share a
+    collate function that only pads."""
     loss: Callable[[Any, Any], Any] | None = None
     """The loss to measure, with the arguments of `Recipe.loss`. The function returns a scalar, an
     `ls.Loss`, or a dict of scalars. An evaluation does not use `Recipe.weight`. None:
@@ -172,7 +172,7 @@ class Weights:
     path: str
     """A .safetensors file, a Hugging Face folder, or a torch.save file (.pt, .pth, .bin, .ckpt). A
     Hugging Face folder has model.safetensors or model.safetensors.index.json; the path of the index
-    works too. A torch.save file has a state dict, or nested dicts, whose keys are joined by
+    is also accepted. A torch.save file has a state dict, or nested dicts, whose keys are joined by
     dots."""
     names: Mapping[str, str | None] = field(default_factory=dict)
     """Maps tensor names in the file to names in the model; None skips the tensor. `*` stands for
@@ -241,7 +241,7 @@ class Recipe:
     loss: Callable[[Any, Any], Any] | None = None
     """Function of (output, batch) that returns a scalar tensor, a `Sum`, or a dict of them. Without
     `inputs`, its arguments are (model, batch), and it may also return a `Loss`. A scalar is the
-    mean over this microbatch's samples. Give this or `batch_loss`."""
+    mean over this microbatch's samples. A recipe has either `loss` or `batch_loss`."""
     batch_loss: Gathered | None = None
     """A loss that compares samples with each other. `collect` returns rows for each microbatch.
     `compute` gets the rows of the whole global batch and returns a scalar tensor. Each microbatch
@@ -257,10 +257,11 @@ class Recipe:
     and dropout depends on the plan. `auto`: the fastest size, measured at the start of the run. A
     resumed run keeps the measured size."""
     steps: int | None = None
-    """Number of optimizer steps. Batches may span two epochs. Give this or `epochs`."""
+    """Number of optimizer steps. Batches may span two epochs. A recipe has either `steps` or
+    `epochs`."""
     epochs: int | None = None
-    """Number of passes over the data. The last batch of each pass may be short. Give this or
-    `steps`."""
+    """Number of passes over the data. The last batch of each pass may be short. A recipe has either
+    `epochs` or `steps`."""
     drop_last: bool = False
     """With `epochs`, leave out the last batch of each epoch if it is short. Each epoch leaves out
     different samples, because of the shuffle."""
@@ -317,8 +318,8 @@ class Recipe:
     experts: abc.Sequence[str] | None = None
     """Names of the modules that hold a layer's experts, in stacked parameters. `*` stands for any
     text: `["blocks.*.experts"]`. The forward of the modules takes tokens (S, D), the chosen experts
-    (S, k) and their weights (S, k). With None, lockstep finds the modules that have such parameters
-    and such a forward."""
+    (S, k) and their weights (S, k). With None, lockstep finds the modules that have stacked
+    parameters and a forward of three arguments."""
     sequence: Sequence | None = None
     """The sequences that context parallelism (the plan's `context`) divides among ranks, their
     documents and positions. None: `ls.Sequence()`. A model whose sequences are divided must not

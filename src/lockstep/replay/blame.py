@@ -15,15 +15,15 @@ from lockstep.replay.step import Replay, ReplayedMicrobatch
 
 WINDOW = 64
 LEAST_BEFORE = 7
-"""A step is only compared if at least this many logged steps precede it."""
+"""Smallest number of preceding logged steps with which a step is compared."""
 SPREAD = 12.0
 """Smallest distance of a spike from the median of the preceding steps, in median absolute
 deviations. About 2 of 100 runs whose losses are only noise have a spike of this size."""
 LEADS = 6.0
 """Smallest distance of the step before a spike from the median, in median absolute deviations."""
 RATIO = 4.0
-"""A microbatch or sample is the cause if its gradient norm is this many times the median of the
-others."""
+"""Ratio of the gradient norm of a microbatch or sample to the median of the others, above which it
+is the cause."""
 JUMP_LEADS = 8
 """Number of logged steps in which a jump of the learning rate can cause a spike."""
 

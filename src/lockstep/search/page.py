@@ -35,7 +35,7 @@ from lockstep.search.summary import STATES, failures, numbers, train_command
 _LONGEST_REASON = 400
 _MOST_FAILURES = 3
 _LONG = 40
-"""The table of trials scrolls if it has at least this many rows."""
+"""Number of rows from which the table of trials scrolls."""
 
 
 def search_page(results: SearchResults, importance: Mapping[str, float], made: float) -> str:

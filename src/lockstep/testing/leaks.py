@@ -56,7 +56,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """Resources that snapshots leave out, because they outlive the code under test. For example,
+    """Resources that snapshots leave out, because they outlive the code under test. An example is
     the processes of a `WorkerPool`."""
 
     processes: Collection[int] = ()

@@ -1,6 +1,6 @@
 """The processes of `lockstep.testing.pool`: a nursery that imports torch once, and the workers that
-it forks. The nursery runs no tensor operation and starts no thread, because it must be safe to
-fork. A worker ends after one run, so that no state reaches the next run."""
+it forks. The nursery runs no tensor operation and starts no thread, because only such a process is
+safe to fork. A worker ends after one run, so that no state reaches the next run."""
 
 from __future__ import annotations
 

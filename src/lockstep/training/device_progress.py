@@ -1,9 +1,8 @@
 """Tracks which steps an accelerator has computed.
 
-The host may run several steps ahead of an accelerator. The step number on the host then does not
-match the device's tensors. One event is recorded at the end of each step, and another before the
-next change of the model. Between the two events, the device's tensors have the values of the ended
-step.
+The host may run several steps ahead of an accelerator. The step number on the host may not match
+the device's tensors. One event is recorded at the end of each step, and another before the next
+change of the model. Between the two events, the device's tensors have the values of the ended step.
 """
 
 from __future__ import annotations

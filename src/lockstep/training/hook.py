@@ -57,7 +57,8 @@ class Hook:
         because other ranks may be gone."""
 
     def on_end(self, run: Run) -> None:
-        """Called at the end of the run, even after an error. Do not call collectives."""
+        """Called at the end of the run, even after an error. Do not call collectives in
+        `on_end`."""
 
 
 class ControlHook(Hook):

@@ -116,7 +116,7 @@ def _address(tensor: Tensor) -> int:
 
 def _checksum(tensor: Tensor) -> tuple[object, ...]:
     """The checksum depends on every byte of this rank's part and on the byte's position. For a
-    tensor without dense storage, the version counter is used instead."""
+    tensor without dense storage, returns the version counter."""
     part, kind = to_local(tensor).detach(), (str(tensor.dtype), tuple(tensor.shape))
     if (
         type(part) is not Tensor

@@ -299,8 +299,8 @@ class StepLayout:
         return whole, [sample for part in parts for sample in self.samples_of(part)]
 
     def words(self, index: int) -> str:
-        """Every rank of `mesh.data` calls it, because only the reading rank knows the names of a
-        stream's samples."""
+        """Every rank of `mesh.data` must call this method, because only the rank that reads a
+        stream knows the names of its samples."""
         if self.origins is None:
             return f"samples {self.samples_of(index)}"
         origin = self.origins.get(index)

@@ -25,8 +25,8 @@ GradScaler."""
 def autocast(
     precision: Precision, device: torch.device, *, keep_casts: bool = True
 ) -> AbstractContextManager[Any]:
-    """With `keep_casts`, each weight is cast once per forward. The gradients of the weight's uses
-    are then added in autocast's precision."""
+    """With `keep_casts`, each weight is cast once per forward. With `keep_casts`, the gradients of
+    a weight's uses are added in autocast's precision."""
     dtype = AUTOCAST.get(precision)
     if dtype is None:
         return nullcontext()

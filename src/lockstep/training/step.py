@@ -442,8 +442,8 @@ class Step:
         the gradient more than once a step (LBFGS, SAM). The closure loops over `microbatches` and
         calls `backward` for each, as the script does before `commit`. After `compute`, no closure
         is needed. Raises `LossError` if the loss or the gradient is not finite. On a GPU, the error
-        is raised at the next logging step. With a `fused` optimizer, a step with such an error does
-        not update the model.
+        is raised at the next logging step. With a `fused` optimizer, a step with a loss or gradient
+        that is not finite does not update the model.
         """
         check_clip_norm(clip_norm)
         number = self._number_of(optimizer)
@@ -531,8 +531,8 @@ class Step:
         return again
 
     def _seed_optimizer(self, number: int, *call: int) -> None:
-        """The generators are also seeded after each call of the optimizer's closure, which seeds
-        them itself."""
+        """The generators are seeded again after each call of the optimizer's closure, because the
+        closure seeds the generators."""
         if self._modules[number].may_draw:
             context = self._training.context
             at = (context.seed, RandomStream.OPTIMIZER, self._run.step, number, *call)

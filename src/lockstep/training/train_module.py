@@ -596,7 +596,7 @@ def _told(error: Exception) -> str:
 
 
 def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies CPU tensors too, because a later step may change them."""
+    """Also copies CPU tensors, because a later step may change them."""
     return {
         key: value.clone() if isinstance(value, Tensor) and value.is_cpu else value
         for key, value in group.items()

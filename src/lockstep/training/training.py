@@ -168,7 +168,8 @@ def _with_full_draws(method: Callable[..., None], run: Run, *arguments: Any) -> 
 
 
 class Training:
-    """The progress of a run. The loop updates it, and lockstep's own hooks read it."""
+    """The progress of a run. The training loop updates the object, and lockstep's own hooks read
+    it."""
 
     def __init__(self, context: Context, hooks: Sequence[Hook]) -> None:
         self.context = context

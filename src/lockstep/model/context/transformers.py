@@ -2,10 +2,10 @@
 documents. The module uses the registries of attention functions and of mask functions in
 transformers.
 
-transformers describes every mask as a function of indices (sample, head, query, key). This module
-evaluates the function at the positions of tokens in their documents, and masks tokens of other
-documents. The model's code is unchanged. Outside of `SequenceMode`, the model computes the same as
-before.
+transformers describes every mask as a function of indices (sample, head, query, key). lockstep
+evaluates each mask function at the positions of tokens in their documents, and masks tokens of
+other documents. The model's code is unchanged. Outside of `SequenceMode`, the model computes the
+same as before.
 """
 
 from __future__ import annotations

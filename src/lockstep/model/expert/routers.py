@@ -59,8 +59,8 @@ def find_routers(
     *,
     with_bias: bool = False,
 ) -> list[RoutedLayer]:
-    """Call this function before the model is parallelized. If `with_bias` is True, each router's
-    bias is found too."""
+    """Call this function before the model is parallelized. If `with_bias` is True, also finds each
+    router's bias."""
     layers = find_experts(model, experts)
     if not layers:
         raise RecipeError(

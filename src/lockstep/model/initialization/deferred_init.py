@@ -48,7 +48,7 @@ class DeferredModel:
     """A model on the meta device. The initial values can be computed one tensor at a time."""
 
     module: Any
-    """The user's module. Only its parameters and buffers are on the meta device."""
+    """The user's module. Only the module's parameters and buffers are on the meta device."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class DeferredModel:
 
     @classmethod
     def build(cls, factory: Callable[[], Any], key: int) -> DeferredModel:
-        """Raises `CannotDefer` if `factory` raises, too."""
+        """Raises `CannotDefer` for any error of `factory`."""
         recorder = InitRecorder(key)
         with _older_objects_frozen():
             try:

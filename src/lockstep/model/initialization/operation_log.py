@@ -78,8 +78,8 @@ class OperationLog:
         self._entries: list[LoggedOperation] = []
         self._writers: dict[int, list[int]] = {}
         self.storages: dict[int, Any] = {}
-        """Maps addresses to storages. The log keeps storages alive, so addresses stay unique. Fake
-        storages have no memory."""
+        """Maps addresses to storages. The log keeps storages alive, so their addresses stay unique.
+        Fake storages have no memory."""
         self.constants: dict[int, torch.UntypedStorage] = {}
         """Maps addresses of storages to values, which are copies of tensors from lists, NumPy or
         files."""

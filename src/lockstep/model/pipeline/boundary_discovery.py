@@ -70,7 +70,7 @@ class PipelineFailure:
 
 class SequentialCheck:
     """Checks that a model's forward only calls the given parts, one after another. Create the check
-    before the model is parallelized, because it keeps the original forwards."""
+    before the model is parallelized, because the check keeps the original forwards."""
 
     def __init__(self, model: nn.Module, parts: Sequence[str]) -> None:
         self._forward = model.forward

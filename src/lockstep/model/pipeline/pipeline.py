@@ -94,7 +94,7 @@ class Pipeline:
 
     def watch(self, around: Around, after: Callable[[int], object]) -> None:
         """`run` calls `after` after each forward, in the order of microbatches. `run` does not call
-        `after` for dummy microbatches. Both functions take the stage's index in `modules`."""
+        `after` for dummy microbatches. `around` and `after` take the stage's index in `modules`."""
         self._forwards.around, self._after = around, after
 
     @property

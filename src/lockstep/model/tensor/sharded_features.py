@@ -20,8 +20,8 @@ torch function that the user's code calls:
   combination of a sharded tensor with an unsharded tensor that has a gradient, random numbers other
   than dropout, a sharded weight used without its layer, code whose torch functions lockstep cannot
   intercept, and every unknown operator.
-- A DTensor may be combined with unsharded plain tensors. It is sharded along the sequence, or is a
-  sharded weight used without its layer, for example by a tied output layer.
+- A DTensor may be combined with unsharded plain tensors. The DTensor is sharded along the sequence,
+  or is a sharded weight used without its layer, for example by a tied output layer.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The styles of the `tensor` axis (tensor parallelism). A plan maps patterns of module names to
-styles. Layers that peft has wrapped in LoRA adapters are sharded too."""
+styles. Layers with peft's LoRA adapters are also sharded."""
 
 from __future__ import annotations
 

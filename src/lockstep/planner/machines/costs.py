@@ -35,7 +35,7 @@ class Fitted:
     misaligned_batch: float
     """Rate of unaligned batched matrix products, relative to aligned ones."""
     short_lines: float
-    """A matrix product loses this fraction of its rate each time that the alignment of its rows is
+    """Fraction of its rate that a matrix product loses each time that the alignment of its rows is
     halved, from 128 bytes down."""
     eager: float
     """Bytes that eager element-wise kernels move, relative to the bytes of their tensors."""

@@ -76,7 +76,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes of equal devices, with one kind of link inside the nodes and one between them."""
+    """Nodes of equal devices, with one kind of link inside nodes and one kind between nodes."""
 
     device: Device
     count: int
@@ -243,15 +243,15 @@ def devices_here(text: str) -> tuple[int, str] | None:
 
 
 def cluster_of(text: str) -> Cluster | int:
-    """Return the number of this machine's accelerators if no data sheet describes them."""
+    """Without a data sheet, return the number of this machine's accelerators."""
     if (here := devices_here(text)) is None:
         return parse_target(text)
     return parse_target(f"{here[0]} x {here[1]}") if is_known_device(here[1]) else here[0]
 
 
 def named(text: str, folder: Path) -> str:
-    """Replace `this` in `text` by the name of the data sheet of this machine's accelerators. If
-    there is no data sheet, measure the accelerators and write one into `folder`."""
+    """Replace `this` in `text` by the name of the data sheet of this machine's accelerators.
+    Without a data sheet, measure the accelerators and write a data sheet into `folder`."""
     if (here := devices_here(text)) is None:
         return text
     count, name = here

@@ -20,8 +20,8 @@ PIECE_ELEMENTS = 2**15 - 1
 TOGETHER_ELEMENTS = 2**25
 """Number of elements whose squares an accelerator sums in one operation, in 128 MiB of memory."""
 MIN_SHARED_BYTES = 8 << 20
-"""Below this size, replicas on a CPU do not divide the work: exchanging the norms would take
-longer."""
+"""Smallest size of gradients for which replicas on a CPU divide the work; for less, the exchange of
+norms takes longer than the work."""
 
 
 class GradientNorm:
@@ -115,7 +115,7 @@ class GradientNorm:
         lengths: Sequence[int] | None = None,
     ) -> Sequence[Tensor]:
         """Return `compute(parts)`, one value for each gradient. Replicas that share memory divide
-        the work if it is large."""
+        the computation for large gradients."""
         if (
             self._memory is None
             or not parts

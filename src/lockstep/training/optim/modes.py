@@ -50,7 +50,7 @@ class OptimizerModes:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """On exit, restores training mode if it was on before."""
+        """On exit, restores training mode if the optimizers were in training mode."""
         if self.training_values:
             yield
             return

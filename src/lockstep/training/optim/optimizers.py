@@ -230,9 +230,9 @@ def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
 
 
 def allocate_state(optimizer: Optimizer) -> None:
-    """Allocate the state by a step with zero gradients and zero learning rate. No later step then
-    runs out of memory while it updates the model. Skips optimizers whose state does not start at
-    zero."""
+    """Allocate the state by a step with zero gradients and zero learning rate. Later steps allocate
+    no optimizer state, and cannot run out of memory in the update. Skips optimizers whose state
+    does not start at zero."""
     if (
         type(optimizer) not in STATE_IS_ZERO_AT_FIRST
         or optimizer.state

@@ -107,8 +107,8 @@ class StepAgreement:
 
     def compare(self, sums: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         """Raise `RecipeError` if the ranks' actions differ. On an accelerator, set a gradient to
-        NaN if the actions differ, and raise the error in the next step. The host then does not wait
-        for the accelerator."""
+        NaN if the actions differ, and raise the error in the next step. The host does not wait for
+        the accelerator."""
         self.settle()
         has_streams = accelerator.has_streams(sums.device)
         is_offloaded = to_local(parameters[0]).is_cpu

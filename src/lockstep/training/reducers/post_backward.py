@@ -1,6 +1,7 @@
 """Gradient reduction in one exchange after the last backward of the step. The reduction supports
-DTensors, which DDP does not. Over shared memory, this reduction is faster than DDP. The CPUs do the
-exchange, which cannot overlap with the backward, and DDP copies every gradient into buckets."""
+DTensors, which DDP does not. Over shared memory, the reduction after the backward is faster than
+DDP. The CPUs do the exchange, which cannot overlap with the backward, and DDP copies every gradient
+into buckets."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from lockstep.comm.world import World
 from lockstep.training.reducers.agreement import StepAgreement
 
 _MAX_LIST_LENGTH = 256
-"""Up to this many losses on the CPU are returned as a list, which is faster to read than a
+"""Largest number of losses on the CPU that are returned as a list, which is faster to read than a
 tensor."""
 READY_TWICE = (
     "a parameter's gradient was ready twice in one backward, as with reentrant activation"
@@ -133,10 +133,10 @@ class StepStatsVector:
 
 
 class UnusedParameters:
-    """Sets a parameter's `.grad` to None if no microbatch of any rank used the parameter. Otherwise
-    weight decay or momentum would change the parameter. On an accelerator, reading the flags of all
-    ranks would make the host wait for the device. The hosts exchange the flags if any rank left a
-    parameter unused in the previous step."""
+    """Sets a parameter's `.grad` to None if no microbatch of any rank used the parameter. With a
+    zero gradient, weight decay or momentum would change an unused parameter. On an accelerator,
+    reading the flags of all ranks would make the host wait for the device. The hosts exchange the
+    flags if any rank left a parameter unused in the previous step."""
 
     def __init__(self, parameters: Sequence[Tensor], world: World) -> None:
         self._parameters = parameters

@@ -20,8 +20,8 @@ from lockstep.evidence.trace import LayerTrace
 from lockstep.verify.causes.evidence import Evidence, Wrong, differ, named, stacked
 
 MOSTLY = 0.9
-"""Outputs went to the wrong tokens if this fraction of the wrong outputs are outputs of other
-tokens."""
+"""Fraction of wrong outputs that must be outputs of other tokens, for the cause that outputs went
+to the wrong tokens."""
 
 
 def rows(evidence: Evidence) -> str | None:
