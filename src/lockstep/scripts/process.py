@@ -49,8 +49,8 @@ class ScriptEnd:
     timed_out: bool = False
 
     def nothing_done(self, line: ScriptLine, *, before: str, needs: str, works: str) -> LaunchError:
-        """`before` is the call that the script did not reach. `needs` says which call of the script
-        the command needs. `works` is a command line that the user should try first."""
+        """`before` is the call that the script did not reach. `needs` is the reason why the command
+        needs the call. `works` is a command line that the user should try first."""
         if self.timed_out:
             return LaunchError(
                 f"{line.script} did not come to {before} in {self.seconds:.0f} s; {needs}; give it"

@@ -483,8 +483,8 @@ def expand_segments(device: torch.device, environ: Mapping[str, str]) -> Remark 
 
 
 def cublas_workspace(environ: MutableMapping[str, str]) -> Remark | None:
-    """torch reads the setting at the first matrix product. Return a remark if the script may
-    already have computed a matrix product."""
+    """torch reads the setting at the first matrix product. Return a remark if the setting was
+    missing, because the script may already have computed a matrix product."""
     if cublas.VARIABLE in environ:
         return None
     environ[cublas.VARIABLE] = cublas.WORKSPACE

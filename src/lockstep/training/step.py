@@ -101,8 +101,8 @@ class Step:
         """Compute forward and backward of all microbatches of this rank, in a session with one
         model. Works under every plan. Every rank must call this method.
 
-        `inputs` and `loss` are as in `Recipe`. `loss` may be the result of `ls.batch_loss`. Raises
-        `LossError`, `RecipeError`.
+        `inputs` and `loss` are as in `Recipe`. `loss` may be an `ls.Gathered`, as in
+        `Recipe.batch_loss`. Raises `LossError`, `RecipeError`.
         """
         number = self._number_of(None)
         if self._computed is not None:

@@ -362,8 +362,8 @@ class TrainModule:
 
     def divide_by_weight(self, weights: Tensor | None, values: Tensor | list[float]) -> None:
         """Divide the gradients by the sum of `weights`. If the sum of `weights` is 0, the gradients
-        become 0 where the losses are 0, and NaN otherwise. Also chooses the scale that the next
-        step applies before the reduction, `prescale`."""
+        become 0 where the losses are 0, and NaN otherwise. Also chooses `prescale`, by which the
+        next step divides the loss before its backward."""
         self.gain = 1.0
         if weights is None:
             return

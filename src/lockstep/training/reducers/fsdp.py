@@ -579,8 +579,8 @@ class NotedAllGather(DefaultAllGather):
 
 class Scatter(DefaultReduceScatter):
     """The reduce-scatter of one FSDP2 parameter group. FSDP2 calls it several times in a round if
-    the forward calls the model several times. A backward outside of a step exchanges nothing, such
-    as a backward through this model from the loss of another model."""
+    the forward calls the model several times. Outside of a step, a backward exchanges nothing: for
+    example, the backward of another model's loss through this model."""
 
     def __init__(
         self,
