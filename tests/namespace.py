@@ -1,4 +1,4 @@
-"""What the program unshare does, for a fork of this process."""
+"""What the programs unshare and nsenter do, for a fork of this process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ _FLAGS = {
     "--ipc": 0x08000000,
     "--pid": 0x20000000,
 }
+_NEW_NETWORK = 0x40000000
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def join_network(name: str) -> None:
+    """Move this process to the network namespace that `ip netns` made."""
+    with open(f"/run/netns/{name}") as file:
+        _call("setns", file.fileno(), _NEW_NETWORK)
 
 
 def leave(namespaces: Sequence[str]) -> None:

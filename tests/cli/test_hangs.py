@@ -14,6 +14,8 @@ from processes import ran
 
 from lockstep.launch.termination import HUNG_STATUS
 
+pytestmark = pytest.mark.forks
+
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 STALLS = Path(__file__).parent.parent / "scripts" / "stalls.py"
 LIMIT_SECONDS = 4

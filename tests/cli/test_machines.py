@@ -18,6 +18,8 @@ import pytest
 import run_files
 from doctor.network import Network, network
 
+pytestmark = pytest.mark.forks
+
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 RANKS, ELASTIC = str(SCRIPTS / "ranks.py"), str(SCRIPTS / "elastic.py")
@@ -80,6 +82,12 @@ def hosts() -> Iterator[Network]:
         yield found
 
 
+def at(keeper: str, machines: int) -> list[str]:
+    """The command of each of so many machines."""
+    place = ["--nnodes", str(machines), "--rdzv", f"{keeper}:29400", "--nproc", "1"]
+    return [LOCKSTEP, "run", *place, RANKS]
+
+
 def numbered(
     number: int, port: int, nproc: int, *more: str, nnodes: int = 2, host: str = "127.0.0.1"
 ) -> list[str]:
@@ -124,7 +132,7 @@ def test_numbered_machines_with_unequal_numbers_of_processes_and_a_script_that_w
 
 def test_two_machines_with_one_number_are_both_told(tmp_path: Path, port: int) -> None:
     for status, _, told in ended([numbered(1, port, 1, RANKS)] * 2, tmp_path):
-        assert status == 2
+        assert status == 2, told
         assert re.search(
             r"LaunchError: --node-rank 1 at 127\.0\.0\.1 and at 127\.0\.0\.1; each machine has its"
             r" own number, 0 to 1",
@@ -148,7 +156,6 @@ def test_two_machines_with_one_number_are_both_told(tmp_path: Path, port: int) -
     ],
     ids=lambda more: more[0],
 )
-@pytest.mark.forks
 def test_a_machine_that_is_given_other_options_is_told_at_once(
     tmp_path: Path, port: int, more: list[str]
 ) -> None:
@@ -205,17 +212,7 @@ def test_a_host_that_cannot_reach_the_rendezvous_says_what_it_tried(
     tmp_path: Path, hosts: Network
 ) -> None:
     hosts.cut(1)
-    line = [
-        LOCKSTEP,
-        "run",
-        "--nnodes",
-        "2",
-        "--rdzv",
-        f"{hosts.address(2)}:29400",
-        "--nproc",
-        "1",
-        RANKS,
-    ]
+    line = at(hosts.address(2), 2)
     with together([[*hosts.inside(1), *line]], tmp_path) as (machine,):
         assert machine.stderr is not None
         said = machine.stderr.readline()
@@ -233,17 +230,7 @@ def test_a_host_that_reaches_the_rendezvous_and_not_the_others_is_named_on_all(
     tmp_path: Path, hosts: Network
 ) -> None:
     hosts.part(3, 1)
-    line = [
-        LOCKSTEP,
-        "run",
-        "--nnodes",
-        "3",
-        "--rdzv",
-        f"{hosts.address(2)}:29400",
-        "--nproc",
-        "1",
-        RANKS,
-    ]
+    line = at(hosts.address(2), 3)
     tried = (
         rf"tried from {hosts.address(3)} on eth0 to {hosts.address(1)} port \d+: \[Errno 113\] No"
         r" route to host"
@@ -262,17 +249,7 @@ def test_two_hosts_of_which_neither_is_first_and_none_reaches_the_other_are_name
     tmp_path: Path, hosts: Network
 ) -> None:
     hosts.part(2, 3)
-    line = [
-        LOCKSTEP,
-        "run",
-        "--nnodes",
-        "3",
-        "--rdzv",
-        f"{hosts.address(1)}:29400",
-        "--nproc",
-        "1",
-        RANKS,
-    ]
+    line = at(hosts.address(1), 3)
     tried = (
         rf"tried from {hosts.address(2)} on eth0 to {hosts.address(3)} port \d+: \[Errno 113\] No"
         r" route to host"
@@ -291,17 +268,7 @@ def test_two_hosts_of_which_neither_is_first_and_none_reaches_the_other_are_name
 def test_containers_whose_address_only_their_own_host_reaches_are_told_the_remedy(
     tmp_path: Path, hosts: Network, boxes: list[int]
 ) -> None:
-    line = [
-        LOCKSTEP,
-        "run",
-        "--nnodes",
-        str(1 + len(boxes)),
-        "--rdzv",
-        f"{hosts.address(1)}:29400",
-        "--nproc",
-        "1",
-        RANKS,
-    ]
+    line = at(hosts.address(1), 1 + len(boxes))
     for status, _, told in ended(
         [[*before, *line] for before in (hosts.inside(1), *map(hosts.contain, boxes))], tmp_path
     ):
@@ -313,7 +280,6 @@ def test_containers_whose_address_only_their_own_host_reaches_are_told_the_remed
         )
 
 
-@pytest.mark.forks
 def test_an_interface_that_is_not_there_is_told(tmp_path: Path, port: int) -> None:
     ((status, _, told),) = ended([numbered(0, port, 1, "--interface", "nosuch0", RANKS)], tmp_path)
     assert status == 2

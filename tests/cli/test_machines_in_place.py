@@ -13,7 +13,7 @@ import pytest
 import run_files
 from cli.agents import SCRIPT, Agents, events, steps, wait_for, worlds
 
-pytestmark = [pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.forks, pytest.mark.timeout(150)]
 
 IN_PLACE = ("--recovery", "in-place", "--plan", "replicate=auto,numerics=bitwise")
 
@@ -24,7 +24,7 @@ def workers(launcher: psutil.Popen) -> set[int]:
     return {
         each.pid
         for each in found
-        if "LOCKSTEP_STARTED_BY" in each.environ() and "lockstep.launch.worker" in each.cmdline()
+        if "LOCKSTEP_STARTED_BY" in each.environ() and each.ppid() == launcher.pid
     }
 
 

@@ -12,6 +12,8 @@ from processes import ran
 
 from lockstep.base.errors import USER_ERROR_STATUS
 
+pytestmark = pytest.mark.forks
+
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = Path(__file__).parent.parent / "scripts" / "other_blocks.py"
 PLAN = "shard=2,transport=torch"

@@ -30,6 +30,7 @@ def lockstep_run(*arguments: str, folder: Path | None = None) -> subprocess.Comp
 
 
 @pytest.mark.command
+@pytest.mark.forks
 def test_a_script_written_for_torchrun_runs_unchanged(tmp_path: Path) -> None:
     arguments = ["--help", "--nproc", "3", "-m", "--", "", "a b", "$$x", "${local_rank}"]
     plan = "replicate=2,numerics=bitwise"

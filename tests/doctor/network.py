@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import forked
+import namespace
 import pytest
 
 NET = "10.229.9"
@@ -29,6 +32,12 @@ class Network:
         self.hosts = {number: f"{self.name}-{number}" for number in range(1, count + 1)}
         self._links: list[subprocess.Popen[bytes]] = []
         self._boxes: list[str] = []
+        self._known = ExitStack()
+
+    def _line(self, words: list[str], enter: Callable[[], object]) -> list[str]:
+        """Return the words, after which a fork calls `enter` in place of them."""
+        self._known.enter_context(forked.inside(words, enter))
+        return words
 
     def address(self, number: int) -> str:
         return f"{NET}.{number}"
@@ -36,17 +45,16 @@ class Network:
     def inside(self, number: int) -> list[str]:
         """What to put before a command that is to run on a host. The host has a name of its own
         too."""
-        set_name = f'hostname host{number} && exec "$@"'
-        return [
-            "nsenter",
-            f"--net=/run/netns/{self.hosts[number]}",
-            "unshare",
-            "--uts",
-            "sh",
-            "-c",
-            set_name,
-            "sh",
-        ]
+
+        def enter() -> None:
+            namespace.join_network(self.hosts[number])
+            namespace.leave(["--uts"])
+            socket.sethostname(f"host{number}")
+
+        set_name = ["unshare", "--uts", "sh", "-c", f'hostname host{number} && exec "$@"', "sh"]
+        return self._line(
+            ["nsenter", f"--net=/run/netns/{self.hosts[number]}", *set_name], enter
+        )
 
     def up(self) -> None:
         run(f"ip -n {self.name} link add bridge type bridge forward_delay 0 stp_state 0")
@@ -114,7 +122,15 @@ class Network:
             " 172.17.0.0/16 oif eth0 masquerade; }; }"
         )
         subprocess.run([*inside, "nft", rules], check=True)
-        return ["nsenter", f"--net=/run/netns/{box}", "unshare", "--pid", "--fork", "--kill-child"]
+
+        def enter() -> None:
+            namespace.join_network(box)
+            namespace.leave(["--pid"])
+
+        return self._line(
+            ["nsenter", f"--net=/run/netns/{box}", "unshare", "--pid", "--fork", "--kill-child"],
+            enter,
+        )
 
     def delay(self, number: int, milliseconds: float) -> None:
         """All that a host sends and receives comes so much later."""
@@ -138,6 +154,7 @@ class Network:
         self._connect(number, f"tap{number}")
 
     def down(self) -> None:
+        self._known.close()
         for link in self._links:
             link.kill()
             link.communicate()

@@ -357,9 +357,22 @@ class ElasticRendezvous(DynamicRendezvousHandler):
                 everyone = [self._text_from(store, f"machine-{each}") for each in range(size)]
         except _MachineLostError:
             return None
-        check_machines(everyone)
+        try:
+            check_machines(everyone)
+        except LaunchError:
+            self._wait_for_readers(store, rank, size)
+            raise
         self.addresses = [address for _, address, _ in everyone]
         return RendezvousInfo(store, number, size, place)
+
+    def _wait_for_readers(self, store: Store, rank: int, size: int) -> None:
+        """Wait until all machines have read what all have written: a machine that ends takes with
+        it the store that it hosts."""
+        with suppress(DistError, RendezvousError, _MachineLostError):
+            store.set(f"{_RUN_ID}.has-read-{rank}", "")
+            while not store.check([f"{_RUN_ID}.has-read-{each}" for each in range(size)]):
+                self._raise_if_lost()
+                time.sleep(RENDEZVOUS_POLL_SECONDS / 5)
 
     def _text_from(self, store: Store, what: str) -> Any:
         while not store.check([f"{_RUN_ID}.{what}"]):
