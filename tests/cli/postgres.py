@@ -37,23 +37,24 @@ def _as_user() -> dict[str, Any]:
     return {"user": "postgres", "group": "postgres", "extra_groups": []} if _AS_ROOT else {}
 
 
+def initialise(folder: Path) -> None:
+    """Make the data of a server that has none yet."""
+    options = ["--username", "tester", "--auth", "trust", "--no-sync", "--locale=C"]
+    subprocess.run(
+        [_BINARIES / "initdb", "--pgdata", folder / "data", *options],
+        check=True,
+        capture_output=True,
+        cwd=folder,
+        **_as_user(),
+    )
+
+
 class Server:
     """A server on a socket in a folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, initialised: Path) -> None:
         self._folder = folder
-        line = [
-            _BINARIES / "initdb",
-            "--pgdata",
-            folder / "data",
-            "--username",
-            "tester",
-            "--auth",
-            "trust",
-            "--no-sync",
-            "--locale=C",
-        ]
-        subprocess.run(line, check=True, capture_output=True, cwd=folder, **_as_user())
+        subprocess.run(["cp", "-a", initialised / "data", folder], check=True)
         self.start()
 
     @property
@@ -122,16 +123,23 @@ class Server:
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
-    """A new server. Its folder is not in pytest's, which its user cannot read."""
+def folder_of_server() -> Iterator[Path]:
+    """A folder that the server's user can read, unlike those of pytest."""
     folder = Path(tempfile.mkdtemp(prefix="lockstep-postgres-", dir="/tmp"))
     try:
         if _AS_ROOT:
             shutil.chown(folder, "postgres", "postgres")
-        server = Server(folder)
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def serving(initialised: Path) -> Iterator[Server]:
+    """A new server."""
+    with folder_of_server() as folder:
+        server = Server(folder, initialised)
         try:
             yield server
         finally:
             server.stop()
-    finally:
-        shutil.rmtree(folder)

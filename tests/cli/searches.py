@@ -17,8 +17,6 @@ from processes import ran, started
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = Path(__file__).parent.parent / "scripts" / "searched.py"
-BAD = {5, 6}
-"""The trials of seed 0, of the first 8, in which `--trouble` is: lr is more than 0.1."""
 
 
 @cache
@@ -49,17 +47,8 @@ def line_of(*words: object, script: Path = SCRIPT) -> list[str]:
     are those of the seed."""
     given = list(map(str, words))
     at = given.index("--") if "--" in given else len(given)
-    return [
-        LOCKSTEP,
-        "search",
-        "--sampler",
-        "random",
-        "--run-dir",
-        "s",
-        *given[:at],
-        str(script),
-        *given[at + 1 :],
-    ]
+    options = ["--sampler", "random", "--run-dir", "s", *given[:at]]
+    return [LOCKSTEP, "search", *options, str(script), *given[at + 1 :]]
 
 
 def search(

@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 from cli.searches import events, left_of, reported, results, search, searched, starts
 
-TRIALS = 12
-
 
 def changed_since(folder: Path, began: float) -> bool:
     """True if a trial has written something since."""
@@ -49,21 +47,21 @@ def wait_until_nothing_runs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampler", "parallel", "kills"),
+    ("sampler", "parallel", "trials", "kills"),
     [
-        pytest.param("random", 2, 3, marks=pytest.mark.command),
-        pytest.param("random", 2, 20, marks=pytest.mark.slow),
-        pytest.param("tpe", 1, 20, marks=pytest.mark.slow),
+        pytest.param("random", 2, 6, 3, marks=pytest.mark.command),
+        pytest.param("random", 2, 12, 20, marks=pytest.mark.slow),
+        pytest.param("tpe", 1, 12, 20, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.forks
 @pytest.mark.timeout(290)
 def test_killed_many_times_it_ends_with_the_trials_of_an_undisturbed_search(
-    tmp_path: Path, sampler: str, parallel: int, kills: int
+    tmp_path: Path, sampler: str, parallel: int, trials: int, kills: int
 ) -> None:
     for name in ("undisturbed", "killed"):
         (tmp_path / name).mkdir()
-    words = ("--sampler", sampler, "--trials", TRIALS, "--parallel", parallel)
+    words = ("--sampler", sampler, "--trials", trials, "--parallel", parallel)
     found = searched(tmp_path / "undisturbed", *words)
     assert found.returncode == 0, found.stderr
     expected = reported(tmp_path / "undisturbed")
@@ -80,26 +78,26 @@ def test_killed_many_times_it_ends_with_the_trials_of_an_undisturbed_search(
         wait_until_nothing_runs(folder)
     last = searched(folder, *words, "--", "--seconds", 0.08)
     assert last.returncode == 0, last.stderr
-    trials = reported(folder)
-    assert results(trials) == results(expected)
-    assert [trial["number"] for trial in trials] == list(range(TRIALS))
+    found = reported(folder)
+    assert results(found) == results(expected)
+    assert [trial["number"] for trial in found] == list(range(trials))
     assert sqlite3.connect(folder / "s" / "search.db").execute(
         "PRAGMA integrity_check"
     ).fetchall() == [("ok",)]
     assert sorted(path.name for path in (folder / "s").glob("trial-*")) == [
-        f"trial-{number:04d}" for number in range(TRIALS)
+        f"trial-{number:04d}" for number in range(trials)
     ]
     ended = [
         sum(event["event"] == "run-ended" for event in events(folder, number))
-        for number in range(TRIALS)
+        for number in range(trials)
     ]
     assert killed >= kills // 2
-    assert sum(starts(folder, number) for number in range(TRIALS)) > TRIALS, (
+    assert sum(starts(folder, number) for number in range(trials)) > trials, (
         "no kill met a trial that ran"
     )
     assert any(
         event["event"] == "resumed" and event["step"]
-        for number in range(TRIALS)
+        for number in range(trials)
         for event in events(folder, number)
     )
     assert max(ended) <= 1

@@ -52,9 +52,7 @@ class Network:
             socket.sethostname(f"host{number}")
 
         set_name = ["unshare", "--uts", "sh", "-c", f'hostname host{number} && exec "$@"', "sh"]
-        return self._line(
-            ["nsenter", f"--net=/run/netns/{self.hosts[number]}", *set_name], enter
-        )
+        return self._line(["nsenter", f"--net=/run/netns/{self.hosts[number]}", *set_name], enter)
 
     def up(self) -> None:
         run(f"ip -n {self.name} link add bridge type bridge forward_delay 0 stp_state 0")
