@@ -196,8 +196,9 @@ def _fork(
         )
         _execute_child(process, *before, *given, *rest)
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):  # where nobody reads
+            stream.flush()
     # here: a look at all modules in the fork would copy the pages that they are on
     own = _own_modules()
     pipes = _pipes()

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -69,10 +70,10 @@ def audit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def found(
-    folder: Path, text: str, *options: str, arguments: tuple[str, ...] = ()
+    folder: Path, text: str, *options: str, script: str = "train.py", arguments: Sequence[str] = ()
 ) -> tuple[int, dict[str, Any]]:
     (folder / "train.py").write_text(text)
-    ended = audit(folder, "--json", *options, "train.py", *arguments)
+    ended = audit(folder, "--json", *options, script, *arguments)
     assert ended.stderr == "", ended.stderr
     return ended.returncode, json.loads(ended.stdout)
 
@@ -300,12 +301,12 @@ def main(rank, size):
     train()
 
 if __name__ == "__main__":
-    mp.spawn(main, args=(3,), nprocs=3)
+    mp.spawn(main, args=(2,), nprocs=2)
 """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     status, report = found(folder, text, "--steps", "4", arguments=(str(port),))
-    assert (status, report["processes"], report["steps"]) == (0, 3, 4), report
+    assert (status, report["processes"], report["steps"]) == (0, 2, 4), report
     (note,) = [note for note in report["notes"] if "starts the processes itself" in note]
     assert note.startswith(
         "train.py:11 starts the processes itself (torch.multiprocessing.spawn), so it was run as"
@@ -314,6 +315,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.command
+@pytest.mark.forks("watched")
 @pytest.mark.parametrize(
     ("waits", "cause"),
     [
@@ -332,9 +334,9 @@ def each(epoch):
     while epoch == 1:
         time.sleep(1)
 """
-    status, report = found(
-        folder, RIGHT.format("each=each").replace("train(", text + "train("), "--hang-after", "15"
-    )
+    right = RIGHT.format("each=each").replace("train(", text + "train(")
+    script = str(folder / "train.py")
+    status, report = found(folder, right, "--hang-after", "15", script=script)
     assert (status, report["steps"]) == (1, 2)
     assert causes(report) == {cause}
     places = sorted(
@@ -359,6 +361,7 @@ def test_a_rank_that_leaves_early_is_a_finding(folder: Path) -> None:
 
 
 @pytest.mark.command
+@pytest.mark.forks("watched")
 def test_sigterm_leaves_no_process_and_no_folder(folder: Path) -> None:
     (folder / "train.py").write_text(
         "import os, time\n"

@@ -17,6 +17,8 @@ from processes import ran, started
 
 from lockstep.launch.worker_processes import KILL_SECONDS, PEER_FAILURES_SECONDS, STOP_SECONDS
 
+pytestmark = pytest.mark.forks
+
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
@@ -30,19 +32,12 @@ def lockstep_run(*arguments: str, folder: Path | None = None) -> subprocess.Comp
 
 
 @pytest.mark.command
-@pytest.mark.forks
 def test_a_script_written_for_torchrun_runs_unchanged(tmp_path: Path) -> None:
     arguments = ["--help", "--nproc", "3", "-m", "--", "", "a b", "$$x", "${local_rank}"]
     plan = "replicate=2,numerics=bitwise"
-    ended = lockstep_run(
-        "--plan",
-        plan,
-        "--run-dir",
-        "runs/a",
-        str(SCRIPTS / "torchrun_style.py"),
-        *arguments,
-        folder=tmp_path,
-    )
+    options = ("--plan", plan, "--run-dir", "runs/a")
+    script = str(SCRIPTS / "torchrun_style.py")
+    ended = lockstep_run(*options, script, *arguments, folder=tmp_path)
     assert ended.returncode == 0
     assert ended.stderr.startswith("lockstep: warning: --plan, --run-dir had no effect")
     assert ended.stderr.count("\n") == 1
@@ -89,7 +84,6 @@ def test_a_script_written_for_torchrun_runs_unchanged(tmp_path: Path) -> None:
     ],
     ids=["raise", "kill"],
 )
-@pytest.mark.forks
 def test_when_a_rank_fails_all_stop_and_it_is_reported_once(
     how: str, status: int, first: str
 ) -> None:
@@ -123,7 +117,6 @@ def test_the_others_of_a_rank_that_fails_stop_within_10_seconds() -> None:
     ],
     ids=["user error", "exit status"],
 )
-@pytest.mark.forks
 def test_the_status_of_the_script_is_that_of_the_command(
     tmp_path: Path, end: str, status: int, printed: str
 ) -> None:
@@ -184,17 +177,8 @@ def test_under_nohup_a_run_outlives_its_terminal_and_still_ends_its_workers(tmp_
         "print(os.getpid(), signal.getsignal(signal.SIGHUP).name, flush=True)\n"
         "time.sleep(1000)"
     )
-    line = [
-        "sh",
-        "-c",
-        "trap '' HUP INT; exec \"$@\"",
-        "sh",
-        LOCKSTEP,
-        "run",
-        "--nproc",
-        "2",
-        str(script),
-    ]
+    shell = ["sh", "-c", "trap '' HUP INT; exec \"$@\"", "sh"]
+    line = [*shell, LOCKSTEP, "run", "--nproc", "2", str(script)]
     with started(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         workers = [launcher.stdout.readline().split() for _ in range(2)]
@@ -210,7 +194,6 @@ def test_under_nohup_a_run_outlives_its_terminal_and_still_ends_its_workers(tmp_
 
 
 @pytest.mark.command
-@pytest.mark.forks
 def test_one_process_a_gpu_is_refused_without_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('started')")
     ended = lockstep_run("--nproc", "gpu", "train.py", folder=tmp_path)
