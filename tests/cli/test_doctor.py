@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
+import namespace
 import psutil
 import pytest
 from processes import ran, started
@@ -24,7 +27,7 @@ for left in ("LOCKSTEP_RUN_DIR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
 
 
 def doctor(
-    *options: str, cwd: Path, before: tuple[str, ...] = (), **variables: str
+    *options: str, cwd: Path, before: Sequence[str] = (), **variables: str
 ) -> subprocess.CompletedProcess[str]:
     line = [*before, LOCKSTEP, "doctor", *options]
     return ran(line, cwd=cwd, env={**ENVIRONMENT, **variables})
@@ -81,8 +84,7 @@ def test_sub_groups_of_four_ranks_exchange_at_the_same_time(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("columns", "width"),
-    [("80", 80), ("", 100), pytest.param("120", 120, marks=pytest.mark.slow)],
+    ("columns", "width"), [("80", 80), ("", 100), pytest.param("120", 120, marks=pytest.mark.slow)]
 )
 @pytest.mark.forks
 def test_the_table_fits_and_says_what_to_do(tmp_path: Path, columns: str, width: int) -> None:
@@ -98,18 +100,19 @@ def test_the_table_fits_and_says_what_to_do(tmp_path: Path, columns: str, width:
     assert ended.stderr == ""
 
 
+@pytest.mark.forks
 def test_a_small_shared_memory_is_found(tmp_path: Path) -> None:
-    before = (
-        "unshare",
-        "--mount",
-        "sh",
-        "-c",
-        'mount -t tmpfs -o size=16m tmpfs /dev/shm && exec "$@"',
-        "sh",
-    )
+    mount = "mount --make-rprivate / && mount -t tmpfs -o size=16m tmpfs /dev/shm"
+    before = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
     if subprocess.run([*before, "true"], capture_output=True, check=False).returncode:
         pytest.skip("mounting in a name space of its own needs root")
-    ended = doctor("--nproc", "1", "--json", cwd=tmp_path, before=before)
+
+    def enter() -> None:
+        namespace.leave(["--mount"])
+        subprocess.run(["sh", "-c", mount], check=True)
+
+    with forked.inside(before, enter):
+        ended = doctor("--nproc", "1", "--json", cwd=tmp_path, before=before)
     assert ended.returncode == 1
     line = bad(ended)["/dev/shm"]
     assert (line["verdict"], line["found"]) == (

@@ -309,10 +309,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         ["inspect", "missing"],
         "missing does not exist; give a run directory, or a checkpoint in its folder `checkpoints`",
     ),
-    (
-        ["inspect", "file"],
-        "file is a file; a run and a checkpoint are folders; give its folder",
-    ),
+    (["inspect", "file"], "file is a file; a run and a checkpoint are folders; give its folder"),
     (
         ["inspect", "."],
         (

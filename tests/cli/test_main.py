@@ -143,10 +143,7 @@ def test_too_few_open_files_are_told() -> None:
     ],
 )
 def test_an_error_of_the_system_is_told_in_words(
-    number: int,
-    remedy: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    number: int, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(**_: object) -> None:
         raise OSError(number, "said", "/place")

@@ -246,15 +246,13 @@ ls.train(
     run = ("--run-dir", "run")
     assert "RuntimeError: lost" in launch(tmp_path, body, *run, env={"RATE": "0.1"}).stderr
     refused = launch(tmp_path, body, *run, env={"RATE": "0.2"})
-    assert (refused.returncode, "lr of group 0: 0.1, now 0.2" in refused.stderr) == (
-        2,
-        True,
-    ), refused.stderr
+    assert (refused.returncode, "lr of group 0: 0.1, now 0.2" in refused.stderr) == (2, True), (
+        refused.stderr
+    )
     edited = launch(tmp_path, body.replace("1.0\n", "2.0\n"), *run, env={"RATE": "0.2"})
-    assert (edited.returncode, "loss: its code has changed" in edited.stderr) == (
-        2,
-        True,
-    ), edited.stderr
+    assert (edited.returncode, "loss: its code has changed" in edited.stderr) == (2, True), (
+        edited.stderr
+    )
     assert (
         launch(tmp_path, body, *run, "--allow-change", "optimizer", env={"RATE": "0.2"}).returncode
         == 0
@@ -283,8 +281,7 @@ def test_ranks_without_a_microbatch_are_told(tmp_path: Path) -> None:
 def test_options_that_nobody_takes_are_told(tmp_path: Path) -> None:
     options = ("--plan", "replicate=2", "--run-dir", "run")
     ended = launch(tmp_path, "print('done')\n", *options)
-    assert (ended.returncode, "--plan, --run-dir had no effect" in ended.stderr) == (
-        0,
-        True,
-    ), ended.stderr
+    assert (ended.returncode, "--plan, --run-dir had no effect" in ended.stderr) == (0, True), (
+        ended.stderr
+    )
     assert launch(tmp_path, "print('done')\n", *options, "--strict").returncode == 2

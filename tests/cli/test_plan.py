@@ -41,7 +41,7 @@ def found(*arguments: str, folder: Path) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.command
 def test_plans_are_predicted_without_the_devices_and_nothing_is_left(tmp_path: Path) -> None:
-    plans = ["replicate=8", "shard=8", "shard=4,tensor=2", "shard=2,pipeline=4"]
+    plans = ["replicate=8", "shard=8", "shard=4,tensor=2", "shard=4,pipeline=2"]
     options = ["--on", "8 x H100", "--html", "page.html", "--tokens", "1e9", "--price", "2"]
     status, told = found(*options, SCRIPT, "--plans", *plans, folder=tmp_path)
     assert status == 0
@@ -269,10 +269,7 @@ def test_if_no_plan_uses_all_devices_those_that_can_be_used_are_planned_for_side
     assert any(each["plan"] == "replicate=2" and each["fits"] for each in few["plans"])
     script.write_text(PLAIN.format(batch=8, size=2), encoding="utf-8")
     shown = plan("--on", "4 x H100", "--price", "2", "--price", "1", str(script), folder=tmp_path)
-    assert (shown.returncode, "2 prices for 1 --on" in shown.stderr) == (
-        2,
-        True,
-    )
+    assert (shown.returncode, "2 prices for 1 --on" in shown.stderr) == (2, True)
     status, told = found("--on", "4 x H100", str(script), "--plans", "replicate=4", folder=tmp_path)
     assert (status, told["on"], told["remarks"]) == (0, "4 x H100", [])
 

@@ -48,7 +48,7 @@ def test_every_rank_of_every_trial_has_its_values_one_of_thousands_of_choices_to
     tmp_path: Path,
 ) -> None:
     files = 'choices=["0"] + [f"{i:050d}.tar" for i in range(1, 3000)]'
-    script = changed(tmp_path, "trial = os", f'ls.param("file", "0", {files})\ntrial = os')
+    script = changed(tmp_path, "trial =", f'ls.param("file", "0", {files})\ntrial =')
     words = ("--trials", 2, "--parallel", 1, "--plan", "replicate=3")
     found = searched(tmp_path, *words, script=script)
     assert found.returncode == 0, found.stderr

@@ -154,10 +154,9 @@ def test_a_password_is_read_from_a_variable(
     ), refused.stderr
     assert "s3cret" not in refused.stderr
     without = searched(tmp_path, *words, "--storage", server.url)
-    assert (without.returncode, "no password supplied" in without.stderr) == (
-        2,
-        True,
-    ), without.stderr
+    assert (without.returncode, "no password supplied" in without.stderr) == (2, True), (
+        without.stderr
+    )
     monkeypatch.setenv("PGPASSWORD", "s3cret")
     for nproc in (1, 2):
         name = f"s{nproc}"

@@ -65,9 +65,8 @@ def test_the_users_own_hash_seed_stays() -> None:
     alone = command(
         sys.executable, "-c", "print(list({'cat', 'dog', 'frog', 'horse'}))", hash_seed="5"
     ).stdout
-    assert json.loads(command(sys.executable, DRAWS, hash_seed="5").stdout.splitlines()[0])[
-        -1
-    ] == ast.literal_eval(alone)
+    drawn = command(LOCKSTEP, "run", DRAWS, hash_seed="5").stdout
+    assert json.loads(drawn)[-1] == ast.literal_eval(alone)
 
 
 @pytest.mark.forks

@@ -166,7 +166,7 @@ def test_a_rate_that_follows_the_number_of_processes_is_found(tmp_path: Path) ->
             "fails",
             "failed before a training step under one process (exit status 1); verify compares",
             marks=pytest.mark.slow,
-        ),
+        )
     ],
 )
 def test_a_script_that_cannot_be_compared_is_a_mistake(

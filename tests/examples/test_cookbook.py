@@ -41,11 +41,7 @@ def train(name: str, run_dir: str, plan: str) -> str:
 
 
 def options(run_dir: str, plan: str) -> dict[str, Any]:
-    return {
-        "run_dir": run_dir,
-        "plan": f"{plan},numerics=bitwise",
-        "saving": ls.Saving(every=4),
-    }
+    return {"run_dir": run_dir, "plan": f"{plan},numerics=bitwise", "saving": ls.Saving(every=4)}
 
 
 def train_and_fail(name: str, run_dir: str, plan: str) -> None:

@@ -123,9 +123,7 @@ def test_when_workers_start_again_nothing_is_left_of_those_before(
 
 
 def test_what_is_left_after_a_good_end_is_killed_and_told(
-    run: Starter,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ending = run(
         """

@@ -221,8 +221,7 @@ def test_the_launchers_of_a_step_meet_at_its_first_node(monkeypatch: pytest.Monk
 def test_half_a_step_is_refused(name: str, value: str | None) -> None:
     environ = {key: found for key, found in {**STEP, name: value}.items() if found is not None}
     with pytest.raises(
-        LaunchError,
-        match="SLURM_STEP_ID=1, but srun's other variables are missing or incomplete",
+        LaunchError, match="SLURM_STEP_ID=1, but srun's other variables are missing or incomplete"
     ):
         SlurmStep.read(environ)
 

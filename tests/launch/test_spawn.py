@@ -58,8 +58,7 @@ def test_processes_have_their_variables_from_the_start_and_this_one_keeps_its_ow
 
 
 def test_a_new_process_runs_nothing_that_is_in_the_working_directory(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("pickle", "runpy", "socket"):
         (tmp_path / f"{name}.py").write_text("open('was-run', 'w').close(); raise SystemExit(1)")

@@ -53,11 +53,7 @@ def handlers() -> Iterator[None]:
     [("SIGTERM", 75, ""), ("SIGUSR1", 75, ""), ("SIGINT", 130, f"lockstep: {INTERRUPTED}\n")],
 )
 def test_workers_that_save_and_end_when_the_launcher_is_asked(
-    run: Starter,
-    name: str,
-    status: int,
-    words: str,
-    capfd: pytest.CaptureFixture[str],
+    run: Starter, name: str, status: int, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ending = run(SAVES.format(name=name) + "train()", count=1)
     assert (ending.status, ending.was_preempted) == (status, True)
@@ -67,10 +63,7 @@ def test_workers_that_save_and_end_when_the_launcher_is_asked(
 
 @pytest.mark.parametrize(("is_saved", "status"), [(True, 75), (False, 143)])
 def test_a_signal_while_the_others_of_a_failed_one_save_lets_them_save(
-    run: Starter,
-    is_saved: bool,
-    status: int,
-    capfd: pytest.CaptureFixture[str],
+    run: Starter, is_saved: bool, status: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ending = run(
         f"""

@@ -29,8 +29,8 @@ if options.trouble == "rank" and os.environ.get("RANK") == "1":
     ls.param("momentum", 0.5)
 if options.trouble == "syntax":
     raise NameError("a name that is not there")
-trial = os.environ.get("LOCKSTEP_RUN_DIR", "").rpartition("trial-")[2]
-trouble = dict(enumerate(options.trouble.split(","), 1)).get(int(trial), "") if trial else ""
+trial = Path(os.environ.get("LOCKSTEP_RUN_DIR", "")).name.partition("trial-")[2]
+trouble = dict(enumerate(options.trouble.split(","), 1)).get(int(trial or 0), "")
 if trouble != "hang":
     os.environ.pop("LOCKSTEP_HANG_AFTER", None)  # a busy machine may be slower
 if trouble == "crash":
