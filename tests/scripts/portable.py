@@ -9,7 +9,6 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +79,7 @@ def trained(folder: Path) -> dict[str, Any]:
 
 def with_workers(folder: Path) -> dict[str, Any]:
     collate = torch.utils.data.default_collate
-    # without an evaluation, which starts a second worker
-    given = replace(recipe(12), evaluation=None)
-    same = ls.train(given, run_dir=str(folder / "c"), plan="workers=1")
+    same = ls.train(recipe(12), run_dir=str(folder / "c"), plan="workers=1")
     refused = error_of(
         lambda: ls.train(
             recipe(2, collate=lambda rows: collate(rows)),

@@ -17,7 +17,7 @@ from lockstep.verify.jobs import parse_plans
 PART = {
     ("gpt-dropout", "fp32"): ["tensor=2", "split=2"],
     ("perceptron-batchnorm", "bf16"): ["replicate=3"],
-    ("mixture", "fp32"): ["expert=2,context=2"],
+    ("mixture", "fp32"): ["shard=2,expert=2", "expert=2,context=2"],
 }
 
 
