@@ -47,7 +47,7 @@ class RandomStream(IntEnum):
     number of the choice)."""
     OPTIMIZER = 13
     """A step of an optimizer that draws random numbers and is not torch's: (seed, OPTIMIZER, steps
-    done, number of the model). A call of the optimizer's closure adds the number of the call."""
+    done, number of the model). A call of the optimizer's closure adds its number to the key."""
     LOOP = 14
     """Random numbers that a script's loop draws outside of its microbatches: (seed, LOOP, steps
     done, number of passes over the step's microbatches)."""

@@ -20,7 +20,8 @@ from typing import Any
 Part = tuple[str, Iterable[bytes] | None]
 """The path of a value in an object, and the value's bytes (None if they cannot be read)."""
 MOST_OBJECTS = 100_000
-"""Maximum number of nested objects that are read. Objects above this number count as unreadable."""
+"""Maximum number of nested objects that are read. Objects beyond this maximum count as
+unreadable."""
 MOST_LEVELS = 60
 _MOST_CODE = 4096
 _CACHED = type(functools.cache(len))

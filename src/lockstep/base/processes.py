@@ -142,7 +142,8 @@ def outlive_parent(
 
 
 def end_with_parent_again() -> None:
-    """Undo `outlive_parent`. The time limit still applies if the parent has already ended."""
+    """Undo `outlive_parent`. If the parent has already ended, the time limit of `outlive_parent`
+    still applies."""
     if _is_watched:
         _signal_after_parent(signal.SIGKILL)
 

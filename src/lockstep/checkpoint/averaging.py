@@ -141,7 +141,7 @@ class _TensorMean:
         return True
 
     def result(self) -> Tensor:
-        """Overwrites the first tensor."""
+        """Overwrites the first added tensor."""
         for piece in _pieces(self._first):
             own = self._first[piece]
             own.copy_(own.to(self._wide).where(self._same[piece], self._sum[piece]))

@@ -35,7 +35,7 @@ from lockstep.comm.world import World
 
 T = TypeVar("T")
 SMALL_BYTES = 64 << 10
-"""Parts of a file with fewer bytes are read through a buffer."""
+"""Parts of a file below this size are read through a buffer."""
 
 
 class _Span:

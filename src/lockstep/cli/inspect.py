@@ -105,7 +105,7 @@ def command(as_json: bool, target: str) -> int:
 
 
 def inspect_all(storage: Storage, names: list[CheckpointName]) -> list[InspectedCheckpoint]:
-    """Inspect checkpoints. Skip a checkpoint that a running training deletes meanwhile."""
+    """Inspect checkpoints. Skip checkpoints that a running training deletes."""
     inspected = {name: _inspect(storage, name) for name in names}
     if any(each.state != "intact" for each in inspected.values()):
         left = storage.names()

@@ -22,7 +22,7 @@ EPS = {
 }
 COMPUTE_EPS = {"fp32": EPS["float32"], "bf16": EPS["bfloat16"], "fp16": EPS["float16"]}
 EXACT = 1e-3
-"""A fit with a smaller relative residual counts as exact."""
+"""A fit with a relative residual below this counts as exact."""
 MOST_CONDITION = 1e5
 """Vectors with a larger condition number are too similar for a fit."""
 

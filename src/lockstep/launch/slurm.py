@@ -154,7 +154,7 @@ class SlurmStep:
     local_task: int
     port: int
     cpus: int | None
-    """Number of CPUs for each task. None if not requested."""
+    """Number of CPUs for each task. None if the job requested no CPUs."""
     gpus: int | None
 
     @classmethod

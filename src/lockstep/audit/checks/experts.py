@@ -323,8 +323,8 @@ def _check_norm(
 def _check_scaled_norm(result: AreaResult, records: Divided, are_even: Sequence[bool]) -> None:
     """Find gradients that the script clips by a norm without some experts.
 
-    After clipping, this norm has the same value in several steps, and the norm of all gradients
-    varies.
+    After clipping, the clipped norm has the same value in several steps, and the norm of all
+    gradients varies.
     """
     seen: list[Sequence[Row]] = []
     whole: list[Norms] = []

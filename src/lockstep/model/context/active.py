@@ -67,8 +67,8 @@ def deactivate() -> None:
 
 @contextmanager
 def in_checkpointed_block() -> Iterator[AbstractContextManager[Any]]:
-    """Run the forward of a block with activation checkpointing. Yields a context for the block's
-    recomputation, which can be entered several times."""
+    """Run the forward of a block with activation checkpointing. Yields a reusable context for the
+    block's recomputation."""
     if not _stack.forwards:
         yield nullcontext()
         return

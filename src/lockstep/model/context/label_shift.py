@@ -207,7 +207,7 @@ def _of_a_part(said: str, layout: TokenLayout, dim: int) -> LossError:
 
 def _check_shared(loss: LossFunction, output: Any, batch: Any, cut: BatchCut, shift: int) -> None:
     """Raise `LossError` if the loss uses a tensor of the output that has no dim of tokens, such as
-    an auxiliary loss. Each rank would add the auxiliary loss."""
+    an auxiliary loss. If ranks divide the tokens, each rank would add the auxiliary loss."""
     layout, dim = cut.layout, cut.dim
     shared: list[Tensor] = []
 

@@ -1,6 +1,6 @@
 """A tensor that the backward of an attention reads instead of the attention's output. With
 `exchange="heads"`, each rank computes all tokens in some heads, and the output would be saved
-twice. The next projection saves a rank's tokens of all heads, and the attention's backward reads
+twice. The output projection saves a rank's tokens of all heads, and the attention's backward reads
 all tokens of some heads.
 
 The attention's backward uses the output only in the sum of output times gradient for each token and
