@@ -235,7 +235,7 @@ def read_block(
 
 
 def check(folder: Storage, name: CheckpointName) -> list[str]:
-    """Verify every byte. Return a description of each damage."""
+    """Verify every byte. Return the descriptions of all damage."""
     try:
         manifest = read_manifest(folder, name)
     except DamagedError as error:

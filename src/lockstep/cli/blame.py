@@ -49,10 +49,10 @@ def command(
 
     Replays one step of the run, as lockstep replay does. The default is the step in which a NaN
     ended the run, or else the step with the most unusual loss or gradient norm. If the steps just
-    before this step are unusual too, the default is the first unusual step. --step names another
-    step. If a microbatch of the step is unusual, the command measures the gradient of each of its
-    samples. If the replay does not reproduce the run's gradients, the command also replays steps
-    after the next checkpoint.
+    before the default step are also unusual, the default is the first unusual step. --step names
+    another step. If a microbatch of the step is unusual, the command measures the gradient of each
+    of its samples. If the replay does not reproduce the run's gradients, the command also replays
+    steps after the next checkpoint.
 
     \b
     Examples:

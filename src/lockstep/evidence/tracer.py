@@ -3,7 +3,7 @@
 A trace is a folder. A rank writes a file `rank-<rank>.jsonl` with one JSON object per line. The
 tensors of the first and the last requested step are saved in
 `step-<step>-<kind>-<module>-<rank>.safetensors`. Sketches of the tokens of the first step are saved
-in `tokens-<module>-<microbatch>-<rank>.safetensors`, and sketches of its layers of experts in
+in `tokens-<module>-<microbatch>-<rank>.safetensors`, and sketches of layers of experts in
 `experts-<module>-<microbatch>-<rank>.safetensors`.
 """
 
@@ -149,8 +149,8 @@ class Tracer:
     def gradients(
         self, module: int, step: int, gradients: NamedTensors, *, gain: float = 1.0
     ) -> None:
-        """Write the reduced gradients. `gain` is their factor relative to the sum over the
-        microbatches."""
+        """Write the reduced gradients. `gain` is the factor of the gradients relative to the sum
+        over the microbatches."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

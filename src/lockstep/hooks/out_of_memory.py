@@ -63,7 +63,7 @@ class TakenFallbacks:
         write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def apply_to(self, plan: Plan, device: str) -> Plan:
-        """Return `plan` with these fallbacks. Omits fallbacks that are weaker than the settings of
+        """Return `plan` with the fallbacks. Omits fallbacks that are weaker than the settings of
         `plan`, and fallbacks that the device type does not allow."""
         for name in FALLBACKS:
             taken = getattr(self, name)

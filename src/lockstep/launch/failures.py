@@ -82,7 +82,7 @@ class FailureRecord:
     kind: str
     message: str
     traceback: str
-    """The traceback without the frames of lockstep's launcher. For a `LockstepError` it is only the
+    """The traceback without the frames of lockstep's launcher. For a `LockstepError`, only the
     message."""
     user_error: bool
     peer_lost: bool

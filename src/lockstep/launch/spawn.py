@@ -46,13 +46,13 @@ def spawn(
     The result must be picklable.
 
     If `main` can be imported from a file, the processes are fresh interpreters: `args` must be
-    picklable, and a script must call `spawn` under `if __name__ == "__main__":`. If it cannot be
-    imported (notebook, prompt), the processes are forks of this one: CUDA must not be in use yet,
-    and each process computes with one thread, because a fork lacks torch's other threads.
+    picklable, and a script must call `spawn` under `if __name__ == "__main__":`. If `main` cannot
+    be imported (notebook, prompt), the processes are forks of this one: CUDA must not be in use
+    yet, and each process computes with one thread, because a fork lacks torch's other threads.
 
     A `UserError` in any process is raised here with the same type and text. Any other failure
     raises `WorkerError`, with the traceback of the rank that failed first. A failure stops all
-    processes. Raises `LaunchError` and `PlanError` before it starts any process.
+    processes. Raises `LaunchError` and `PlanError` before any process starts.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # A worker that imports the script reaches this call again, unless the call is guarded by

@@ -80,7 +80,7 @@ class Terminated(SystemExit):
 
 
 def _is_on_one_machine() -> bool:
-    """True if all ranks are on this machine. The end of the launcher would affect all ranks."""
+    """True if all ranks are on this machine, so that the end of the launcher affects all ranks."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()

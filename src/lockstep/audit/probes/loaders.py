@@ -43,7 +43,7 @@ class Loaders:
         self._indices: dict[int, deque[Any]] = {}
         self._fetches = 0
         self.last: tuple[int, int] | None = None
-        """Loader and pass of the latest batch; None when that pass has ended."""
+        """Loader and pass of the latest batch; None after the end of the pass."""
         self.last_trained: tuple[int, int] | None = None
         """Loader and pass of the latest batch that was fetched with gradients enabled."""
         # number of batches since the last backward, for passes that have not ended

@@ -1,6 +1,6 @@
 """Takes stack snapshots of a process. A signal handler of faulthandler writes the stack of a
 process whose GIL is held, and the stacks of forked loader workers, into memory. All ranks on the
-machine can read this memory through /proc (Linux)."""
+machine can read the stacks through /proc (Linux)."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ transformers.
 transformers describes every mask as a function of indices (sample, head, query, key). lockstep
 evaluates each mask function at the positions of tokens in their documents, and masks tokens of
 other documents. The model's code is unchanged. Outside of `SequenceMode`, the model computes the
-same as before.
+same as without this module.
 """
 
 from __future__ import annotations
