@@ -123,7 +123,7 @@ class _Autotuner:
 
     @cached_property
     def model(self) -> nn.Module:
-        """A temporary model, parallelized for the plan. All ranks must access it together."""
+        """A temporary model, parallelized for the plan. All ranks must access `model` together."""
         options = ModelOptions(
             blocks=self.recipe.blocks,
             tensor=self.recipe.tensor,

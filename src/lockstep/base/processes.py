@@ -51,7 +51,7 @@ def descendants(roots: Collection[int]) -> set[int]:
 
 def with_marker(*markers: str) -> set[int]:
     """Return the ids of processes whose environment has one of the entries "NAME=value", and of
-    their descendants. Also finds orphans. Linux only."""
+    their descendants. Also finds orphaned processes. Linux only."""
     if sys.platform != "linux" or not markers:
         return set()
     wanted = set(map(os.fsencode, markers))

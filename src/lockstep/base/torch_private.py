@@ -1,6 +1,6 @@
 """Every private name of torch that lockstep uses, except `torch._foreach_*`. Each name exists in
-torch 2.13 to 2.15, and has a test in tests/base/test_torch_private.py. If such a test fails with
-another version of torch, fix the function in this file."""
+torch 2.13 to 2.15, and has a test in tests/base/test_torch_private.py. If the test of a name fails
+with another version of torch, fix the function in this file."""
 
 from __future__ import annotations
 
@@ -187,8 +187,8 @@ def make_subclass(kind: type[Tensor], tensor: Tensor, requires_grad: bool) -> Te
 
 
 def swap_implementations(one: Tensor, other: Tensor) -> None:
-    """Exchange the C++ objects of two tensors. `torch.utils.swap_tensors` would also exchange their
-    Python classes and attributes."""
+    """Exchange the C++ objects of two tensors. `torch.utils.swap_tensors` would also exchange the
+    tensors' Python classes and attributes."""
     torch._C._swap_tensor_impl(one, other)
 
 
@@ -712,8 +712,8 @@ def stage_input_gradients(stage: Any) -> dict[int, tuple[Any, ...]]:
 
 
 def keep_gradients(stage: Any) -> None:
-    """Keep the gradients in the first call of a pipeline schedule. In this call, torch clears the
-    gradients, because it may have run a forward and a backward to infer shapes."""
+    """Keep the gradients in the first call of a pipeline schedule. In the first call, torch clears
+    the gradients, because it may have run a forward and a backward to infer shapes."""
     stage._post_metadata_inference_cleanup = lambda: None
 
 

@@ -1,4 +1,4 @@
-"""Sends the first error of any rank to all ranks. Without this report, the other ranks see only
+"""Sends the first error of any rank to all ranks. Without this module, the other ranks see only
 that a collective failed."""
 
 from __future__ import annotations

@@ -279,9 +279,9 @@ def _make_meshes(
     wanted: tuple[tuple[str, ...], ...],
     meshes: tuple[_Dims, ...],
 ) -> tuple[list[DeviceMesh], Mapping[tuple[str, ...], Any]]:
-    """Make the meshes from process groups that lockstep has made. Torch would split the groups from
-    a group with a bound device. A Gloo group that is split from a bound group gets NCCL's options,
-    and loses the timeout and network interface (torch 2.13 to 2.15)."""
+    """Make the meshes from process groups that lockstep has made. If torch made the groups, it
+    would split the groups from a group with a bound device. A Gloo group that is split from a bound
+    group gets NCCL's options, and loses the timeout and network interface (torch 2.13 to 2.15)."""
     from torch.distributed.device_mesh import DeviceMesh
 
     set_item_of_distributed(lambda tensor: full_tensor(tensor.detach()).item())

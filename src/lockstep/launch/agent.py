@@ -3,8 +3,8 @@ worker is the process of one rank.
 
 [Note: restarts] The loop of torch's agent calls `_monitor_workers`. After a failure, or if another
 machine waits to join, the loop stops the workers, holds a rendezvous with all machines, and starts
-new workers. Each start has a new store and port, a new folder for the workers' files, and new
-`WorkerProcesses`.
+new workers. Each start of the workers has a new store and port, a new folder for the workers'
+files, and new `WorkerProcesses`.
 """
 
 from __future__ import annotations

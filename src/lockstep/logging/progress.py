@@ -118,7 +118,7 @@ class Progress(Closing):
 
 
 class _TimeEstimate:
-    """Estimates the time that is left from a mean in which step n has weight n. The first interval
+    """Estimates the remaining time from a mean in which step n has weight n. The first interval
     includes the warm-up, so it is used only until the second interval ends, with a "~"."""
 
     def __init__(self, step: int, now: float) -> None:

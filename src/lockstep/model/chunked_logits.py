@@ -3,7 +3,7 @@ full logits of a language model are often its largest tensor.
 
 `F.cross_entropy` of a `ChunkedLogits` computes the logits, the loss and the gradient of one chunk
 after another. The forward already computes the gradients, and the backward multiplies the gradients
-by one number. With `reduction="none"` the number differs between tokens, so the backward computes
+by one number. With `reduction="none"`, each token has a different factor, so the backward computes
 the logits again.
 
 `torch.nn.functional.linear_cross_entropy` also computes in chunks. Under autocast,

@@ -105,7 +105,7 @@ class Channel:
 
 def open_channel() -> tuple[Channel, socket.socket] | None:
     """Return the launcher's channel, and the socket that the worker must inherit. None on systems
-    without such sockets."""
+    other than Linux."""
     if sys.platform != "linux":
         return None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

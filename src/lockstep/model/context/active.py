@@ -24,8 +24,8 @@ class ActiveSequence:
     exchange: Literal["auto", "keys", "heads"]
     documents: Documents | None
     is_handled: bool = False
-    """True in code that exchanges tensors between ranks. `SequenceMode` does not change such code's
-    calls of torch."""
+    """True in code that exchanges tensors between ranks. `SequenceMode` does not change calls of
+    torch in code that exchanges tensors."""
     checkpointed_blocks: int = 0
     counts: dict[Any, int] = field(default_factory=dict)
     chosen: ChosenKernels = field(default_factory=ChosenKernels)

@@ -37,8 +37,8 @@ class ChunkInputs:
     the process's chunks."""
     leaves: Sequence[Sequence[Tensor]] = ()
     in_two: bool = False
-    """True if a zero-bubble schedule runs separate backwards for inputs and for weights. The first
-    of these backwards computes both gradients."""
+    """True if a zero-bubble schedule runs separate backwards for inputs and for weights. With
+    separate backwards, the first backward computes both gradients."""
 
 
 def sum_losses(values: Sequence[Any], inputs: ChunkInputs) -> Any:

@@ -1,8 +1,8 @@
 """Compares the counts of tokens that a model's forward reads into Python, such as `chosen.any()`
 and `len(rows)`. Ranks that divide a sequence's tokens read different counts. Different counts are
 correct for code that skips an expert without tokens. Different counts are wrong for `if rare.any():
-x = 2 * x`. Only results show the error, so some tokens are computed both on one rank and divided
-among ranks."""
+x = 2 * x`. Only results show the wrong use of a count, so some tokens are computed both on one rank
+and divided among ranks."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ LENGTHS = (17, 19)
 the sequence's length."""
 COMPARED_TOKENS_PER_CHUNK = 8
 COMPARED_SAMPLES = 4
-"""One sample is not enough to detect a model that keeps the best half of the tokens. The best
-halves of the ranks may together be the best half of all tokens."""
+"""One sample is not enough to detect a model that keeps the best half of the tokens. By chance, the
+best halves of all ranks may together be the best half of all tokens."""
 WINDOWS = 8
 """Number of windows (runs of tokens) of a long sequence on which the loss is tried before all
 windows."""
