@@ -245,8 +245,9 @@ PLANS = {
     ),
 }
 
-ONE_AXIS = ("replicate=2", "expert=2", "context=2", "pipeline=2")
-"""Plans that train all cases in the fast tier; the others train two of them there."""
+ONE_AXIS = ("replicate=2", "context=2", "pipeline=2")
+"""Plans that train all cases in the fast tier; the others train two of them there. The ranks of
+expert share out microbatches as those of replicate do."""
 
 SLOW_PLANS = (
     "replicate=4,checkpointing=full",
@@ -296,7 +297,7 @@ def train_all(folder: str, plan: str, cases: Sequence[int]) -> list[Trained]:
             changes["loss"] = mean_entropy
         if "context" in plan:
             changes["sequence"] = ls.Sequence(chunks=4)
-        changes["stages"] = STAGES
+        changes |= {"stages": STAGES, "steps": 2}
         changes["tensor"] = {"blocks.*.mix": "colwise_gathered"} if "tensor" in plan else None
         found.append(train(f"{folder}/{number}", plan, **changes))
     return found
@@ -389,7 +390,7 @@ def train_both(folder: str, plan: str) -> tuple[str, str]:
 def test_a_balance_over_the_step_has_the_same_bits(pool: WorkerPool, tmp_path: Path) -> None:
     found = {
         bits
-        for size in (1, 2, 3)
+        for size in (1, 3)
         for rank in pool.run(size, train_both, str(tmp_path), f"replicate={size}")
         for bits in rank
     }

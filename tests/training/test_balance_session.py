@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,13 @@ def sgd(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def train_loops(folder: str, plan: str) -> list[dict[str, torch.Tensor]]:
-    """Return the last state of each loop. The microbatches do not go round."""
+def train_loops(
+    folder: str, plan: str, loops: Sequence[tuple[Any, bool]]
+) -> list[dict[str, torch.Tensor]]:
+    """Return the last state of each loop. Of two ranks, one has a microbatch less; of four, one has
+    none."""
     found = []
-    for number, (over, computes) in enumerate(LOOPS):
+    for number, (over, computes) in enumerate(loops):
         with ls.Session(run_dir=f"{folder}/{number}", plan=plan) as session:
             model, optimizer = session.prepare(Mixture, sgd, balance=balance(over=over))
             for step in loop(session):
@@ -46,14 +50,14 @@ def train_loops(folder: str, plan: str) -> list[dict[str, torch.Tensor]]:
 
 
 def loop(session: ls.Session, **changes: Any) -> Any:
-    sizes = {"global_batch": BATCH, "microbatch": 3, "steps": 4, **changes}
+    sizes = {"global_batch": BATCH, "microbatch": 3, "steps": 3, **changes}
     return session.steps(texts(), weight=words, **sizes)
 
 
 def train_recipes(folder: str) -> list[dict[str, torch.Tensor]]:
     found = []
     for over in ("microbatch", "sample", "previous", "step"):
-        given = recipe(balance=balance(over=over), microbatch=3, steps=4)
+        given = recipe(balance=balance(over=over), microbatch=3, steps=3)
         ls.train(given, run_dir=f"{folder}/{over}", hooks=[last := Last()])
         found.append(last.state)
     return found
@@ -67,9 +71,10 @@ class Last(ls.Hook):
 def test_a_loop_learns_what_a_recipe_learns(pool: WorkerPool, tmp_path: Path) -> None:
     (of_over,) = pool.run(1, train_recipes, str(tmp_path / "recipe"))
     expected = [of_over[place] for place in (0, 1, 2, 3, 0)]
-    for size in (1, 2, 4):
-        for rank in pool.run(size, train_loops, str(tmp_path / str(size)), f"replicate={size}"):
-            for found, right in zip(rank, expected, strict=True):
+    for size, loops in {1: slice(5), 2: slice(5), 4: slice(2, 4)}.items():
+        folder = str(tmp_path / str(size))
+        for rank in pool.run(size, train_loops, folder, f"replicate={size}", LOOPS[loops]):
+            for found, right in zip(rank, expected[loops], strict=True):
                 for name, each in right.items():
                     torch.testing.assert_close(found[name], each, rtol=1e-12, atol=1e-14)
 

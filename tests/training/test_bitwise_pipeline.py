@@ -141,7 +141,6 @@ CASES = {
     ],
     4: [
         ("replicate=2,pipeline=2", "staged"),
-        ("shard=2,pipeline=2", "staged"),
         ("shard=2,pipeline=2,schedule=zero-bubble", "staged"),
     ],
 }
@@ -163,6 +162,7 @@ MORE = {
         ("pipeline=3", "convolutions"),
     ],
     4: [
+        ("shard=2,pipeline=2", "staged"),
         ("replicate=2,pipeline=2,schedule=zero-bubble", "weight"),
         ("replicate=2,pipeline=2,schedule=interleaved", "entangled in bf16"),
         ("shard=2,pipeline=2,schedule=gpipe", "frozen"),

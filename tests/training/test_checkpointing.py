@@ -50,15 +50,14 @@ def saved(run_dir: Path) -> list[int]:
     return [name.step for name in FolderStorage(run_dir / "checkpoints").names()]
 
 
+def train(run_dir: Path, given: ls.Recipe | None = None, **options: Any) -> ls.Result:
+    return ls.train(given or recipe(steps=6), run_dir=str(run_dir), **options)
+
+
 def stopped(run_dir: Path, **changes: Any) -> None:
     """A run that was asked to end in its third step, with checkpoints of steps 2 and 3."""
     with pytest.raises(Preempted):
-        ls.train(
-            recipe(steps=6, **changes),
-            run_dir=str(run_dir),
-            hooks=[At({2: ask})],
-            saving=ls.Saving(every=2),
-        )
+        train(run_dir, recipe(steps=6, **changes), hooks=[At({2: ask})], saving=ls.Saving(every=2))
     assert saved(run_dir) == [2, 3]
 
 
@@ -75,35 +74,33 @@ def settled(run: Any) -> None:
 
 def test_it_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     stopped(tmp_path / "run")
-    whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"))
-    result = ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"))
+    whole = train(tmp_path / "whole")
+    result = train(tmp_path / "run")
     assert (result.steps, result.loss, result.fingerprint) == (6, whole.loss, whole.fingerprint)
-    (resumed,) = [
-        event for event in run_files.events(tmp_path / "run") if event["event"] == "resumed"
-    ]
+    (resumed,) = run_files.events(tmp_path / "run", "resumed")
     assert resumed["step"] == 3
     assert resumed["saved_under"] == "replicate=1,numerics=fast"
 
 
 def test_a_run_that_has_ended_is_not_gone_on_with(tmp_path: Path) -> None:
-    ls.train(recipe(), run_dir=str(tmp_path / "run"))
+    train(tmp_path / "run", recipe())
     with pytest.raises(ls.errors.RunDirectoryError, match="already holds a run that has ended"):
-        ls.train(recipe(), run_dir=str(tmp_path / "run"))
+        train(tmp_path / "run", recipe())
 
 
 def test_never_refuses_an_unfinished_run_and_must_one_without_a_checkpoint(tmp_path: Path) -> None:
     stopped(tmp_path / "run")
     with pytest.raises(ls.errors.RunDirectoryError, match="already holds a run"):
-        ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), resume="never")
+        train(tmp_path / "run", resume="never")
     with pytest.raises(
         CheckpointError,
         match=r"^resume=must, and .*checkpoints has no checkpoint to resume from: there is none",
     ):
-        ls.train(recipe(steps=6), run_dir=str(tmp_path / "new"), resume="must")
+        train(tmp_path / "new", resume="must")
     with pytest.raises(
         CheckpointError, match=r"^resume='maybe'; it must be one of auto, never, must"
     ):
-        ls.train(recipe(steps=6), run_dir=str(tmp_path / "new"), resume="maybe")  # type: ignore[arg-type]
+        train(tmp_path / "new", resume="maybe")
 
 
 def test_never_refuses_a_folder_with_another_runs_checkpoints(tmp_path: Path) -> None:
@@ -116,19 +113,14 @@ def test_never_refuses_a_folder_with_another_runs_checkpoints(tmp_path: Path) ->
             r" step-00000003-\w+; "
         ),
     ):
-        ls.train(recipe(steps=6), run_dir=str(tmp_path / "new"), resume="never", saving=folder)
+        train(tmp_path / "new", resume="never", saving=folder)
     assert saved(tmp_path / "run") == [2, 3]
 
 
 def test_a_damaged_checkpoint_ahead_of_the_run_pushes_no_new_one_out(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints" / "step-00000005-00000000").mkdir(parents=True)
     with pytest.raises(Preempted):
-        ls.train(
-            recipe(steps=6),
-            run_dir=str(tmp_path / "run"),
-            hooks=[At({2: ask})],
-            saving=ls.Saving(every=2, last=1),
-        )
+        train(tmp_path / "run", hooks=[At({2: ask})], saving=ls.Saving(every=2, last=1))
     assert saved(tmp_path / "run") == [3, 5]
 
 
@@ -140,16 +132,12 @@ def test_another_recipe_is_refused_with_what_differs_unless_it_may(tmp_path: Pat
         r" 6, now 8; resume with"
     )
     with pytest.raises(CheckpointError, match=words):
-        ls.train(recipe(steps=8, clip_norm=2.0), run_dir=str(tmp_path / "run"))
+        train(tmp_path / "run", recipe(steps=8, clip_norm=2.0))
     with pytest.raises(CheckpointError, match=r": clip_norm: 1.0, now 2.0; resume with"):
-        ls.train(
-            recipe(steps=8, clip_norm=2.0), run_dir=str(tmp_path / "run"), allow_change=["steps"]
-        )
+        train(tmp_path / "run", recipe(steps=8, clip_norm=2.0), allow_change=["steps"])
     assert (
-        ls.train(
-            recipe(steps=8, clip_norm=2.0),
-            run_dir=str(tmp_path / "run"),
-            allow_change=["steps", "clip_norm"],
+        train(
+            tmp_path / "run", recipe(steps=8, clip_norm=2.0), allow_change=["steps", "clip_norm"]
         ).steps
         == 8
     )
@@ -166,9 +154,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(
 ) -> None:
     stopped(tmp_path / "run")
     with pytest.raises(CheckpointError) as caught:
-        ls.train(
-            recipe(steps=6, model=wider), run_dir=str(tmp_path / "run"), allow_change=["model"]
-        )
+        train(tmp_path / "run", recipe(steps=6, model=wider), allow_change=["model"])
     words = str(caught.value)
     assert words.startswith("the checkpoint is of another model: not in the checkpoint: ")
     assert "model/4.weight float32(3, 3)" in words.replace("0/", "").replace(" 4.", " model/4.")
@@ -186,11 +172,7 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
         CheckpointError,
         match=r"^the checkpoint's optimizers are \['AdamW'\] and this run's are \['SGD'\]",
     ):
-        ls.train(
-            recipe(steps=6, optimizer=sgd),
-            run_dir=str(tmp_path / "run"),
-            allow_change=["optimizer"],
-        )
+        train(tmp_path / "run", recipe(steps=6, optimizer=sgd), allow_change=["optimizer"])
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
@@ -199,9 +181,9 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 def test_state_that_an_optimizer_makes_in_its_first_step_is_taken_up(tmp_path: Path) -> None:
     stopped(tmp_path / "run", optimizer=momentum)
-    whole = ls.train(recipe(steps=6, optimizer=momentum), run_dir=str(tmp_path / "whole"))
+    whole = train(tmp_path / "whole", recipe(steps=6, optimizer=momentum))
     assert (
-        ls.train(recipe(steps=6, optimizer=momentum), run_dir=str(tmp_path / "run")).fingerprint
+        train(tmp_path / "run", recipe(steps=6, optimizer=momentum)).fingerprint
         == whole.fingerprint
     )
 
@@ -214,10 +196,9 @@ def cosine(optimizer: Any) -> Any:
 
 def test_a_torch_scheduler_is_taken_up(tmp_path: Path) -> None:
     stopped(tmp_path / "run", schedule=cosine)
-    whole = ls.train(recipe(steps=6, schedule=cosine), run_dir=str(tmp_path / "whole"))
+    whole = train(tmp_path / "whole", recipe(steps=6, schedule=cosine))
     assert (
-        ls.train(recipe(steps=6, schedule=cosine), run_dir=str(tmp_path / "run")).fingerprint
-        == whole.fingerprint
+        train(tmp_path / "run", recipe(steps=6, schedule=cosine)).fingerprint == whole.fingerprint
     )
 
 
@@ -234,8 +215,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
 ) -> None:
     stopped(tmp_path / "run")
     damage(tmp_path / "run", 3)
-    whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"))
-    assert ls.train(recipe(steps=6), run_dir=str(tmp_path / "run")).fingerprint == whole.fingerprint
+    whole = train(tmp_path / "whole")
+    assert train(tmp_path / "run").fingerprint == whole.fingerprint
     happened = {event["event"]: event for event in run_files.events(tmp_path / "run")}
     assert happened["checkpoint-damaged"]["checkpoint"].startswith("step-00000003-")
     assert (
@@ -263,16 +244,9 @@ def test_where_all_are_damaged_a_run_begins_anew_or_must_not(
     with pytest.raises(
         CheckpointError, match=r"has no checkpoint to resume from: all 1 are damaged"
     ):
-        ls.train(
-            recipe(steps=6), run_dir=str(tmp_path / "run"), resume="must", plan="numerics=bitwise"
-        )
-    whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"), plan="numerics=bitwise")
-    assert (
-        ls.train(
-            recipe(steps=6), run_dir=str(tmp_path / "run"), plan="numerics=bitwise"
-        ).fingerprint
-        == whole.fingerprint
-    )
+        train(tmp_path / "run", resume="must", plan="numerics=bitwise")
+    whole = train(tmp_path / "whole", plan="numerics=bitwise")
+    assert train(tmp_path / "run", plan="numerics=bitwise").fingerprint == whole.fingerprint
 
 
 def test_a_run_that_begins_anew_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,14 +254,12 @@ def test_a_run_that_begins_anew_says_so(tmp_path: Path, capsys: pytest.CaptureFi
     stopped(tmp_path / "run")
     assert "starts again" not in capsys.readouterr().err
     elsewhere = str(tmp_path / "elsewhere")
-    ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), saving=ls.Saving(folder=elsewhere))
+    train(tmp_path / "run", saving=ls.Saving(folder=elsewhere))
     words = (
         f"warning: {elsewhere} has no checkpoint to resume from; the run starts again from step 0\n"
     )
     assert words in capsys.readouterr().err
-    (anew,) = [
-        event for event in run_files.events(tmp_path / "run") if event["event"] == "no-checkpoint"
-    ]
+    (anew,) = run_files.events(tmp_path / "run", "no-checkpoint")
     assert anew["checkpoints"] == elsewhere
 
 
@@ -307,7 +279,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused(
             r" load it with a newer"
         ),
     ):
-        ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"))
+        train(tmp_path / "run")
 
 
 def test_a_checkpoint_of_a_plan_with_an_unknown_axis_is_resumed(tmp_path: Path) -> None:
@@ -318,10 +290,8 @@ def test_a_checkpoint_of_a_plan_with_an_unknown_axis_is_resumed(tmp_path: Path) 
     manifest = Manifest.decode(folder.read(name, MANIFEST))
     other = replace(manifest, metadata={**manifest.metadata, "plan": "replicate=1,context=2"})
     (folder.path / str(name) / MANIFEST).write_bytes(other.encode())
-    assert ls.train(recipe(steps=6), run_dir=str(tmp_path / "run")).steps == 6
-    (resumed,) = [
-        event for event in run_files.events(tmp_path / "run") if event["event"] == "resumed"
-    ]
+    assert train(tmp_path / "run").steps == 6
+    (resumed,) = run_files.events(tmp_path / "run", "resumed")
     assert resumed["saved_under"] == "replicate=1,context=2"
 
 
@@ -348,9 +318,9 @@ def test_what_a_hook_holds_is_saved_and_taken_up(tmp_path: Path) -> None:
     }
     held |= {"a/0": torch.zeros(2), "3": {"x": torch.ones(1), 1: torch.ones(2), "1": torch.ones(3)}}
     with pytest.raises(Preempted):
-        ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), hooks=[Holds(held), At({2: ask})])
+        train(tmp_path / "run", hooks=[Holds(held), At({2: ask})])
     hook = Holds({"a": [torch.zeros(3)]})
-    ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), hooks=[hook, At({})])
+    train(tmp_path / "run", hooks=[hook, At({})])
     assert same(hook.state, held)
     assert isinstance(hook.state["a"][1], np.float32)
 
@@ -378,10 +348,8 @@ def test_a_state_that_cannot_be_saved_is_named_before_the_first_step(
 ) -> None:
     steps: list[int] = []
     with pytest.raises(CheckpointError, match=words):
-        ls.train(
-            recipe(),
-            run_dir=str(tmp_path / "run"),
-            hooks=[Holds(state), At({1: lambda run: steps.append(1)})],
+        train(
+            tmp_path / "run", recipe(), hooks=[Holds(state), At({1: lambda run: steps.append(1)})]
         )
     assert steps == []
 
@@ -394,9 +362,9 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_the_first_step(
         CheckpointError,
         match=r"^the checkpoints in .*file/checkpoints cannot be \w+( to)? \(Not a directory\)",
     ):
-        ls.train(
+        train(
+            tmp_path / "run",
             recipe(),
-            run_dir=str(tmp_path / "run"),
             saving=ls.Saving(folder=str(tmp_path / "file" / "checkpoints")),
         )
 
@@ -423,9 +391,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
 ) -> None:
     """Twice in a row, and again after one that did not."""
     hooks = [At({2: block, 3: settled, 5: unblock, 7: settled, 8: block, 9: settled, 11: unblock})]
-    result = ls.train(
-        recipe(steps=12), run_dir=str(tmp_path / "run"), hooks=hooks, saving=ls.Saving(every=2)
-    )
+    result = train(tmp_path / "run", recipe(steps=12), hooks=hooks, saving=ls.Saving(every=2))
     assert result.steps == 12
     assert [
         (event["event"], event["checkpoint"][:13])
@@ -476,12 +442,7 @@ def test_a_slow_disk_has_one_save_under_way_and_the_next_one_waits(tmp_path: Pat
         )
 
     hooks = [At({1: lambda run: writer().suspend(), 6: lambda run: writer().resume(), 7: settled})]
-    ls.train(
-        recipe(steps=8),
-        run_dir=str(tmp_path / "run"),
-        hooks=hooks,
-        saving=ls.Saving(every=2, last=10),
-    )
+    train(tmp_path / "run", recipe(steps=8), hooks=hooks, saving=ls.Saving(every=2, last=10))
     assert saved(tmp_path / "run")[:1] == [2]
     assert not {4, 5, 6} & set(saved(tmp_path / "run"))
     assert saved(tmp_path / "run")[1:] in ([7], [7, 8])
@@ -497,7 +458,7 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_before_the_first_step
         r" room, or give another folder"
     )
     with pytest.raises(CheckpointError, match=words):
-        ls.train(recipe(), run_dir=str(tmp_path / "run"))
+        train(tmp_path / "run", recipe())
 
 
 def refused_for_room(run_dir: str) -> str:
@@ -554,9 +515,7 @@ def test_by_the_clock(tmp_path: Path) -> None:
         checkpointer(run)._since -= 600
 
     hooks = [At({2: wind, 4: settled, 5: wind})]
-    ls.train(
-        recipe(steps=8), run_dir=str(tmp_path / "run"), hooks=hooks, saving=ls.Saving(every="10m")
-    )
+    train(tmp_path / "run", recipe(steps=8), hooks=hooks, saving=ls.Saving(every="10m"))
     assert saved(tmp_path / "run") == [3, 6]
 
 
@@ -584,10 +543,10 @@ def test_an_exception_on_one_rank_saves_the_last_step_of_all(
 ) -> None:
     pool.run(2, fail_and_close, rank, str(tmp_path / "run"))
     assert saved(tmp_path / "run") == [3]
-    whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"))
+    whole = train(tmp_path / "whole")
     with pytest.raises(CheckpointError, match="loss: "):
-        ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"))
-    result = ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), allow_change=["loss"])
+        train(tmp_path / "run")
+    result = train(tmp_path / "run", allow_change=["loss"])
     assert result.steps == whole.steps == 6
 
 
@@ -724,7 +683,7 @@ def test_what_a_crash_left_is_cleared_away(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "run" / "metrics.jsonl", tmp_path / "metrics")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as rows_:
         rows_.write('{"step": 5, "time": 0}\n{"step": 6, "ti')
-    ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), log_every=1)
+    train(tmp_path / "run", log_every=1)
     assert (hidden.exists(), notes.exists()) == (False, True)
     found = [row["step"] for row in run_files.metrics(tmp_path / "run")]
     assert found == [4, 5, 6]
@@ -747,14 +706,9 @@ EVALUATED: dict[str, Any] = {"steps": 9, "evaluation": ls.Evaluation(data=rows(8
 def test_the_last_every_nth_and_the_best_are_kept_across_starts(tmp_path: Path) -> None:
     hooks = [Measures({2: 5.0, 3: 1.0, 7: 2.0}), At(dict.fromkeys(range(2, 10), settled))]
     with pytest.raises(Preempted):
-        ls.train(
-            recipe(**EVALUATED),
-            run_dir=str(tmp_path / "run"),
-            hooks=[*hooks, At({5: ask})],
-            saving=KEEPS,
-        )
+        train(tmp_path / "run", recipe(**EVALUATED), hooks=[*hooks, At({5: ask})], saving=KEEPS)
     assert saved(tmp_path / "run") == [3, 4, 5, 6]
-    ls.train(recipe(**EVALUATED), run_dir=str(tmp_path / "run"), hooks=hooks, saving=KEEPS)
+    train(tmp_path / "run", recipe(**EVALUATED), hooks=hooks, saving=KEEPS)
     assert saved(tmp_path / "run") == [3, 4, 8, 9]
 
 
@@ -770,11 +724,8 @@ def named(run: Path, step: int) -> str:
 def test_the_best_is_saved_when_it_is_measured_and_named_by_the_result(tmp_path: Path) -> None:
     run = tmp_path / "run"
     saving = ls.Saving(best="place", last=1)  # and every ten minutes
-    result = ls.train(
-        recipe(**EVALUATED),
-        run_dir=str(run),
-        hooks=[Measures({2: 5.0, 3: 1.0, 7: 2.0})],
-        saving=saving,
+    result = train(
+        run, recipe(**EVALUATED), hooks=[Measures({2: 5.0, 3: 1.0, 7: 2.0})], saving=saving
     )
     assert saved(run) == [3]
     assert result.best == Best(
@@ -800,8 +751,8 @@ def test_the_best_of_a_run_that_was_resumed_may_be_of_an_earlier_start(tmp_path:
         ls.Saving(best="place", last=1),
     )
     with pytest.raises(Preempted):
-        ls.train(recipe(**EVALUATED), run_dir=str(run), hooks=[*hooks, At({5: ask})], saving=saving)
-    result = ls.train(recipe(**EVALUATED), run_dir=str(run), hooks=hooks, saving=saving)
+        train(run, recipe(**EVALUATED), hooks=[*hooks, At({5: ask})], saving=saving)
+    result = train(run, recipe(**EVALUATED), hooks=hooks, saving=saving)
     assert saved(run) == [3, 6]
     assert result.best == Best(
         metric="place",
@@ -815,9 +766,7 @@ def test_the_best_of_a_run_that_was_resumed_may_be_of_an_earlier_start(tmp_path:
 def test_the_best_may_be_the_final_model(tmp_path: Path) -> None:
     given = recipe(steps=3, evaluation=ls.Evaluation(data=rows(8), every=2))
     run = tmp_path / "run"
-    result = ls.train(
-        given, run_dir=str(run), hooks=[Measures({2: 5.0, 3: 1.0})], saving=ls.Saving(best="place")
-    )
+    result = train(run, given, hooks=[Measures({2: 5.0, 3: 1.0})], saving=ls.Saving(best="place"))
     assert result.best == Best(
         metric="place", value=1.0, step=3, checkpoint=None, weights=f"{run}/model.safetensors"
     )
@@ -845,7 +794,7 @@ def test_the_best_needs_evaluations(tmp_path: Path) -> None:
         CheckpointError,
         match=r"^Saving\(best='place'\) without Recipe.evaluation, or with every=None",
     ):
-        ls.train(recipe(), run_dir=str(tmp_path / "run"), saving=KEEPS)
+        train(tmp_path / "run", recipe(), saving=KEEPS)
     with pytest.raises(
         RecipeError,
         match=(
@@ -853,7 +802,7 @@ def test_the_best_needs_evaluations(tmp_path: Path) -> None:
             r" these$"
         ),
     ):
-        ls.train(recipe(**EVALUATED), run_dir=str(tmp_path / "other"), saving=KEEPS)
+        train(tmp_path / "other", recipe(**EVALUATED), saving=KEEPS)
 
 
 def test_an_error_after_the_commit_of_a_step_saves_nothing(tmp_path: Path) -> None:
@@ -863,7 +812,7 @@ def test_an_error_after_the_commit_of_a_step_saves_nothing(tmp_path: Path) -> No
         raise ValueError("boom")
 
     with pytest.raises(ValueError, match="boom"):
-        ls.train(recipe(), run_dir=str(tmp_path / "run"), hooks=[At({1: fail})])
+        train(tmp_path / "run", recipe(), hooks=[At({1: fail})])
     assert saved(tmp_path / "run") == []
     assert run_files.events(tmp_path / "run")[-1]["event"] == "run-failed"
 
@@ -875,8 +824,8 @@ def heavy(model: nn.Module, batch: Any) -> ls.Loss:
 
 def test_what_divides_a_loss_before_its_backward_is_taken_up(tmp_path: Path) -> None:
     stopped(tmp_path / "run", loss=heavy, precision="fp16")
-    whole = ls.train(recipe(steps=6, loss=heavy, precision="fp16"), run_dir=str(tmp_path / "whole"))
-    result = ls.train(recipe(steps=6, loss=heavy, precision="fp16"), run_dir=str(tmp_path / "run"))
+    whole = train(tmp_path / "whole", recipe(steps=6, loss=heavy, precision="fp16"))
+    result = train(tmp_path / "run", recipe(steps=6, loss=heavy, precision="fp16"))
     assert result.fingerprint == whole.fingerprint
 
 
@@ -887,8 +836,8 @@ def steep(model: nn.Module, batch: Any) -> Any:
 def test_a_loss_scale_that_was_halved_is_taken_up(tmp_path: Path) -> None:
     stopped(tmp_path / "run", loss=steep, precision="fp16")
     assert "step-skipped" in [event["event"] for event in run_files.events(tmp_path / "run")]
-    whole = ls.train(recipe(steps=6, loss=steep, precision="fp16"), run_dir=str(tmp_path / "whole"))
-    result = ls.train(recipe(steps=6, loss=steep, precision="fp16"), run_dir=str(tmp_path / "run"))
+    whole = train(tmp_path / "whole", recipe(steps=6, loss=steep, precision="fp16"))
+    result = train(tmp_path / "run", recipe(steps=6, loss=steep, precision="fp16"))
     assert result.fingerprint == whole.fingerprint
 
 
@@ -900,7 +849,7 @@ def test_a_field_that_no_recipe_has_cannot_differ(tmp_path: Path) -> None:
             r" batch_loss, batch_sampler, blocks, clip_norm, "
         ),
     ):
-        ls.train(recipe(), run_dir=str(tmp_path / "run"), allow_change=["stepps"])
+        train(tmp_path / "run", recipe(), allow_change=["stepps"])
     with pytest.raises(
         CheckpointError,
         match=(
@@ -908,7 +857,7 @@ def test_a_field_that_no_recipe_has_cannot_differ(tmp_path: Path) -> None:
             r" allow_change=\['steps', 'seed'\]"
         ),
     ):
-        ls.train(recipe(), run_dir=str(tmp_path / "run"), allow_change="steps,seed")
+        train(tmp_path / "run", recipe(), allow_change="steps,seed")
 
 
 def test_files_that_may_not_be_read_end_the_run_with_the_reason_and_are_not_called_damaged(
@@ -926,4 +875,4 @@ def test_files_that_may_not_be_read_end_the_run_with_the_reason_and_are_not_call
             r"checkpoints, step-00000003-\w+: rank-0.safetensors cannot be read: Permission denied"
         ),
     ):
-        ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"))
+        train(tmp_path / "run")

@@ -213,18 +213,13 @@ def train_each(folder: str, cases: Cases) -> list[Any]:
     return found
 
 
-def in_turn(plans: Sequence[str]) -> Cases:
-    """The first recipe and one of the others, in turn."""
-    return [(plan, (0, 1 + place % 2)) for place, plan in enumerate(plans)]
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("size", "cases"),
     [
         (2, [(plan, ALL) for plan in PLANS[2]]),
         (3, [(plan, ALL) for plan in PLANS[3]]),
-        (4, in_turn(PLANS[4])),
+        (4, [(plan, [number]) for plan, number in zip(PLANS[4], ALL, strict=True)]),
         pytest.param(4, [(plan, ALL) for plan in PLANS[4]], marks=pytest.mark.slow),
         pytest.param(4, [("context=4", ALL)], marks=pytest.mark.slow),
     ],
@@ -260,7 +255,7 @@ def test_a_run_goes_on_under_another_plan(
 ) -> None:
     state, numbers = alone[0]
     for number, (first_plan, second_plan) in enumerate(
-        [("context=2", "replicate=1"), ("replicate=2", "context=3"), ("context=3", "shard=2")]
+        [("replicate=2", "context=3"), ("context=3", "shard=2")]
     ):
         folder = str(tmp_path / str(number))
         said = pool.run(int(first_plan[-1]), begin, folder, first_plan)

@@ -29,15 +29,17 @@ from lockstep.base.errors import DataError
 from lockstep.testing.pool import WorkerPool
 
 STAGES = ["embedding", "blocks.*", "head"]
+ALONE = "replicate=1"
 PLANS = {
-    2: ("pipeline=2",),
-    4: (
-        "pipeline=2,context=2,exchange=keys,schedule=zero-bubble",
-        "pipeline=2,context=2,exchange=heads,schedule=interleaved,checkpointing=full",
-        "shard=2,pipeline=2",
-    ),
+    2: [("pipeline=2", 0), ("pipeline=2", 1)],
+    4: [
+        ("pipeline=2,context=2,exchange=keys,schedule=zero-bubble", 0),
+        ("pipeline=2,context=2,exchange=keys,schedule=zero-bubble", 1),
+        ("pipeline=2,context=2,exchange=heads,schedule=interleaved,checkpointing=full", 1),
+        ("shard=2,pipeline=2", 0),
+    ],
 }
-"""Number of processes -> plans."""
+"""Number of processes -> plans and numbers of `RECIPES`."""
 
 
 class Embedding(nn.Module):
@@ -162,13 +164,14 @@ SHIFTING: dict[str, Any] = {
     "loss": shifting,
     "weight": lambda batch: batch[0][:, 1:].numel(),
     "collate": cropped,
+    "sequence": ls.Sequence(chunks=4),
     "evaluation": EVALUATION,
 }
 DOCUMENTS: dict[str, Any] = {
     "loss": summed,
     "weight": None,
     "collate": packed,
-    "sequence": ls.Sequence(chunks=8, documents=lambda batch: batch[2], positions="positions"),
+    "sequence": ls.Sequence(chunks=4, documents=lambda batch: batch[2], positions="positions"),
     "evaluation": None,
 }
 RECIPES = [SHIFTING, DOCUMENTS]
@@ -187,9 +190,9 @@ def train(run_dir: str, plan: str, changes: dict[str, Any]) -> Trained:
     return held.state, [result.loss, *result.metrics.values()]
 
 
-def train_all(run_dir: str, plans: Sequence[str]) -> list[Trained]:
-    cases = [(plan, changes) for plan in plans for changes in RECIPES]
-    return each_of(train, run_dir, cases, may_refuse=False)
+def train_all(run_dir: str, cases: Sequence[tuple[str, int]]) -> list[Trained]:
+    given = [(plan, RECIPES[number]) for plan, number in cases]
+    return each_of(train, run_dir, given, may_refuse=False)
 
 
 def refuse(run_dir: str, plan: str) -> list[str]:
@@ -199,7 +202,8 @@ def refuse(run_dir: str, plan: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[Trained]:
-    (found,) = pool.run(1, train_all, str(tmp_path_factory.mktemp("alone")), ["replicate=1"])
+    cases = [(ALONE, number) for number in range(len(RECIPES))]
+    (found,) = pool.run(1, train_all, str(tmp_path_factory.mktemp("alone")), cases)
     return found
 
 
@@ -208,13 +212,10 @@ def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[Tr
 def test_stages_of_sequences_train_the_model_of_one_process(
     pool: WorkerPool, tmp_path: Path, alone: list[Trained], size: int
 ) -> None:
-    plans = PLANS[size]
-    for rank in pool.run(size, train_all, str(tmp_path), plans, timeout_seconds=110):
-        for plan, trained in zip(
-            plans, zip(*[iter(rank)] * len(RECIPES), strict=True), strict=True
-        ):
-            for number, (found, expected) in enumerate(zip(trained, alone, strict=True)):
-                assert off(found, expected) < 1e-14, (plan, number)
+    cases = PLANS[size]
+    for rank in pool.run(size, train_all, str(tmp_path), cases, timeout_seconds=110):
+        for (plan, number), found in zip(cases, rank, strict=True):
+            assert off(found, alone[number]) < 1e-14, (plan, number)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -249,7 +250,6 @@ class Sharing(Generator):
         self.blocks[2].out.weight = self.blocks[0].out.weight
 
 
-ALONE = "replicate=1"
 BITWISE: list[dict[str, Any]] = [
     SHIFTING | {"model": Sharing, "global_batch": 10, "steps": None, "epochs": 1},
     DOCUMENTS | {"model": lambda: Generator().float(), "precision": "bf16"},
@@ -257,20 +257,34 @@ BITWISE: list[dict[str, Any]] = [
 ]
 """Five microbatches in float64, and two in the last batch, with evaluations; documents in bf16;
 idle parameters, which must not decay. All have tied weights, dropout and clipping."""
+ALL = range(len(BITWISE))
 BITWISE_PLANS = {
-    2: ("pipeline=2", "pipeline=2,schedule=zero-bubble,checkpointing=full"),
-    4: ("pipeline=2,context=2",),
+    2: {"pipeline=2": (1, 2), "pipeline=2,schedule=zero-bubble,checkpointing=full": (0,)},
+    4: {"pipeline=2,context=2": (0, 1)},
 }
+"""Number of processes -> plan -> numbers of `BITWISE`."""
 MORE_BITWISE_PLANS = {
-    2: ("pipeline=2,schedule=gpipe", "pipeline=2,schedule=interleaved", "shard=2"),
-    3: ("pipeline=3", "pipeline=3,schedule=zero-bubble"),
-    4: (
-        "shard=2,pipeline=2",
-        "shard=2,pipeline=2,schedule=zero-bubble,checkpointing=full",
-        "pipeline=2,context=2,schedule=zero-bubble,checkpointing=full",
-        "pipeline=2,context=2,schedule=interleaved",
-        "replicate=2,pipeline=2,checkpointing=full",
-    ),
+    2: {
+        "pipeline=2": (0,),
+        "pipeline=2,schedule=zero-bubble,checkpointing=full": (1, 2),
+        **dict.fromkeys(
+            ("pipeline=2,schedule=gpipe", "pipeline=2,schedule=interleaved", "shard=2"), ALL
+        ),
+    },
+    3: dict.fromkeys(("pipeline=3", "pipeline=3,schedule=zero-bubble"), ALL),
+    4: {
+        "pipeline=2,context=2": (2,),
+        **dict.fromkeys(
+            (
+                "shard=2,pipeline=2",
+                "shard=2,pipeline=2,schedule=zero-bubble,checkpointing=full",
+                "pipeline=2,context=2,schedule=zero-bubble,checkpointing=full",
+                "pipeline=2,context=2,schedule=interleaved",
+                "replicate=2,pipeline=2,checkpointing=full",
+            ),
+            ALL,
+        ),
+    },
 }
 Bits = tuple[str | None, list[float]]
 
@@ -288,17 +302,18 @@ def train_bits(run_dir: str, plan: str, changes: dict[str, Any], **more: Any) ->
     return result.fingerprint, [result.loss, *result.metrics.values()]
 
 
-def train_all_bits(run_dir: str, plans: Sequence[str]) -> list[Bits]:
-    cases = [(plan, changes) for plan in plans for changes in BITWISE]
-    return each_of(train_bits, run_dir, cases, may_refuse=False)
+def train_all_bits(run_dir: str, cases: Sequence[tuple[str, int]]) -> list[Bits]:
+    given = [(plan, BITWISE[number]) for plan, number in cases]
+    return each_of(train_bits, run_dir, given, may_refuse=False)
 
 
 @pytest.fixture(scope="module")
 def bits(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The results of one process, and what it logs."""
     folder = tmp_path_factory.mktemp("bits")
-    (found,) = pool.run(1, train_all_bits, str(folder), [ALONE], timeout_seconds=60)
-    return found, [learned(folder / str(number)) for number in range(len(BITWISE))]
+    cases = [(ALONE, number) for number in ALL]
+    (found,) = pool.run(1, train_all_bits, str(folder), cases, timeout_seconds=60)
+    return found, [learned(folder / str(number)) for number in ALL]
 
 
 @pytest.mark.timeout(150)
@@ -311,13 +326,14 @@ def bits(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
 def test_stages_of_chunks_have_the_bits_of_one_process(
-    pool: WorkerPool, tmp_path: Path, bits: Any, size: int, plans: Sequence[str]
+    pool: WorkerPool, tmp_path: Path, bits: Any, size: int, plans: dict[str, Sequence[int]]
 ) -> None:
     results, rows = bits
-    for found in pool.run(size, train_all_bits, str(tmp_path), plans, timeout_seconds=140):
-        assert found == results * len(plans), plans
-    written = [learned(tmp_path / str(number)) for number in range(len(plans) * len(BITWISE))]
-    assert written == rows * len(plans)
+    cases = [(plan, number) for plan, numbers in plans.items() for number in numbers]
+    ranks = pool.run(size, train_all_bits, str(tmp_path), cases, timeout_seconds=140)
+    for place, (plan, number) in enumerate(cases):
+        assert [found[place] for found in ranks] == [results[number]] * size, (plan, number)
+        assert learned(tmp_path / str(place)) == rows[number], (plan, number)
 
 
 MANY: list[dict[str, Any]] = [

@@ -35,6 +35,13 @@ PLANS = {
     3: ("context=3",),
     4: ("replicate=2,context=2", "shard=2,context=2,logits=chunked"),
 }
+LEFT_OUT = {
+    ("replicate=2", "named positions"),
+    ("replicate=2", "llama"),
+    ("shard=2,logits=chunked", "own"),
+    (PLANS[2][3], "named positions"),
+}
+"""Plans and models that add nothing to the others."""
 
 
 def rows(bins: Sequence[Sequence[int]], length: int) -> list[dict[str, Tensor]]:
@@ -205,6 +212,7 @@ def test_packed_documents_train_the_model_of_documents_one_by_one(
         (plan, name, bins[(row + place) % 2])
         for row, plan in enumerate(PLANS[size])
         for place, name in enumerate(names)
+        if (plan, name) not in LEFT_OUT
     ]
     for rank in pool.run(size, each_of, packed, str(tmp_path), cases, timeout_seconds=110):
         for (plan, name, each_bins), found in zip(cases, rank, strict=True):

@@ -288,17 +288,14 @@ TRAININGS = {
     1: [(name, "numerics=bitwise") for name in (*MATRICES, "by identity", "slowing")]
     + [("muon", "numerics=fast")],
     2: [
-        (name, f"{plan},numerics=bitwise")
-        for plan in ("replicate=2", "shard=2")
-        for name in MATRICES
-    ]
-    + [
+        *((name, "shard=2,numerics=bitwise") for name in MATRICES),
+        ("both", "replicate=2,numerics=bitwise"),
         ("by identity", "replicate=2,numerics=bitwise"),
         ("by group", "shard=2,numerics=bitwise"),
         ("slowing", "shard=2,numerics=bitwise"),
         ("muon", "shard=2,numerics=fast"),
     ],
-    3: [(name, "shard=3,numerics=bitwise") for name in MATRICES],
+    3: [(name, "shard=3,numerics=bitwise") for name in ("muon", "eigenbasis")],
     4: [(name, "replicate=2,shard=2,numerics=bitwise") for name in MATRICES],
 }
 """By the number of processes: optimizers and plans."""

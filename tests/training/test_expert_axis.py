@@ -103,7 +103,7 @@ def recipe(**changes: Any) -> ls.Recipe:
         "clip_norm": 0.5,
         "global_batch": 6,
         "microbatch": 2,
-        "steps": 4,
+        "steps": 3,
         "sequence": ls.Sequence(chunks=4),
         "evaluation": ls.Evaluation(data=texts(5, seed=9), every=2),
         **changes,
@@ -228,14 +228,10 @@ class Fails(ls.Hook):
 
 
 def test_a_run_goes_on_under_another_plan(pool: WorkerPool, tmp_path: Path, alone: Trained) -> None:
-    for number, (first_plan, second_plan) in enumerate(
-        [("expert=2", "replicate=1"), ("expert=2", "shard=2"), ("replicate=2", "expert=2")]
-    ):
-        folder = str(tmp_path / str(number))
-        said = pool.run(int(first_plan[-1]), begin, folder, first_plan)
-        assert set(said) == {"a step too far"}
-        for found in pool.run(int(second_plan[-1]), train, folder, second_plan):
-            assert off(found, alone) < 1e-12, (first_plan, second_plan)
+    """For plans before and after, see test_expert_bits.py."""
+    assert set(pool.run(2, begin, str(tmp_path), "replicate=2")) == {"a step too far"}
+    for found in pool.run(2, train, str(tmp_path), "expert=2"):
+        assert off(found, alone) < 1e-12
 
 
 def train_pretrained(folder: str, plan: str) -> Trained:
@@ -396,24 +392,33 @@ REFUSED: list[tuple[str, dict[str, Any], type[UserError], str, tuple[str, dict[s
 ]
 
 
-def refused(folder: str, plan: str, changes: dict[str, Any], remedy: Any) -> list[str]:
-    """The error, and what the remedy makes of it."""
-    small = {"evaluation": None, "sequence": None, "steps": 2}
-    try:
-        ls.train(recipe(**{**small, **changes}), plan=plan, run_dir=f"{folder}/wrong")
-    except UserError as error:
-        said = [type(error).__name__, str(error)]
-    plan, changes = remedy
-    if int(plan[-1]) == int(os.environ["WORLD_SIZE"]):
-        ls.train(recipe(**{**small, **changes}), plan=plan, run_dir=f"{folder}/right")
-    return said
+SMALL: dict[str, Any] = {"evaluation": None, "sequence": None, "steps": 2}
 
 
-@pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_refused(pool: WorkerPool, tmp_path: Path, case: int) -> None:
-    plan, changes, kind, text, remedy = REFUSED[case]
-    said, *others = pool.run(int(plan[-1]), refused, str(tmp_path), plan, changes, remedy)
-    print(said)
-    assert said[0] == kind.__name__
-    assert text in said[1]
-    assert all(each == said for each in others)
+def refused(folder: str, plan: str, changes: dict[str, Any]) -> tuple[str, str]:
+    with pytest.raises(UserError) as raised:
+        ls.train(recipe(**SMALL | changes), plan=plan, run_dir=folder)
+    return type(raised.value).__name__, str(raised.value)
+
+
+def follow(folder: str, cases: Sequence[int]) -> list[tuple[str, str]]:
+    """Return the error of each case. Each remedy is trained once."""
+    wrong = [REFUSED[case][:2] for case in cases]
+    found = each_of(refused, f"{folder}/wrong", wrong)
+    for number, (*_, (plan, changes)) in enumerate(REFUSED[case] for case in cases):
+        is_last = all(REFUSED[case][-1] != (plan, changes) for case in cases[number + 1 :])
+        if is_last and int(plan[-1]) == int(os.environ["WORLD_SIZE"]):
+            ls.train(recipe(**SMALL | changes), plan=plan, run_dir=f"{folder}/right-{number}")
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    """On all ranks alike; and what the error recommends trains."""
+    for size, cases in {3: [0], 2: range(1, len(REFUSED))}.items():
+        ranks = pool.run(size, follow, str(tmp_path / str(size)), cases, timeout_seconds=110)
+        assert ranks == ranks[:1] * size
+        for case, (kind, said) in zip(cases, ranks[0], strict=True):
+            _, _, expected, text, _ = REFUSED[case]
+            assert kind == expected.__name__
+            assert text in said

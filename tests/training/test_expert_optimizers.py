@@ -83,7 +83,7 @@ WHOLE = {
 def train(folder: str, plan: str, optimizer: Optimizers) -> tuple[Trained, bool]:
     last = Last()
     result = ls.train(
-        recipe(optimizer=optimizer, evaluation=None, steps=3),
+        recipe(optimizer=optimizer, evaluation=None, steps=2),
         plan=plan,
         run_dir=folder,
         hooks=[last],
@@ -136,7 +136,8 @@ def flipped(folder: str, plan: str, rank: int, name: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_COMPARE_EVERY", "2")
         try:
-            ls.train(recipe(evaluation=None), plan=plan, run_dir=folder, hooks=[Flip(rank, name)])
+            given = recipe(evaluation=None, steps=4)
+            ls.train(given, plan=plan, run_dir=folder, hooks=[Flip(rank, name)])
         except DivergenceError as error:
             return str(error)
     return ""

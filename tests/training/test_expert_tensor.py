@@ -81,10 +81,10 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def train(run_dir: str, plan: str, name: str) -> Trained:
+def train(run_dir: str, plan: str, name: str, steps: int = 2) -> Trained:
     """Return the model, the last loss and the metrics."""
     last = Last()
-    given = recipe(model=Model, sequence=None, **RECIPES[name])
+    given = recipe(model=Model, sequence=None, steps=steps, **RECIPES[name])
     result = ls.train(given, plan=plan, run_dir=run_dir, hooks=[last], log_every=1)
     whole = [each.details["modules"] for each in result.events if each.name == "experts-whole"]
     assert whole == ([["blocks.0.experts", "blocks.1.experts"]] if "tensor" in plan else [])
@@ -121,10 +121,11 @@ def begin(run_dir: str, plan: str) -> str:
         return str(error)
 
 
-def test_a_run_goes_on_without_the_axes(
-    pool: WorkerPool, tmp_path: Path, alone: dict[str, Trained]
-) -> None:
-    said = pool.run(4, begin, str(tmp_path), "expert=2,tensor=2")
+def test_a_run_goes_on_without_the_axes(pool: WorkerPool, tmp_path: Path) -> None:
+    said = pool.run(4, begin, str(tmp_path / "both"), "expert=2,tensor=2")
     assert set(said) == {"a step too far"}
-    (found,) = pool.run(1, train, str(tmp_path), "replicate=1", "layers")
-    assert off(found, alone["layers"]) < 1e-12
+    resumed, whole = (
+        pool.run(1, train, str(tmp_path / folder), "replicate=1", "layers", 3)[0]
+        for folder in ("both", "alone")
+    )
+    assert off(resumed, whole) < 1e-12

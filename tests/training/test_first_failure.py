@@ -70,9 +70,11 @@ def fails_over_gloo(run_dir: str) -> tuple[str, str, list[str]]:
         return fails(run_dir, "shard=2,transport=torch", "failure")
 
 
-def test_a_rank_that_waits_in_gloo_for_one_that_lives_on_is_told(tmp_path: Path) -> None:
-    with WorkerPool(max_workers=2, check_leaks=False) as workers:  # whose connections are ended
-        waited, failed = workers.run(2, fails_over_gloo, str(tmp_path / "run"), timeout_seconds=40)
+def test_a_rank_that_waits_in_gloo_for_one_that_lives_on_is_told(
+    pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_check_leaks", False)  # whose connections are ended
+    waited, failed = pool.run(2, fails_over_gloo, str(tmp_path / "run"), timeout_seconds=40)
     assert failed[:2] == ("IndexError", "out of range")
     assert waited[0] == "RuntimeError"
     assert "rank 1 failed first: IndexError: out of range" in waited[2]

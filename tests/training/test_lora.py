@@ -23,8 +23,8 @@ pytestmark = [
     pytest.mark.usefixtures("transformers_in_pool"),
 ]
 
-PLANS = ["replicate=2", "shard=2", "tensor=2"]
 BITWISE = ["replicate=2,numerics=bitwise", "shard=2,numerics=bitwise"]
+PLANS = [BITWISE[0], "shard=2", "tensor=2"]
 Losses = dict[str, tuple[float, str]]
 """Plan -> the loss and the fingerprint of a training."""
 CONFIG: dict[str, Any] = {
@@ -66,7 +66,7 @@ def train(run_dir: str, plan: str) -> tuple[float, str]:
         ),
         global_batch=8,
         microbatch=2,
-        steps=4,
+        steps=3,
     )
     result = ls.train(recipe, run_dir=run_dir, plan=plan, hooks=[SaveAdapters()])
     return result.loss, result.fingerprint
@@ -92,7 +92,7 @@ def alone(pool: WorkerPool, folder: Path) -> Losses:
 def ranks(pool: WorkerPool, folder: Path) -> list[Losses]:
     """The losses and fingerprints of each plan, on each of two processes: each has to import
     transformers."""
-    return pool.run(2, train_each, str(folder), [*PLANS, *BITWISE], timeout_seconds=200)
+    return pool.run(2, train_each, str(folder), [*{*PLANS, *BITWISE}], timeout_seconds=200)
 
 
 @pytest.mark.parametrize("plan", PLANS)
