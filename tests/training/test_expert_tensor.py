@@ -33,9 +33,9 @@ ON_SEQUENCE = {
 }
 SAVING = ls.Saving(every=2)
 CASES = {
-    1: [("replicate=1", "layers"), ("replicate=1", "sequence")],
+    1: [("replicate=1", "sequence")],
     2: [("tensor=2", "sequence")],
-    4: [("expert=2,tensor=2", "layers"), ("expert=2,tensor=2,checkpointing=full", "sequence")],
+    4: [("expert=2,tensor=2,checkpointing=full", "sequence")],
 }
 """Number of processes -> plans, and names of recipes."""
 
@@ -122,6 +122,7 @@ def begin(run_dir: str, plan: str) -> str:
 
 
 def test_a_run_goes_on_without_the_axes(pool: WorkerPool, tmp_path: Path) -> None:
+    """After two steps with both axes."""
     said = pool.run(4, begin, str(tmp_path / "both"), "expert=2,tensor=2")
     assert set(said) == {"a step too far"}
     resumed, whole = (

@@ -220,19 +220,14 @@ def stop_early(run_dir: str, name: str) -> list[tuple[int, float | None, list[An
     return found
 
 
-def stop_early_each(run_dir: str) -> list[Any]:
-    return each_of(stop_early, run_dir, [(name,) for name in SCRIPTS])
-
-
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_early_stopping_ends_training_where_a_metric_has_not_got_better(
-    pool: WorkerPool, tmp_path: Path
+    tmp_path: Path, name: str
 ) -> None:
-    for rank in pool.run(2, stop_early_each, str(tmp_path)):
-        for name, found in zip(SCRIPTS, rank, strict=True):
-            values, arguments, steps, best = SCRIPTS[name]
-            reason = f"score has not improved on {best:.6g} for {arguments['patience']} evaluations"
-            details = [{"reason": reason}] if steps < len(values) else []
-            assert found == [(steps, best, details)] * 2, name
+    values, arguments, steps, best = SCRIPTS[name]
+    reason = f"score has not improved on {best:.6g} for {arguments['patience']} evaluations"
+    details = [{"reason": reason}] if steps < len(values) else []
+    assert stop_early(str(tmp_path), name) == [(steps, best, details)] * 2
 
 
 def diverging(model: nn.Module) -> torch.optim.Optimizer:
