@@ -1,4 +1,5 @@
-"""The request of an audit to every process of the script. This module does not import torch."""
+"""The settings that `lockstep audit` gives to every process of the script. This module does not
+import torch."""
 
 from __future__ import annotations
 

@@ -306,8 +306,8 @@ class CodeReader(Reader):
 def digest_parts(
     parts: Iterable[Part], most: int = sys.maxsize
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the digest of the bytes at each path, and the paths whose values cannot be read. All
-    paths after the first `most` share one digest."""
+    """Return the digest of the bytes at each path, and the paths whose values cannot be read. At
+    most `most` paths have a digest each. The remaining paths share one digest."""
     hashed: dict[str, Any] = {}
     unread = dict[str, None]()
     for path, pieces in parts:

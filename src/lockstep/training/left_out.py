@@ -20,8 +20,8 @@ class LeftOut:
     contain the changed tensors."""
 
     def __init__(self, model: nn.Module, held: Collection[str]) -> None:
-        """Create the object before a checkpoint is loaded. `changed` compares with the values at
-        its creation."""
+        """Create the object before a checkpoint is loaded. `changed` compares the tensors with
+        their values at that time."""
         saved = dict(tensors_in_state(model, held))
         ours = set(map(id, saved.values()))
         named = (

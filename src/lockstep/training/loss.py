@@ -487,8 +487,9 @@ def _number(name: Any, value: Any) -> float:
 
 
 def _ignore_index_in(batch: Any) -> str | None:
-    """Return the index expression of a tensor that contains torch's ignore index, such as
-    "['labels'][1]". Return "" if the batch is a tensor that contains the ignore index."""
+    """Return where in the batch a tensor contains torch's ignore index, such as "['labels'][1]".
+    Return the empty string if the batch itself is this tensor, and None if no tensor contains
+    it."""
     if isinstance(batch, Tensor):
         if batch.dtype not in (torch.int64, torch.int32) or not batch.is_cpu or not batch.numel():
             return None

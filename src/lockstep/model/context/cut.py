@@ -53,8 +53,9 @@ LENGTHS = (17, 19)
 the sequence's length."""
 COMPARED_TOKENS_PER_CHUNK = 8
 COMPARED_SAMPLES = 4
-"""One sample is not enough to detect a model that keeps the best half of the tokens. By chance, the
-best halves of all ranks may together be the best half of all tokens."""
+"""Number of samples in the check. A model may keep only the half of a sample's tokens with the best
+scores. On one sample, the halves that the ranks keep may by chance be the half that one process
+keeps."""
 WINDOWS = 8
 """Number of windows (runs of tokens) of a long sequence on which the loss is tried before all
 windows."""
