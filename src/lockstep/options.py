@@ -472,7 +472,7 @@ class LaunchOptions(RunOptions):
         return RunOptions(**values)
 
     def flags_for_script(self) -> list[str]:
-        """Return the command-line options that only a script with lockstep reads."""
+        """Return the given command-line options that only a script with lockstep reads."""
         return [flag(name) for name in self._given_for_script()]
 
     def same_on_all_machines(self) -> list[str]:

@@ -32,8 +32,7 @@ SMALLEST_DOMAIN_BITS: Final = 4
 
 
 class Order:
-    """The order of `length` samples under `seed` in every epoch. Every rank must create an
-    `Order`."""
+    """The order of `length` samples under `seed` in every epoch. Every rank creates an `Order`."""
 
     def __init__(self, length: int, seed: int) -> None:
         if length < 1:

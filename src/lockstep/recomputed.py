@@ -53,10 +53,9 @@ def recomputed(
 def ranks_at_fault(
     votes: Sequence[tuple[Recomputed, Sequence[object]]],
 ) -> tuple[list[int], list[int]]:
-    """Return the ranks that computed a wrong gradient, and the ranks that cannot be told apart from
-    a wrong one. `votes` has each microbatch, with the gradient that each of its `ranks` computed,
-    in any form that can be compared. The two ranks of a microbatch with equal gradients count as
-    right."""
+    """Return the ranks that computed a wrong gradient, and ranks among which at least one did.
+    `votes` has each microbatch, with the gradient that each of its `ranks` computed, in any form
+    that can be compared. Two ranks with equal gradients count as right."""
     wrong, unclear = set[int](), list[tuple[int, ...]]()
     for each, gradients in votes:
         agreed = [one for one in gradients if gradients.count(one) > 1]

@@ -401,7 +401,7 @@ def _shared(
 ) -> UserError | None:
     """Return the mistake of another rank that caused `error`, to raise instead. A cause that is not
     a mistake is added to `error` as a note. An error of this rank is reported to all ranks. `found`
-    is the mistake that made the watchdog abort the process group."""
+    is the mistake for which the watchdog has ended the exchanges."""
     # a rank that has failed in a forward makes a different call than the other ranks
     differ = isinstance(error, CallsDiffer)
     if differ or (explained is None and lost_a_peer(error)):

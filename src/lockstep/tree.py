@@ -3,9 +3,9 @@ is not associative, so a sum has the same bits at any world size only if it is a
 one tree.
 
 The node [a, b) splits at a plus the largest power of two below b - a. A rank has a contiguous range
-of leaves, and adds all nodes in its range (`Counter`). The nodes that span several ranks (`cover`)
-are added after the exchange (`fold`). `combine(left, right)` returns the sum of two values.
-`combine` may write into `left` and return it, because no value is combined twice.
+of leaves, and adds all nodes in its range (`Counter`). The largest nodes in the ranges of all ranks
+(`cover`) are added after the exchange (`fold`). `combine(left, right)` returns the sum of two
+values. `combine` may write into `left` and return it, because no value is combined twice.
 """
 
 from __future__ import annotations

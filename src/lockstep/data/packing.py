@@ -244,8 +244,8 @@ def pack(data: Any, length: int, *, lengths: Any = None) -> Stream | PackedDatas
     A document is a list, an array or a tensor of token ids, or a dict with `input_ids` and perhaps
     `labels`. Each group of 256 consecutive documents of `data` is packed separately: longest first,
     each into the fullest row with enough room. A document that is longer than a row is cut into
-    pieces, each of which begins with the last token of the previous piece. A shorter document is in
-    exactly one row.
+    pieces, each of which begins with the last token of the previous piece. Every other document is
+    in exactly one row.
 
     A row is a dict of tensors with `length` elements: `input_ids`; `labels`, not shifted, -100 at
     the first token of each document; `document_ids`, which count from 0; `position_ids`, which

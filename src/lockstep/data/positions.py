@@ -10,7 +10,7 @@ from lockstep.recipe.data import Mixture, PackedStream, Stream
 class ShardPosition(NamedTuple):
     epoch: int = 0
     seen: int = 0
-    """Number of samples read in the current epoch."""
+    """Number of samples of `epoch` that were read."""
 
 
 class MixturePosition(NamedTuple):

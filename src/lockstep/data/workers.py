@@ -176,7 +176,7 @@ def _set_up_worker(folder: str, parent: int, worker: int) -> None:
     """The kernel kills the worker together with the training process, because the worker holds
     copies of sockets on which other ranks wait. After SIGTERM, the worker continues for
     `LATER_SECONDS`, so that the training step can end. The worker ends if it cannot send a batch.
-    With a lost batch, the training process would wait forever."""
+    If a batch were skipped, the training process would wait forever."""
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     die_with_parent(parent)
     for number in signals("SIGUSR1", "SIGINT"):

@@ -43,7 +43,7 @@ class RepeatedInputs:
     """Passes one tensor object to a block that gets the same tensor as several arguments. FSDP2
     makes a new tensor for each argument. With separate tensors, `query is key` would be False, and
     `nn.MultiheadAttention` would compute different bits. Create the object before the block is
-    sharded and install it afterwards. The hooks of `RepeatedInputs` must run around the hooks of
+    sharded and install it afterwards. The hooks of `RepeatedInputs` then run around the hooks of
     FSDP2."""
 
     def __init__(self, block: nn.Module) -> None:

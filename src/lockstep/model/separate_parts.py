@@ -73,7 +73,7 @@ class PartLeaf:
         """The leaf shares memory with the original parameter."""
         self.gathered: nn.Parameter | None = None
         """The leaf of the all-gathered parameter, which shares the parameter's memory. None without
-        sharding. None without sharding."""
+        sharding."""
         self._in_place = in_place
         self._owners = [
             (own_parameters(module), name)

@@ -18,7 +18,8 @@ TF32 = 2.0**-10
 ROUNDINGS, SHORT_ROUNDINGS = 16.0, 4.0
 """Largest allowed relative error between two results that are computed in different orders.
 `ROUNDINGS` is in units of the dtype's epsilon to the power of 3/4 (1e-4 in float32).
-`SHORT_ROUNDINGS`, for bfloat16 and float16, is in units of the dtype's epsilon (3% in bfloat16)."""
+`SHORT_ROUNDINGS`, for dtypes less precise than float32, is in units of the dtype's epsilon (3% in
+bfloat16)."""
 SMALL = 1e-2
 """Parameters whose elements are all smaller in magnitude count as zero."""
 

@@ -85,8 +85,7 @@ class Chart:
     unit: Unit = ""
     from_zero: bool = False
     logarithmic: bool | None = None
-    """True for a logarithmic axis with a zero at the lower edge, None to choose by the values. None
-    to choose by the values."""
+    """True for a logarithmic axis with a zero at the lower edge, None to choose by the values."""
     note: str = ""
     marks: Sequence[EventMark] = ()
     microseconds: int | None = None

@@ -20,7 +20,8 @@ SPREAD = 12.0
 """Smallest distance of a spike from the median of the preceding steps, in median absolute
 deviations. About 2 of 100 runs whose losses are only noise have a spike of this size."""
 LEADS = 6.0
-"""Smallest distance of the step before a spike from the median, in median absolute deviations."""
+"""Smallest distance from the median of a step that belongs to the spike after it, in median
+absolute deviations."""
 RATIO = 4.0
 """Ratio of the gradient norm of a microbatch or sample to the median of the others, above which it
 is the cause."""
@@ -29,8 +30,8 @@ JUMP_LEADS = 8
 
 Cause = Literal["sample", "microbatch", "learning rate", "changed", "once", "machine", "all alike"]
 """`changed`: code, recipe or environment differ from the run. `once`: only replays from later
-checkpoints reproduce the jump. `machine`: no replay reproduces the run. `all alike`: the whole
-batch has a large gradient."""
+checkpoints reproduce the run. `machine`: no replay reproduces the run. `all alike`: the whole batch
+has a large gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -120,7 +120,7 @@ class FiniteWatch:
 
     def _not_finite(self, tensors: Iterable[Tensor]) -> list[int | str] | None:
         """Return the samples whose rows are not finite; None if all values are finite. Return an
-        empty list if no tensor has a row for each sample."""
+        empty list if a tensor that is not finite has no row for each sample."""
         count = len(self._samples)
         for each in tensors:
             finite = torch.isfinite(to_local(each.detach()))

@@ -50,7 +50,7 @@ class ScriptEnd:
 
     def nothing_done(self, line: ScriptLine, *, before: str, needs: str, works: str) -> LaunchError:
         """`before` is the call that the script did not reach. `needs` is the reason why the command
-        needs the call. `works` is a command line that the user should try first."""
+        needs the call. `works` is a command line that must work first."""
         if self.timed_out:
             return LaunchError(
                 f"{line.script} did not come to {before} in {self.seconds:.0f} s; {needs}; give it"

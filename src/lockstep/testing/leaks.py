@@ -60,7 +60,7 @@ class Exempt:
     the processes of a `WorkerPool`."""
 
     processes: Collection[int] = ()
-    """Process ids. Process ids, whose descendants snapshots also leave out."""
+    """Process ids. Snapshots also leave out the descendants of these processes."""
     descriptors: Collection[int] = ()
     """Numbers of file descriptors of this process."""
 

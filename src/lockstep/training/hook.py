@@ -43,8 +43,8 @@ class Hook:
         adds to `metrics` appear in the run's result, and `Saving(best=...)` can name them."""
 
     def on_finish(self, run: Run) -> None:
-        """Called after the last step and the last evaluation, before the result is written. A run
-        that ends by an error does not call the hook."""
+        """Called after the last step and the last evaluation, before the result is written. Not
+        called after an error."""
 
     def on_save(self, run: Run) -> None:
         """Called after the final weights were written to the run directory."""

@@ -456,8 +456,8 @@ def set_up_computation(
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
-    """Make glibc keep freed memory. By default, glibc returns freed gradients to the system and
-    page-faults them back, which takes up to a fifth of a step."""
+    """Make glibc keep freed memory. By default, glibc returns a step's gradients to the system and
+    gets the memory back page by page, which takes up to a fifth of a step."""
     if sys.platform != "linux" or any(name in environ for name in OWN_SETTINGS):
         return False
     try:

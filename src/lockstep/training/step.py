@@ -240,9 +240,9 @@ class Step:
         """Yield the batch of each microbatch of this rank. Each batch has its own random
         generators. A rank may have no microbatches.
 
-        The method can be iterated again after a `commit`, for another model: with the same batches
-        and new random numbers. `dummies`: True if the loop checks `is_dummy`. With `dummies=False`,
-        raises `RecipeError` under a plan in which a rank must compute dummies.
+        After a `commit`, another call yields the same batches for another model, with other random
+        numbers. `dummies`: True if the loop checks `is_dummy`. With `dummies=False`, raises
+        `RecipeError` under a plan in which a rank must compute dummies.
         """
         self._refuse_recomputation("a loop over step.microbatches()", "step.compute(inputs, loss)")
         for module in self._modules:

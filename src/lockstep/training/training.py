@@ -43,8 +43,8 @@ class LoopState:
     # name of a stream shard that this rank reads -> its position in the shard
     shards: dict[str, Position] = field(default_factory=dict)
     agreed: int | None = None
-    """Number of optimizer steps before the latest recomputation in which the gradients of all ranks
-    agreed."""
+    """Number of optimizer steps done at the latest recomputation in which the gradients of all
+    ranks agreed."""
     data: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
     """Maps a loop's number and a sample's name to the digests of the sample's parts."""
     digest: Callable[[], Digests] | None = None

@@ -26,8 +26,7 @@ from lockstep.base import torch_private
 MOST_SAMPLES = 512
 MOST_BYTES = 1 << 16
 LEAST_ITEMS = 8
-"""Lists and arrays in a dataset with fewer items are not compared, because they may be settings of
-the rank."""
+"""Lists and arrays with fewer items are not compared, because they may be settings of the rank."""
 FETCHES = 3
 
 

@@ -59,8 +59,8 @@ class Dispatch:
     _attributes: tuple[Any, ...] = field(init=False)
     _is_checked: bool = False
     _is_left: bool = False
-    """True for a module whose forward cannot be divided. A forward that cannot be divided is the
-    module's original forward."""
+    """True for a module whose forward cannot be divided. The original forward of such a module is
+    called."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatch:
         made = copy(self)
@@ -105,9 +105,9 @@ class Dispatch:
         self._exchange_counts(self.world, self._nothing(), None)
 
     def end_forward(self) -> None:
-        """Tell the other ranks that the forward on this rank has ended. Raises `RecipeError` if
-        another rank is still calling a module of experts. On an accelerator, this rank does not
-        wait for the answer, and only the other rank raises."""
+        """Tell the other ranks that the forward on this rank has ended. Raises `RecipeError` if the
+        forward of another rank has not ended. On an accelerator, this rank does not wait for the
+        answer, and only the other rank raises."""
         call = self._call(len(self.names))
         with handled():
             _, theirs = self._exchange(self.world, self._nothing(), call)
@@ -207,7 +207,7 @@ class Dispatch:
 
     def _exchange(self, world: World, routing: Routing, call: int) -> tuple[Tensor, Tensor]:
         """Exchange the counts of rows between the ranks. The tensors have the same shape for all
-        modules."""
+        modules, because ranks may call different modules."""
         ranks = world.size
         counts = routing.counts.view(ranks, -1)
         padded = F.pad(counts, (0, self.most // ranks - counts.shape[1]))
@@ -301,8 +301,8 @@ class Dispatch:
 
     def _check(self, given: list[Any]) -> None:
         """Check the divided forward of the module. A wrong result makes all ranks raise
-        `RecipeError`. On a single rank, a wrong divided forward is replaced by the module's
-        original forward."""
+        `RecipeError`. If each rank holds the whole module, the module's original forward is called
+        instead."""
         if not self._is_checked or (not self._is_left and self._kind() not in self.proved):
             # all ranks must call this module before they prove it
             self._exchange_counts(self.world, self._nothing(), self._nothing().order)

@@ -124,7 +124,8 @@ def _scores(module: nn.Module, experts: int) -> bool:
 
 
 def bias_of(model: nn.Module, name: str, experts: Experts, router: str) -> str:
-    """Return the name of the router's bias: the only nearby buffer with one value per expert."""
+    """Return the name of the router's bias: the only buffer around the router with one value per
+    expert."""
     around = name.rpartition(".")[0]
     inside = {id(each) for each in experts.module.modules()}
     roots = [

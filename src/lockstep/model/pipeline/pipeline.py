@@ -161,8 +161,8 @@ class Pipeline:
                 self._run_schedule(start + first, start + end, schedule, backward)
 
     def _starts(self) -> list[int]:
-        """Return the index of each microbatch at which the pipeline calls the schedule again.
-        Within one call of the schedule, the tensors between stages differ only in size."""
+        """Return the indices of the microbatches at which a new call of the schedule begins. Within
+        one call of the schedule, the tensors between stages differ only in size."""
         kinds = list(map(_signatures, self._routes))
         starts = [
             0,

@@ -37,8 +37,8 @@ from lockstep.model.trial import trial
 ROUNDINGS = 8.0
 """Largest allowed relative error (in the norm), in units of the square root of the dtype's eps."""
 MAX_GATHERED_ELEMENTS = 2**26
-"""Largest number of elements in the full weights of a module's sharded layers, for a module that is
-checked. A module is also checked if it has at most half of the elements of all sharded layers."""
+"""A module is checked if the full weights of its sharded layers have at most this many elements. A
+module is also checked if it has at most half of the elements of all sharded layers."""
 
 
 class FirstForwardCheck:

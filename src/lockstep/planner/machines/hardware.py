@@ -65,7 +65,7 @@ class Link:
     channels."""
     all_reduce_gain: float = 1.0
     """Rate of an all-reduce inside a node, relative to other collectives. The rate exceeds 1 if the
-    network switches compute sums."""
+    switches compute sums."""
     aliases: tuple[str, ...] = ()
     source: str
 

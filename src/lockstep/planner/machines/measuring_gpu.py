@@ -30,8 +30,8 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 HEADS, HEAD_DIM = 16, 128
 COPIED_BYTES = tuple(2**power for power in range(20, 31, 2))
 LAUNCHED = 400
-"""Number of small kernels in one measurement. More kernels would fill the queue of a CUDA stream
-and block the host."""
+"""Number of small kernels in one measurement. A CUDA stream can queue this many kernels before the
+host blocks."""
 AHEAD_SECONDS = 0.03
 """Duration of the work that the device gets first, while the host queues small kernels."""
 GENERATIONS = {70: "Volta", 75: "Turing", 80: "Ampere", 86: "Ampere", 89: "Ada", 90: "Hopper"}

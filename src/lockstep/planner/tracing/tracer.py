@@ -178,7 +178,8 @@ def _note_boundary(
 def trace_step(
     recipe: Recipe, plan: Plan, options: TraceOptions, watch: Callable[[Run], object] | None = None
 ) -> TracedStep:
-    """Trace the second step on one rank. Raises every error of a real run, and `ValueNeeded`."""
+    """Trace the second step on one rank. Raises the errors that a run would raise, and
+    `ValueNeeded`."""
     with ExitStack() as stack:
         stack.enter_context(PreservedGenerators())
         folder = str(stack.enter_context(locked_folder("lockstep-plan-")))

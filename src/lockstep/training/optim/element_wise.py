@@ -1,5 +1,5 @@
 """Finds optimizers whose update of an element depends on other elements (Muon, Adafactor, LAMB) or
-on other tensors (Prodigy). Each optimizer steps on small trial tensors."""
+on other tensors (Prodigy). Tries each optimizer on small tensors."""
 
 from __future__ import annotations
 

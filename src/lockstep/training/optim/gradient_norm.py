@@ -25,8 +25,8 @@ norms takes longer than the work."""
 
 
 class GradientNorm:
-    """The global 2-norm of a model's gradients, sharded or not. Every rank must call this
-    function."""
+    """The global 2-norm of a model's gradients, sharded or not. Every rank must make the same
+    calls."""
 
     def __init__(self, mesh: Mesh, *, bitwise: bool, slices: int = 1) -> None:
         self._slices = slices
@@ -114,8 +114,8 @@ class GradientNorm:
         compute: Callable[[list[Tensor]], Sequence[Tensor]],
         lengths: Sequence[int] | None = None,
     ) -> Sequence[Tensor]:
-        """Return `compute(parts)`, one value for each gradient. Replicas that share memory divide
-        the computation for large gradients."""
+        """Return `compute(parts)`. Replicas that share memory divide the computation if the
+        gradients are large."""
         if (
             self._memory is None
             or not parts
@@ -149,7 +149,7 @@ class GradientNorm:
     def _squares_of_all_rows(
         self, gradients: Sequence[Tensor], parts: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return each full tensor's sums of squares of rows, in float64."""
+        """Return, in float64, the sum of squares of each row of each full tensor."""
         size = self._tensor.size
         sharded_dims = [shard_dim_over(gradient, "tensor") for gradient in gradients]
         in_slices = [

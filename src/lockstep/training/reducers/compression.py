@@ -23,8 +23,8 @@ from lockstep.comm.world import World
 from lockstep.recipe.checks import powersgd_rank
 
 MIN_COMPRESSION_RATIO = 2
-"""Smallest ratio of a gradient matrix's elements to its two thin matrices' elements, for a matrix
-that is compressed (torch's default)."""
+"""A gradient matrix is compressed if two thin matrices have fewer elements by this factor (torch's
+default)."""
 _REVIVING_SEED = 1
 
 

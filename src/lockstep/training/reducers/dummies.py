@@ -1,7 +1,7 @@
 """The backward of a dummy microbatch. A rank without a microbatch computes a dummy microbatch,
 because other ranks wait in collectives of the backward. Autograd runs a collective only if an
-earlier leaf of the graph requires a gradient. A leaf may be another tensor than a parameter: with
-frozen embeddings, PEFT makes the embeddings' output require a gradient."""
+earlier leaf of the graph requires a gradient. A leaf need not be a parameter: with frozen
+embeddings, PEFT makes the embeddings' output require a gradient."""
 
 from __future__ import annotations
 

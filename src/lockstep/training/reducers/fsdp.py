@@ -390,8 +390,8 @@ class _GroupBackwards:
                 leaf.register_hook(self._check)  # type: ignore[no-untyped-call]
 
     def _check(self, gradient: Tensor) -> None:
-        """With create_graph=True, FSDP2 frees the parameters that the second backward needs. FSDP2
-        would also end the reduction of a nested backward too early."""
+        """With create_graph=True, FSDP2 frees the parameters that the second backward needs. After
+        a nested backward, FSDP2 would end the reduction too early."""
         if torch.is_grad_enabled():
             raise PlanError(
                 "the shard axis with a gradient that is itself differentiated (autograd.grad with"
@@ -471,8 +471,8 @@ class _UsedParameters:
                 raise error_of_change(name)
 
     def _refuse_others(self, own: Sequence[_Own]) -> Any:
-        """Refuse an all-gathered parameter that `torch.func.functional_call` replaces: FSDP2
-        ignores the replacement."""
+        """Refuse another tensor in place of a parameter (`torch.func.functional_call`): FSDP2 would
+        not use it."""
 
         def before(_: nn.Module, __: Any) -> None:
             for parameters, name, place, full_name in own:

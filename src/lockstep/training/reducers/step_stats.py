@@ -95,7 +95,7 @@ class StepStatsVector:
         return packed
 
     def own_numbers(self) -> Tensor | None:
-        """Return this rank's numbers if it is the only rank, so that no vector is summed."""
+        """Used on a single rank, where no vector is summed."""
         if not self._agreement.count:
             return None
         numbers = torch.tensor(self._agreement.numbers())

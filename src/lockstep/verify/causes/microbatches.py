@@ -131,8 +131,8 @@ def _factor(
 
 
 def kept_state(evidence: Evidence) -> str | None:
-    """Find state that the model keeps between microbatches. State is the cause if a rank's first
-    microbatch is right and only a later microbatch is wrong."""
+    """Find state that the model keeps between microbatches. State is the cause if rank 0's first
+    microbatch is right and a later microbatch is wrong."""
     wrong = {index for difference in evidence.of("microbatch") for index in difference.microbatches}
     rank_0 = [m.index for m in evidence.microbatches if m.rank == 0]
     late = wrong.intersection(rank_0[1:])
