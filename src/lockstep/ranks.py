@@ -22,10 +22,10 @@ def rank() -> int:
 
 def once(function: Callable[[], T]) -> T:
     """Call `function` on one process of each machine first, and then on all processes of the
-    machine that have not called it. Returns the result of this process's call. Use `once` for
-    downloads: only the first process then downloads. Every rank must call this function, before
-    training. If the call raises on the first process of a machine, this process raises the error,
-    and all other ranks raise a `LaunchError`."""
+    machine that have not called it. Every process gets the result of its own call. Use `once` for
+    downloads: only the first process then downloads. Every rank must call `once`, before training.
+    If the call raises on the first process of a machine, this process raises the error, and all
+    other ranks raise a `LaunchError`."""
     from lockstep.comm.world import join  # imports torch
 
     environment = _environment()

@@ -268,8 +268,8 @@ class PipelineStateDict(Mapping[str, Tensor]):
 
 
 _meshes: dict[Any, tuple[list[DeviceMesh], Mapping[tuple[str, ...], Any]]] = {}
-"""Each mesh is made once, because torch's cache of DTensor operations does not distinguish equal
-meshes."""
+"""Keeps each mesh that was made. A second equal mesh would be confused with the first in torch's
+cache of DTensor operations."""
 _Dims = tuple[tuple[str, ...], ...]
 
 

@@ -32,7 +32,7 @@ _PEAKS = {
     "MI300X": 1307.4e12,
 }
 """Peak FLOP/s of dense bf16 and fp16 products with fp32 accumulation, from data sheets, by words in
-the device's name. The first matching word is used."""
+the device's name."""
 
 
 NOTHING = nullcontext()

@@ -1,5 +1,5 @@
-"""Checks the gradients that optimizers apply. A linear fit of random projections shows the factor
-of each rank's gradient in the applied gradient."""
+"""Checks the gradients that optimizers apply. An applied gradient is a weighted sum of the ranks'
+gradients. The weights are fitted to random projections of the gradients."""
 
 from __future__ import annotations
 

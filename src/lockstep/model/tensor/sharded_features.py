@@ -527,8 +527,8 @@ def _is_own_hook(args: Any) -> bool:
 
 def check_gradients(given: Tensor, layer: str) -> None:
     """Raise `RecipeError` if a sharded tensor was computed from an unsharded parameter by a
-    function that lockstep has not intercepted. Each rank would get an incomplete gradient of the
-    parameter."""
+    function that lockstep has not intercepted. Without the error, each rank would get an incomplete
+    gradient of the parameter."""
     todo, known = [given.grad_fn], set()
     while todo:
         node: Any = todo.pop()

@@ -20,8 +20,8 @@ from lockstep.evidence.trace import LayerTrace
 from lockstep.verify.causes.evidence import Evidence, Wrong, differ, named, stacked
 
 MOSTLY = 0.9
-"""Fraction of wrong outputs that must be outputs of other tokens, for the cause that outputs went
-to the wrong tokens."""
+"""If at least this fraction of the wrong outputs equal the outputs of other tokens, the cause is
+that outputs went to the wrong tokens."""
 
 
 def rows(evidence: Evidence) -> str | None:
