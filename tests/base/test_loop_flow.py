@@ -156,6 +156,7 @@ def test_the_loop_is_found_by_its_line() -> None:
     found = [loop_at(source, line) for line in range(1, 7)]
     assert [each and ast.unparse(each.target) for each in found] == ["a", "c", "c", "c", None, None]
     assert loop_at("for a in", 1) is None
+    assert loop_at("for a in b: f(a)", 1) is not None
 
 
 def test_loops_of_the_examples_are_right() -> None:
@@ -409,6 +410,8 @@ def test_an_attribute_of_an_object_of_an_object(name: str, expected: list[str]) 
         ("one(step)", "def one(s):\n    global m\n    s.backward(m)\n    m = 1", ["m"]),
         ("m = one(step)", "def one(s):\n    m = 1\n    s.backward(m)\n    return m", []),
         ("one(other); m = 1", "def one(s): s.backward(m)", []),
+        ("one(step); m = 1", "def one(s, m=2): s.backward(m)", []),
+        ("one(step); m = 1", "def one(s, *m): s.backward(m)", []),
     ],
 )
 def test_a_helper_that_gets_the_step(body: str, helper: str, expected: list[str]) -> None:

@@ -174,6 +174,38 @@ class Recent:
         return self.tables[number]
 
 
+class Previous:
+    """Keeps the latest loss alone, under the number of its sample."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+
+    def scaled(self, loss: torch.Tensor, number: int) -> torch.Tensor:
+        scaled = loss * (1.0 + sum(self.losses.values()))
+        self.losses = {number: 0.1 * scaled.item()}
+        return scaled
+
+
+class Linked:
+    """One of several objects that hold and call each other."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def link(self, others: list[Linked]) -> None:
+        self.a, self.b, self.c, self.d = others
+
+    def total(self) -> int:
+        self.a.count()
+        self.b.count()
+        self.c.count()
+        self.d.count()
+        return self.a.calls + self.b.calls + self.c.calls + self.d.calls
+
+    def count(self) -> None:
+        self.calls += 1
+
+
 class Staging:
     def __init__(self) -> None:
         self.buffer = torch.zeros(8, 6)
@@ -225,7 +257,10 @@ def with_code_of_ones_own(run_dir: str, kind: str, plan: str) -> list[Any]:
     """The names of the events, and the variables that they name."""
     statistics, recent, staging, criterion = Statistics(), Recent(), Staging(), Logging()
     environment, buffer = Environment(), torch.zeros(8, 6)
-    state = Ema()
+    state, previous, linked = Ema(), Previous(), [Linked() for _ in range(5)]
+    for each in linked:
+        each.link([one for one in linked if one is not each])
+    first, losses = linked[0], dict[int, float]()
     with ls.Session(run_dir=run_dir, plan=plan) as session:
         model, optimizer = session.prepare(lambda: nn.Linear(6, 3), sgd)
         for step in session.steps(rows(48), global_batch=8, microbatch=2, steps=17):
@@ -249,6 +284,13 @@ def with_code_of_ones_own(run_dir: str, kind: str, plan: str) -> list[Any]:
                     if kind == "nested":
                         loss = loss * (1.0 + statistics.ema.value)
                         statistics.update(loss.item())
+                    if kind == "previous":
+                        loss = previous.scaled(loss, int(place[0]))
+                    if kind == "dict":
+                        loss = loss * (1.0 + sum(losses.values()))
+                        losses = {int(place[0]): 0.1 * loss.item()}
+                    if kind == "linked":
+                        loss = loss * (1.0 + 0.0 * first.total())
                     step.backward(loss)
                 step.log({"running": running})
             step.commit(optimizer)
@@ -256,7 +298,10 @@ def with_code_of_ones_own(run_dir: str, kind: str, plan: str) -> list[Any]:
     return [[each["event"], each.get("variables")] for each in told]
 
 
-CODE = ("nested", "helper", "cache", "staging", "environment", "helper for a log")
+CODE = (
+    *("nested", "helper", "previous", "dict"),
+    *("cache", "staging", "environment", "helper for a log"),
+)
 
 
 def each_code(run_dir: str, plan: str) -> list[Any]:
@@ -267,13 +312,23 @@ def test_only_what_goes_on_in_objects_and_helpers_is_named(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     alone = each_code(str(tmp_path / "one"), "replicate=1,numerics=bitwise")
-    lost = [[[LOST, ["statistics.ema.value"]]], [[LOST, ["state.value"]]]]
+    lost = [
+        [[LOST, [name]]]
+        for name in ("statistics.ema.value", "state.value", "previous.losses", "losses")
+    ]
     assert alone == [*lost, [], [], [], []]
     several = pool.run(2, each_code, str(tmp_path / "bits"), "replicate=2,numerics=bitwise")[0]
-    nested, helper, *others = several
+    nested, helper, previous, *others = several
     assert nested.startswith("LossError: the loss uses statistics.ema.value, which the loop")
     assert helper.startswith("LossError: the loss uses state.value, which the loop carries")
-    assert others == [[], [], [], []]
+    assert previous.startswith("LossError: the loss uses previous.losses, which the loop")
+    assert others == [[[LOST, ["losses"]]], [], [], [], []]
+
+
+def test_objects_that_hold_each_other_are_looked_into_once(tmp_path: Path) -> None:
+    [[event, names]] = with_code_of_ones_own(str(tmp_path), "linked", "replicate=1")
+    assert event == LOST
+    assert set(names) <= {f"first.{name}.calls" for name in "abcd"}
 
 
 def zipped(microbatches: Any, values: list[Any]) -> Any:

@@ -127,6 +127,7 @@ OUTPUT = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_
             [(0.75, False), (0.75, False)],
         ),
         (lambda: F.cross_entropy(OUTPUT, LABELS).reshape(1), [(0.75, False)]),
+        (lambda: sum([F.cross_entropy(OUTPUT, LABELS)] * 2000), [(0.75, False)]),
         (lambda: F.cross_entropy(OUTPUT, LABELS.clamp(min=0)), [(1.0, True)]),
         (lambda: F.cross_entropy(OUTPUT, LABELS.flip(0)[[0, 1, 0, 1]]), [(0.5, True)]),
         (lambda: F.cross_entropy(OUTPUT, LABELS.clamp(min=0), ignore_index=0), None),

@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Set
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ def loop_at(source: str, line: int) -> ast.For | None:
     except (SyntaxError, ValueError):
         return None
     around = (each for each in _around(tree, line) if isinstance(each, ast.For))
-    heads = [each for each in around if line < each.body[0].lineno]
+    heads = [each for each in around if line < each.body[0].lineno or line == each.lineno]
     return max(heads, key=lambda each: each.lineno, default=None)
 
 
@@ -97,12 +98,26 @@ def used_by_loss(loop: ast.For, helpers: Helpers | None = None) -> list[str]:
     return sorted(_flow_of(loop, helpers).used)
 
 
+def assigned(body: ast.AST) -> set[str]:
+    """Return the names of variables and attributes that are assigned, such as `prev` for
+    `self.prev = {}`, other than in an `__init__`."""
+    if isinstance(body, ast.FunctionDef) and body.name == "__init__":
+        return set()
+    name = getattr(body, "attr", getattr(body, "id", None))
+    own = {name} if name and isinstance(getattr(body, "ctx", None), ast.Store) else set()
+    return own.union(*map(assigned, ast.iter_child_nodes(body)))
+
+
+def assigned_by_methods(sources: Iterable[str]) -> set[str]:
+    return set[str]().union(*map(assigned, filter(None, map(_parsed, sources))))
+
+
 def kept_by_methods(sources: Iterable[str], names: Set[str]) -> dict[str, bool]:
     """Return the attributes through which an object's methods carry values from one call to the
     next, such as `mean` or `ema.mean`. Maps an attribute to True if the methods only set its
     items. `names` are the attributes that the loss uses, `[0]` for an item of what a call returns,
     and "" for the whole object."""
-    methods = _methods_of(sources)
+    methods = _methods_of(tuple(sources))
     used = _used_by(methods, names)
     kept = {name for flow in methods.values() for name in flow.kept}
     filled = {name for flow in methods.values() for name in flow.filled}
@@ -110,7 +125,7 @@ def kept_by_methods(sources: Iterable[str], names: Set[str]) -> dict[str, bool]:
 
 
 def used_by_methods(sources: Iterable[str], names: Set[str]) -> set[str]:
-    return _used_by(_methods_of(sources), names)
+    return _used_by(_methods_of(tuple(sources)), names)
 
 
 def _used_by(methods: Mapping[str, _Flow], names: Set[str]) -> set[str]:
@@ -134,7 +149,8 @@ def _is_in(path: str, used: Set[str]) -> bool:
     )
 
 
-def _methods_of(sources: Iterable[str]) -> dict[str, _Flow]:
+@lru_cache
+def _methods_of(sources: tuple[str, ...]) -> dict[str, _Flow]:
     methods: dict[str, _Flow] = {}
     for source in sources:
         for name, flow in _methods_in(source):
@@ -143,10 +159,7 @@ def _methods_of(sources: Iterable[str]) -> dict[str, _Flow]:
 
 
 def _methods_in(source: str) -> Iterator[tuple[str, _Flow]]:
-    try:
-        kind = ast.parse(textwrap.dedent(source)).body[0]
-    except (SyntaxError, ValueError):
-        return
+    kind = _parsed(source)
     for each in kind.body if isinstance(kind, ast.ClassDef) else ():
         if isinstance(each, ast.FunctionDef) and each.args.args:
             own = each.args.args[0].arg
@@ -157,6 +170,13 @@ def _methods_in(source: str) -> Iterator[tuple[str, _Flow]]:
                 paths.clear()
                 paths |= attributes
             yield each.name, flow
+
+
+def _parsed(source: str) -> ast.stmt | None:
+    try:
+        return ast.parse(textwrap.dedent(source)).body[0]
+    except (SyntaxError, ValueError):
+        return None
 
 
 def _is_operator(name: str) -> bool:
@@ -356,7 +376,7 @@ class _Flow:
         inner = {name: each for name, each in self._helpers.items() if name != path}
         flow, values = _Flow(steps, helpers=inner), _parameters_of(call, helper)
         flow.run(helper.code.body)
-        own = _set_in(helper.code)
+        own = _own_names(helper.code)
 
         def of_caller(path: str) -> list[str]:
             name, dot, attribute = path.partition(".")
@@ -407,13 +427,15 @@ def _names_passed(call: ast.Call) -> set[str]:
     return {each.id for each in values if isinstance(each, ast.Name)}
 
 
-def _set_in(function: ast.FunctionDef) -> set[str]:
+def _own_names(function: ast.FunctionDef) -> set[str]:
+    """Return the variables of a function: its parameters, and those that it sets."""
     nodes = list(ast.walk(function))
     shared = {
         name for each in nodes if isinstance(each, ast.Global | ast.Nonlocal) for name in each.names
     }
     stored = (each for each in nodes if isinstance(each, ast.Name))
-    return {each.id for each in stored if isinstance(each.ctx, ast.Store)} - shared
+    names = {each.id for each in stored if isinstance(each.ctx, ast.Store)}
+    return (names | _bound_by(function)) - shared
 
 
 def _emptied_by(call: ast.Call) -> ast.expr | None:

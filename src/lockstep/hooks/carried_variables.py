@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from lockstep.base.contents import Reader, attributes, digest_parts, is_users
 from lockstep.base.errors import first_few
 from lockstep.base.loop_flow import (
+    assigned,
+    assigned_by_methods,
     carried_into_loss,
     kept_by_methods,
     used_by_loss,
@@ -62,6 +64,8 @@ class _Seen(NamedTuple):
     to a tensor. A strong reference would keep the autograd graph alive."""
     writes: Sequence[int] = ()
     is_compared: bool = True
+    may_drop: bool = True
+    """False for a dict that is assigned anew: keys that it lacks are no eviction from a cache."""
 
 
 class CarriedVariables(ControlHook):
@@ -72,7 +76,9 @@ class CarriedVariables(ControlHook):
         self._steps = 0
         self._carried: list[str] = []
         self._used: list[str] = []
-        self._kept: dict[str, tuple[dict[str, bool], set[str]]] = {}
+        self._assigned: set[str] = set()
+        self._code: dict[type, tuple[str, ...]] = {}
+        self._kept: dict[str, tuple[dict[str, bool], set[str], set[str]]] = {}
         self._seen: dict[str, _Seen] = {}
         self._changes, self._writes = Counter[str](), Counter[str]()
         self._told: set[str] = set()
@@ -86,11 +92,13 @@ class CarriedVariables(ControlHook):
             helpers = helpers_of(loop, {**frame.f_globals, **local_variables(frame)})
             self._carried = carried_into_loss(loop, helpers)
             self._used = used_by_loss(loop, helpers)
+            bodies = [loop, *(each.code for each in helpers.values())]
+            self._assigned = set[str]().union(*map(assigned, bodies))
         variables = {**frame.f_globals, **local_variables(frame)} if self._used else {}
         seen = dict(self._look(variables, run))
         for name, now in seen.items():
             if (before := self._seen.get(name)) is not None:
-                self._changes[name] += not _is_same(before.mark, now.mark)
+                self._changes[name] += not _is_same(before.mark, now.mark, may_drop=now.may_drop)
                 self._writes[name] += before.writes != now.writes
         self._seen = seen
         if self._steps in TOLD_AFTER:
@@ -111,7 +119,8 @@ class CarriedVariables(ControlHook):
                 yield name, _Seen(_OF_TRAINED, trained, [version(each) for each in trained])
             elif name in self._carried and (seen := _seen_in(value, _OF_VARIABLES)) is not None:
                 is_compared = isinstance(value, _NUMBERS) or _is_scalar(value)
-                yield name, seen._replace(is_compared=is_compared)
+                may_drop = name.rpartition(".")[2] not in self._assigned
+                yield name, seen._replace(is_compared=is_compared, may_drop=may_drop)
             yield from self._look_into(name, value, self._used, saved)
 
     def _look_into(
@@ -125,9 +134,15 @@ class CarriedVariables(ControlHook):
             names = {
                 each.removeprefix(name).removeprefix(".") for each in used if _is_of(each, name)
             }
-            code = list(code_of(type(value)))
-            self._kept[name] = kept_by_methods(code, names), used_by_methods(code, names)
-        kept, inner = self._kept[name]
+            if (kind := type(value)) not in self._code:
+                self._code[kind] = tuple(code_of(kind))
+            code = self._code[kind]
+            self._kept[name] = (
+                kept_by_methods(code, names),
+                used_by_methods(code, names),
+                assigned_by_methods(code),
+            )
+        kept, inner, anew = self._kept[name]
         for each, only_items in kept.items():
             item = _value_of(attributes(value), each, saved)
             if item is None and "." in each:  # such as `buffer.data`
@@ -139,9 +154,11 @@ class CarriedVariables(ControlHook):
             if only_items and _is_by_name(item):
                 continue  # as attributes that are set, such as the outputs of layers
             if (seen := _seen_in(item, _OF_OBJECTS)) is not None:
-                yield path, seen
+                yield path, seen._replace(may_drop=each not in anew)
             elif name.count(".") < _MOST_LEVELS:
-                yield from self._look_into(path, item, {f"{name}.{one}" for one in inner}, saved)
+                yield from self._look_into(
+                    path, item, {f"{name}.{one}" for one in inner}, saved | {id(value)}
+                )
 
     def _tell(self, run: Run) -> None:
         """Every rank must call this method."""
@@ -227,12 +244,14 @@ def _is_by_name(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
-def _is_same(before: Any, now: Any) -> bool:
+def _is_same(before: Any, now: Any, *, may_drop: bool) -> bool:
     if isinstance(before, weakref.ref) and isinstance(now, weakref.ref):
         return before() is now()
     # equal if it has only new keys, or lacks some: such a dict is a cache
     if isinstance(before, dict) and isinstance(now, dict):
-        return all(now[name] == digest for name, digest in before.items() if name in now)
+        return all(
+            now[name] == digest if name in now else may_drop for name, digest in before.items()
+        )
     # trained tensors: an optimizer changes them in place, which `writes` shows
     if isinstance(before, list):
         return True

@@ -230,17 +230,21 @@ def counted_labels(loss: Any, samples: int) -> dict[str, list[tuple[float, bool]
 
 
 def _label_means(node: Any, samples: int) -> Iterator[tuple[float, bool]]:
-    kind = "" if node is None else node.name()
-    if kind in _PASSED_THROUGH:
-        for each, _ in node.next_functions:
-            yield from _label_means(each, samples)
-    elif kind in _CROSS_ENTROPIES and node._saved_reduction == _MEAN:
-        labels, ignored = node._saved_target, node._saved_ignore_index
-        if node._saved_weight is None and ignored >= 2**63 and labels.numel():
-            counted = node._saved_total_weight.item() / labels.numel()
-            # autograd returns a negative integer as an unsigned one
-            is_even = counted == 1.0 or is_even_over_samples(labels == ignored - 2**64, samples)
-            yield counted, is_even
+    left, seen = [node], {None}
+    while left:
+        if (node := left.pop()) in seen:
+            continue
+        seen.add(node)
+        kind = node.name()
+        if kind in _PASSED_THROUGH:
+            left += [each for each, _ in reversed(node.next_functions)]
+        elif kind in _CROSS_ENTROPIES and node._saved_reduction == _MEAN:
+            labels, ignored = node._saved_target, node._saved_ignore_index
+            if node._saved_weight is None and ignored >= 2**63 and labels.numel():
+                counted = node._saved_total_weight.item() / labels.numel()
+                # autograd returns a negative integer as an unsigned one
+                is_even = counted == 1.0 or is_even_over_samples(labels == ignored - 2**64, samples)
+                yield counted, is_even
 
 
 def is_even_over_samples(is_ignored: Tensor, samples: int) -> bool:
