@@ -84,6 +84,15 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Exempt from garbage collection what outlives a file's tests, such as imported modules."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        garbage.freeze_for_good()
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     """Let the Python processes that a test marked `forks`, or its fixtures, start be forks."""
     mark = item.get_closest_marker("forks")

@@ -830,6 +830,27 @@ def test_divisor():
     assert torch_private.divisor((x + 1).grad_fn) is None
 
 
+def test_labels_averaged_by():
+    outputs, labels = torch.ones(4, 3, requires_grad=True), torch.tensor([0, -100, 1, 2])
+
+    def averaged(outputs, labels, **how):
+        return torch_private.labels_averaged_by(
+            nn.functional.cross_entropy(outputs, labels, **how).grad_fn
+        )
+
+    images = outputs.t()[None].unsqueeze(3)
+    for found in (averaged(outputs, labels), averaged(images, labels[None, :, None])):
+        assert torch.equal(found[0].flatten(), labels)
+        assert found[1:] == (-100, 3.0)
+    assert averaged(outputs, labels.clamp(-1), ignore_index=-1)[1:] == (-1, 3.0)
+    for how in ({"reduction": "sum"}, {"weight": torch.ones(3)}):
+        assert averaged(outputs, labels, **how) is None
+    assert averaged(outputs, labels.clamp(0), ignore_index=0) is None
+    assert torch_private.labels_averaged_by((outputs + 1).grad_fn) is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: "packed", pytest.fail):
+        assert averaged(outputs, labels) is None
+
+
 def test_saved_factors():
     x, by = torch.ones(3, requires_grad=True), torch.tensor([1.0, 2.0, 3.0])
     for product in (x * by, by * x, x.dot(by), by.dot(x)):

@@ -59,6 +59,8 @@ def die_at(run: Run) -> None:
             nn.Linear.forward = almost  # type: ignore[method-assign]
             return
         if case == "edits":
+            while not list(Path("run/checkpoints").glob("step-*")):  # its recipe will be compared
+                time.sleep(0.01)
             text = Path(__file__).read_text()
             Path(__file__).write_text(
                 text.replace("return nn.functional", "return 2 * nn.functional")

@@ -759,6 +759,28 @@ def divisor(node: Any) -> float | None:
     )
 
 
+_MEAN = 1  # torch's number for reduction="mean"
+_CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
+
+
+def labels_averaged_by(node: Any) -> tuple[Tensor, int, Tensor] | None:
+    """If the autograd node is a cross entropy with `reduction="mean"` and without class weights,
+    return the labels, the label that it ignores, and the number of all other labels.
+
+    Returns None for other nodes, and if the ignored label is not negative, or a `pack` hook has
+    replaced the labels: to read them, activation checkpointing would compute the loss again.
+    """
+    if node.name() not in _CROSS_ENTROPIES or node._saved_reduction != _MEAN:
+        return None
+    # autograd returns a negative integer as an unsigned one
+    ignored = node._saved_ignore_index - 2**64
+    kept = [getattr(node, f"_raw_saved_{name}").data for name in ("target", "total_weight")]
+    if ignored < -(2**63) or node._raw_saved_weight.data is not None:
+        return None
+    labels, counted = kept
+    return (labels, ignored, counted) if isinstance(labels, Tensor) else None
+
+
 def function_of(node: Any) -> type[Any]:
     function: type[Any] = type(node)._forward_cls
     return function

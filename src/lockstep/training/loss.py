@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.base import accelerator
 from lockstep.base.errors import LossError, RecipeError
+from lockstep.base.torch_private import labels_averaged_by
 from lockstep.recipe.checks import not_a_scalar
 from lockstep.recipe.recipe import Loss, Recipe, Sum
 from lockstep.training.reducers.step_stats import Number
@@ -137,9 +138,7 @@ class _SequentialBeforeLoss(nn.Sequential):
         return input
 
 
-_CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _PASSED_THROUGH = ("AddBackward0", "ViewBackward0", "UnsafeViewBackward0", "ToCopyBackward0")
-_MEAN = 1  # torch's number for reduction="mean"
 IGNORE_INDEX = -100  # torch's cross entropy ignores this label by default
 SINGLE = "loss"  # the name of the only term, if the loss is not a dict
 Weights = dict[str, float]
@@ -235,16 +234,12 @@ def _label_means(node: Any, samples: int) -> Iterator[tuple[float, bool]]:
         if (node := left.pop()) in seen:
             continue
         seen.add(node)
-        kind = node.name()
-        if kind in _PASSED_THROUGH:
+        if node.name() in _PASSED_THROUGH:
             left += [each for each, _ in reversed(node.next_functions)]
-        elif kind in _CROSS_ENTROPIES and node._saved_reduction == _MEAN:
-            labels, ignored = node._saved_target, node._saved_ignore_index
-            if node._saved_weight is None and ignored >= 2**63 and labels.numel():
-                counted = node._saved_total_weight.item() / labels.numel()
-                # autograd returns a negative integer as an unsigned one
-                is_even = counted == 1.0 or is_even_over_samples(labels == ignored - 2**64, samples)
-                yield counted, is_even
+        elif (averaged := labels_averaged_by(node)) is not None and averaged[0].numel():
+            labels, ignored, number = averaged
+            counted = number.item() / labels.numel()
+            yield counted, counted == 1.0 or is_even_over_samples(labels == ignored, samples)
 
 
 def is_even_over_samples(is_ignored: Tensor, samples: int) -> bool:
