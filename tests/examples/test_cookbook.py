@@ -41,7 +41,11 @@ def train(name: str, run_dir: str, plan: str) -> str:
 
 
 def options(run_dir: str, plan: str) -> dict[str, Any]:
-    return {"run_dir": run_dir, "plan": f"{plan},numerics=bitwise", "saving": ls.Saving(every=4)}
+    return {
+        "run_dir": run_dir,
+        "plan": f"{plan},numerics=bitwise",
+        "saving": ls.Saving(every=4),
+    }
 
 
 def train_and_fail(name: str, run_dir: str, plan: str) -> None:
@@ -73,12 +77,12 @@ def name(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 def test_it_has_one_fingerprint_on_any_number_of_processes_and_after_a_resume(
     pool: WorkerPool, tmp_path: Path, name: str
 ) -> None:
-    """Begun on three processes, and ended on two, which shard it where it can be sharded."""
+    """Begun on two processes, which shard it where it can be sharded, and ended on three."""
     two = "replicate=2" if (name, "shard=2") in REFUSED else "shard=2"
     folder = str(tmp_path / "resumed")
     (alone,) = pool.run(1, train, name, str(tmp_path / "alone"), "replicate=1", timeout_seconds=60)
-    pool.run(3, train_and_fail, name, folder, "replicate=3", timeout_seconds=60)
-    resumed = pool.run(2, train, name, folder, two, timeout_seconds=60)
+    pool.run(2, train_and_fail, name, folder, two, timeout_seconds=60)
+    resumed = pool.run(3, train, name, folder, "replicate=3", timeout_seconds=60)
     assert set(resumed) == {alone}
 
 
