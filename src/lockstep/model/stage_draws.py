@@ -29,6 +29,16 @@ class StageDraws(TorchFunctionMode):
         super().__init__()
         self._models = list(models)
         self._pipeline = pipeline
+        self._caller: FrameType | None = None
+
+    def __enter__(self) -> StageDraws:
+        self._caller = sys._getframe(1)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._caller = None  # a frame keeps all of its variables alive
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -58,7 +68,7 @@ class StageDraws(TorchFunctionMode):
     def _is_in_variable(self, shape: Size) -> bool:
         """Return True if a local variable of the hook is a parameter or gradient of this shape."""
         frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_code.co_name != "_call_seeded":
+        while frame is not None and frame is not self._caller:
             if is_users_file(frame.f_code.co_filename) and any(
                 isinstance(each, Tensor) and each.shape == shape and id(each) in self._by_identity
                 for each in frame.f_locals.values()
