@@ -104,6 +104,8 @@ def test_it_is_refused_where_the_proportion_changes(
         assert f"after step {step}, microbatch" in str(text)
         assert f"term {name!r} of the loss is a mean over the labels that are not" in str(text)
         assert "83.3%" in str(text)
+    remedied = pool.run(2, trained, str(tmp_path / "sum"), "replicate=2", first, 3)
+    assert remedied == ["", ""]
 
 
 def test_it_is_accepted_where_each_sample_ignores_equally_many(
