@@ -28,6 +28,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from multiprocessing import forkserver, process, resource_tracker, util
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -172,8 +173,8 @@ def _fork(
     """Take the place of `subprocess.Popen._execute_child`."""
     if _is_writer(args):
         streams = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
-        before = (cwd, env, startupinfo, creationflags, shell)
-        _fork_writer(process, args, executable, preexec_fn, close_fds, pass_fds, *before, *streams)
+        options = (cwd, env, startupinfo, creationflags, shell)
+        _fork_writer(process, args, executable, preexec_fn, close_fds, pass_fds, *options, *streams)
         return
     given = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
     body = None
@@ -434,8 +435,19 @@ def _own_modules() -> list[str]:
     ]
 
 
+def _own_multiprocessing() -> None:
+    """Forget the parent's semaphores, processes and resource tracker: the pipe to the tracker is
+    closed here, and its number may be that of another file."""
+    util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    process._children.clear()  # type: ignore[attr-defined]
+    for server in (resource_tracker._resource_tracker, forkserver._forkserver):
+        type(server).__init__(server)
+    atexit.register(util._exit_function)  # type: ignore[attr-defined]
+
+
 def _run(body: Callable[[], object], own: list[str]) -> NoReturn:
     atexit._clear()
+    _own_multiprocessing()
     random.seed()
     torch.seed()
     if "numpy" in sys.modules:
