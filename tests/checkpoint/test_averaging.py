@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
+from lockstep.base.dtypes import tensor_spec
 from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.averaging import AverageMember, WeightAverage, greedy_soup, normalised
 from lockstep.checkpoint.saved_model import StateDictReader
@@ -27,10 +28,7 @@ SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.1, 1e-7, 3.0, -57344.0, 448.0)
 
 
 def reader(tensors: Mapping[str, Tensor]) -> StateDictReader:
-    specs = {
-        name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    }
+    specs = {name: tensor_spec(tensor) for name, tensor in tensors.items()}
     return StateDictReader(specs, lambda name: memoryview(bits(tensors[name])))
 
 

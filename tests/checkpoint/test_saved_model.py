@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoint.states import save, values
 
+from lockstep.base.dtypes import tensor_spec
 from lockstep.checkpoint.manifest import DamagedError
 from lockstep.checkpoint.saved_model import StoredCheckpoint
 from lockstep.checkpoint.storage import FolderStorage
@@ -19,10 +20,7 @@ def test_each_full_tensor_is_read(pool: WorkerPool, tmp_path: Path, ranks: int) 
     pool.run(ranks, save, str(tmp_path), [1])
     stored = StoredCheckpoint(FolderStorage(tmp_path), FolderStorage(tmp_path).names()[0])
     expected = values(1)
-    assert stored.specs() == {
-        name: (str(value.dtype).removeprefix("torch."), tuple(value.shape))
-        for name, value in expected.items()
-    }
+    assert stored.specs() == {name: tensor_spec(value) for name, value in expected.items()}
     for name, value in expected.items():
         assert bytes(stored.read(name)) == bytes(value.reshape(-1).view(torch.uint8).numpy()), name
 

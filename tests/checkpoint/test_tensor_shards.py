@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from safetensors.torch import load
 
+from lockstep.base.dtypes import torch_dtype
 from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.tensor_shards import (
     DTYPES,
@@ -21,7 +22,6 @@ from lockstep.checkpoint.tensor_shards import (
     assign_writes,
     local_shards,
     plan_copies,
-    torch_dtype,
 )
 
 

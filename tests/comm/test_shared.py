@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, distributed
 
+from lockstep.base.dtypes import dtype_name
 from lockstep.comm import shared_memory as shared, shared_rounds
 from lockstep.comm.active_calls import CollectiveCall, active_calls
 from lockstep.comm.shared_memory import SharedMemoryGroup
@@ -312,7 +313,7 @@ def test_what_is_called_can_be_read_back(
 ) -> None:
     name, text = shared_rounds.called(shared_rounds.signature_of(collective, code, length, source))
     assert name == collective
-    assert text.startswith(str(shared_rounds.DTYPES[code]).removeprefix("torch."))
+    assert text.startswith(dtype_name(shared_rounds.DTYPES[code]))
     assert (f", {length} elements" in text) == (collective != "all_to_all")
     assert (f", from rank {source}" in text) == (collective == "broadcast")
     assert shared_rounds.signature_of(collective, code, length, source) < 2**63

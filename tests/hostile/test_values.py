@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from lockstep.base.dtypes import tensor_spec
 from lockstep.base.errors import CheckpointError, DataError
 from lockstep.checkpoint.manifest import DamagedError, Manifest
 from lockstep.comm.world import World
@@ -45,10 +46,7 @@ class Given:
 
     def __init__(self, values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self.manifest = Manifest(step=1, files={}, values=values, metadata={})
-        self.tensors = {
-            name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            for name, tensor in tensors.items()
-        }
+        self.tensors = {name: tensor_spec(tensor) for name, tensor in tensors.items()}
 
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
         for tensor in state.values():

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from lockstep.base.dtypes import torch_dtype
 from lockstep.base.errors import CheckpointError, first_few
 from lockstep.checkpoint.saved_model import StateDictReader
-from lockstep.checkpoint.tensor_shards import torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor

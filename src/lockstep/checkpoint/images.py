@@ -29,10 +29,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.base.dtypes import TensorSpec, torch_dtype
 from lockstep.checkpoint.load import copies_by_shard, fill
 from lockstep.checkpoint.manifest import Manifest, merge_objects
 from lockstep.checkpoint.storage import CheckpointName
-from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, TensorSpec, torch_dtype
+from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.base.dtypes import dtype_name
 from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.tensor_shards import DTYPES
 
@@ -80,7 +81,7 @@ def tensors_in(encoded: Any) -> list[str]:
 
 def _reference_to(tensor: Tensor, name: str, tensors: dict[str, Tensor], remedy: str) -> Any:
     is_dense = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
-    if not is_dense or str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+    if not is_dense or dtype_name(tensor.dtype) not in DTYPES:
         what = f"a tensor of layout {tensor.layout}, type {tensor.dtype}, on device {tensor.device}"
         raise _cannot(name, what, remedy)
     while name in tensors:  # {"a": {"b": ...}, "a/b": ...}, or {1: ..., "1": ...}

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lockstep.base.dtypes import TensorSpec, torch_dtype
 from lockstep.checkpoint.manifest import (
     BLOCK_BYTES,
     BlockHashes,
@@ -25,9 +26,7 @@ from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.checkpoint.tensor_shards import (
     ShardCopy,
     TensorShard,
-    TensorSpec,
     plan_copies,
-    torch_dtype,
 )
 from lockstep.comm.agreed_errors import raise_on_all_ranks
 from lockstep.comm.mesh import to_local

@@ -17,12 +17,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lockstep.base.dtypes import TensorSpec, tensor_spec, torch_dtype
 from lockstep.base.errors import RecipeError
 from lockstep.checkpoint.manifest import UnreadableError
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.saved_model import StateDictReader, StoredCheckpoint
 from lockstep.checkpoint.storage import CheckpointName
-from lockstep.checkpoint.tensor_shards import TORCH_DTYPES, Box, TensorSpec, torch_dtype
+from lockstep.checkpoint.tensor_shards import TORCH_DTYPES, Box
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -171,10 +172,7 @@ def _pickled(path: Path) -> TensorFiles:
     except Exception as error:  # torch raises exceptions of many types for a foreign file
         raise _cannot_load(path, error) from error
     tensors = dict(_flat(content, "", path))
-    specs = {
-        name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    }
+    specs = {name: tensor_spec(tensor) for name, tensor in tensors.items()}
     return TensorFiles(specs, lambda name, box: tensors[name][box], tensors.clear)
 
 

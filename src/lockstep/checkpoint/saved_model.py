@@ -12,6 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from lockstep.base.dtypes import TensorSpec
 from lockstep.base.files import open_below, open_named, parse_object
 from lockstep.base.system import signals_blocked
 from lockstep.checkpoint.manifest import DamagedError, read_block, read_manifest
@@ -20,7 +21,6 @@ from lockstep.checkpoint.tensor_shards import (
     MOST_DIMS,
     TORCH_DTYPES,
     TensorShard,
-    TensorSpec,
     box_of,
     item_bytes,
     whole_number,

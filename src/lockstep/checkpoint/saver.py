@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base import accelerator
+from lockstep.base.dtypes import torch_dtype
 from lockstep.base.processes import own_python
 from lockstep.checkpoint.manifest import JsonObject
 from lockstep.checkpoint.object_store import open_storage
@@ -30,7 +31,6 @@ from lockstep.checkpoint.tensor_shards import (
     TensorShard,
     assign_writes,
     local_shards,
-    torch_dtype,
 )
 from lockstep.checkpoint.writer import SharedFile
 from lockstep.comm.mesh import to_local

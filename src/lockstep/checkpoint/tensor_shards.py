@@ -16,17 +16,15 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from lockstep.base.dtypes import dtype_name, torch_dtype
 from lockstep.base.errors import CheckpointError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
     from torch.distributed.checkpoint.planner import WriteItem
 
 Box = tuple[slice, ...]
-TensorSpec = tuple[str, tuple[int, ...]]
-"""Tuple of torch's name of the dtype, and the shape."""
 ALIGNMENT = 64
 SMALL_BYTES = 1 << 20
 """Shards of up to this size are adjacent in a file and copied together. Starting a copy takes 20
@@ -231,18 +229,10 @@ def item_bytes(dtype: str) -> int:
     return int(bits[0]) // 8 if bits else 1
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    import torch
-
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
 def _shard_of(item: WriteItem) -> TensorShard:
     data = item.tensor_data
     assert data is not None, "a state has tensors only"
-    dtype = str(data.properties.dtype).removeprefix("torch.")
+    dtype = dtype_name(data.properties.dtype)
     return TensorShard(
         item.index.fqn, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)
     )

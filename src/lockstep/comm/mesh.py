@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.base.dtypes import tensor_spec, torch_dtype
 from lockstep.base.torch_private import (
     forget_process_groups,
     set_item_of_distributed,
@@ -239,9 +240,7 @@ class PipelineStateDict(Mapping[str, Tensor]):
         self._mine = mine
         self._pipeline = pipeline
         described = {
-            name: [str(t.dtype).removeprefix("torch."), list(t.shape)]
-            for name, t in mine.items()
-            if isinstance(t, Tensor)
+            name: tensor_spec(value) for name, value in mine.items() if isinstance(value, Tensor)
         }
         self._owners: dict[str, tuple[int, str, list[int]]] = {}
         for rank, theirs in enumerate(pipeline.gather_values(described)):
@@ -253,7 +252,7 @@ class PipelineStateDict(Mapping[str, Tensor]):
         if self._pipeline.rank == owner:
             tensor = full_tensor(self._mine[name].detach()).to(self._pipeline.device).contiguous()
         else:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._pipeline.device)
+            tensor = torch.empty(shape, dtype=torch_dtype(dtype), device=self._pipeline.device)
         sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         dist.broadcast(
             sent.reshape(-1).view(torch.uint8), group=self._pipeline.group, group_src=owner

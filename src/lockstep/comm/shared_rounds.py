@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.base.dtypes import dtype_name
 from lockstep.comm.segment import LINE_BYTES, CallsDiffer, Segment
 from lockstep.comm.torch_collectives import waits
 
@@ -229,7 +230,7 @@ def label_of(signature: int) -> int:
 
 
 def called(signature: int) -> tuple[str, str]:
-    name, text = NAMES[signature & 15], str(DTYPES[signature >> 4 & 15]).removeprefix("torch.")
+    name, text = NAMES[signature & 15], dtype_name(DTYPES[signature >> 4 & 15])
     if name != "all_to_all":
         text += f", {signature >> 24} elements"
     return name, text + (f", from rank {signature >> 8 & 65535}" if name == "broadcast" else "")

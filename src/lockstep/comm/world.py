@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from lockstep.base import accelerator
+from lockstep.base.dtypes import dtype_name, torch_dtype
 from lockstep.base.errors import LaunchError, install_excepthook, say
 from lockstep.base.system import refuse_on_windows
 from lockstep.base.torch_private import PrefixStore, Store, abort_accelerator_groups, default_store
@@ -236,12 +237,10 @@ class World:
     def gather_ragged(self, rows: Tensor | None) -> Tensor:
         """All-gather rows on the CPU. Each rank may have a different number of rows, or None. At
         least one rank must have rows."""
-        kinds = self.gather_values(
-            None if rows is None else [str(rows.dtype).removeprefix("torch."), *rows.shape]
-        )
+        kinds = self.gather_values(None if rows is None else [dtype_name(rows.dtype), *rows.shape])
         if rows is None:
             dtype, _, *shape = next(kind for kind in kinds if kind is not None)
-            rows = torch.empty((0, *shape), dtype=getattr(torch, dtype))
+            rows = torch.empty((0, *shape), dtype=torch_dtype(dtype))
         return self.gather_rows(rows.cpu(), [0 if kind is None else kind[1] for kind in kinds])
 
 

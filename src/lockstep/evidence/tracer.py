@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base import accelerator
+from lockstep.base.dtypes import dtype_name
 from lockstep.checkpoint.tensor_shards import DTYPES
 from lockstep.evidence.rows import RowFile
 from lockstep.evidence.sketch import flattened, sketch, token_sketches
@@ -221,7 +222,7 @@ def summarize_tensor(name: str, tensor: Tensor) -> dict[str, Any]:
     return {
         "sha256": hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest(),
         "elements": len(flat),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "dtype": dtype_name(tensor.dtype),
         "sketch": sketch(tensor, name=name),
     }
 
@@ -236,12 +237,12 @@ def tensor_file(path: Path) -> Iterator[Callable[[str, Tensor], None]]:
 
         def add(name: str, tensor: Tensor) -> None:
             flat = flattened(tensor)
-            if not hasattr(np, str(flat.dtype).removeprefix("torch.")):
+            if not hasattr(np, dtype_name(flat.dtype)):
                 flat = flat.to(torch.float32)
             start, shape = data.tell(), [*tensor.shape, *([2] if tensor.is_complex() else [])]
             data.write(flat.numpy().data)
             header[name] = {
-                "dtype": DTYPES[str(flat.dtype).removeprefix("torch.")],
+                "dtype": DTYPES[dtype_name(flat.dtype)],
                 "shape": shape,
                 "data_offsets": [start, data.tell()],
             }

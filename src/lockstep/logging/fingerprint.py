@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lockstep.base.dtypes import tensor_spec
 from lockstep.base.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -93,9 +94,7 @@ def _records(state: Mapping[str, Any]) -> Iterator[TensorRecord]:
             )
         size = tensor.numel() * tensor.element_size()
         data = map(_bytes, _pieces(tensor.resolve_conj().resolve_neg()))
-        yield TensorRecord(
-            name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size, data
-        )
+        yield TensorRecord(name, *tensor_spec(tensor), size, data)
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.assignment import MicrobatchAssignment
+from lockstep.base.dtypes import dtype_name
 from lockstep.base.errors import DataError, LossError
 from lockstep.base.nested import map_tensors
 from lockstep.comm.gather import samples_in_order
@@ -67,9 +68,7 @@ def gather_columns(
 
 def _count(data: World, what: str, parts: Mapping[int, Columns]) -> int:
     kinds = {
-        index: [
-            [str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])] for tensor in part
-        ]
+        index: [[dtype_name(tensor.dtype), list(tensor.shape[1:])] for tensor in part]
         for index, part in parts.items()
     }
     (first, before), *others = distinct_kinds(data, kinds)

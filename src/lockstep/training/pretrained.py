@@ -13,16 +13,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lockstep.base.dtypes import TensorSpec, dtype_name, tensor_spec, torch_dtype
 from lockstep.base.errors import RecipeError, first_few
 from lockstep.checkpoint.manifest import hash_bytes
 from lockstep.checkpoint.pretrained_files import TensorFiles, open_tensors
-from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, plan_copies, torch_dtype
+from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, plan_copies
 from lockstep.comm.agreed_errors import raise_on_all_ranks
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 from lockstep.model.consistency import tensor_checksum
 from lockstep.recipe.recipe import Weights
-from lockstep.training.optim.optimizer_state import Kinds
 from lockstep.training.state import aliases, list_names, named_tensors
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class PretrainedWeights:
         converted = Counter(
             f"{theirs} to {ours}"
             for name, tensor in state.items()
-            if (theirs := self._kind(name)[0]) != (ours := str(tensor.dtype).removeprefix("torch."))
+            if (theirs := self._kind(name)[0]) != (ours := dtype_name(tensor.dtype))
         )
         seen: dict[str, int] = {}
         for found in everyone:
@@ -84,7 +84,7 @@ class PretrainedWeights:
             "converted": dict(converted),
         }
 
-    def _kind(self, name: str) -> tuple[str, tuple[int, ...]]:
+    def _kind(self, name: str) -> TensorSpec:
         return self.tensors.specs[self.theirs[name][0]]
 
     def _filled(self, state: Mapping[str, Tensor]) -> dict[str, int]:
@@ -119,7 +119,7 @@ class PretrainedWeights:
 
 
 def match_tensors(
-    weights: Weights, theirs: Kinds, model: nn.Module
+    weights: Weights, theirs: Mapping[str, TensorSpec], model: nn.Module
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Return the file's names for each tensor of the model, and the model's tensors that the file
     lacks."""
@@ -130,16 +130,16 @@ def match_tensors(
         for name, parameter in model.named_parameters()
         if name in there or parameter.requires_grad
     }
-    ours = {
-        name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in named_tensors(model, also)
-    }
+    ours = {name: tensor_spec(tensor) for name, tensor in named_tensors(model, also)}
     found = _match_names(weights, theirs, ours, aliases(model, also))
     return found, sorted(ours.keys() - found.keys())
 
 
 def _match_names(
-    weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str]
+    weights: Weights,
+    theirs: Mapping[str, TensorSpec],
+    ours: Mapping[str, TensorSpec],
+    tied: Mapping[str, str],
 ) -> dict[str, list[str]]:
     found: dict[str, str] = {}
     for name in theirs:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base.contents import CodeReader, Part, digest_parts
+from lockstep.base.dtypes import tensor_spec
 from lockstep.base.errors import LockstepError, PlanError, RecipeError, UserError, first_few
 from lockstep.base.torch_private import version
 from lockstep.checkpoint.images import open_images
@@ -152,15 +153,12 @@ class ReplicaReader:
         self._is_held_by_all = min(steps) == newest
         described = None
         if self._held is not None and world.rank == self._source:
-            kinds = {
-                name: [str(t.dtype).removeprefix("torch."), list(t.shape)]
-                for name, t in self._held.tensors.items()
-            }
-            described = [kinds, dict(self._held.values)]
-        kinds, values = world.value_of(self._source, described) or ({}, {})
+            specs = {name: tensor_spec(tensor) for name, tensor in self._held.tensors.items()}
+            described = [specs, dict(self._held.values)]
+        specs, values = world.value_of(self._source, described) or ({}, {})
         self.manifest = Manifest(step=newest, files={}, values=values, metadata={})
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {
-            name: (dtype, tuple(shape)) for name, (dtype, shape) in kinds.items()
+            name: (dtype, tuple(shape)) for name, (dtype, shape) in specs.items()
         }
 
     @torch.no_grad()

@@ -23,16 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.base.dtypes import TensorSpec, tensor_spec, torch_dtype
 from lockstep.base.errors import CheckpointError, first_few
 from lockstep.base.torch_private import own_buffers, own_modules, own_parameters, tree_map
 from lockstep.checkpoint.json_state import decode, encode, tensors_in
 from lockstep.checkpoint.manifest import DamagedError, Manifest
-from lockstep.checkpoint.tensor_shards import torch_dtype
 from lockstep.comm.mesh import Mesh, like_parameter, shard_as
 from lockstep.comm.world import World
 from lockstep.training.left_out import not_persistent, tensors_in_state
 from lockstep.training.optim.optimizer_state import (
-    Kinds,
     OptimizerState,
     allocate,
     overrides_state_dict,
@@ -83,7 +82,7 @@ class StateReader(Protocol):
     manifest: Manifest
 
     @property
-    def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    def tensors(self) -> Mapping[str, TensorSpec]:
         """Maps a tensor's name to its dtype and shape."""
 
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
@@ -282,7 +281,7 @@ def _checked(values: Any, form: Mapping[str, Any]) -> Any:
 
 
 def _model_targets(
-    module: TrainModule, number: int, saved: Mapping[str, Any], there: Kinds
+    module: TrainModule, number: int, saved: Mapping[str, Any], there: Mapping[str, TensorSpec]
 ) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {
         **dict(module.model.named_parameters()),
@@ -485,29 +484,25 @@ def _check_same_parts(
 
 
 def _check_tensors(
-    targets: Mapping[str, Tensor], saved: Mapping[str, tuple[str, tuple[int, ...]]], mesh: Mesh
+    targets: Mapping[str, Tensor], saved: Mapping[str, TensorSpec], mesh: Mesh
 ) -> None:
     """Every rank must call this function."""
-    mine = {
-        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-        for name, tensor in targets.items()
-    }
+    mine = {name: tensor_spec(tensor) for name, tensor in targets.items()}
     everyone = {
-        name: described
+        name: (dtype, tuple(shape))
         for part in mesh.stages.gather_values(mine)
-        for name, described in part.items()
+        for name, (dtype, shape) in part.items()
     }
-    there = {name: [dtype, list(shape)] for name, (dtype, shape) in saved.items()}
-    other = sorted(name for name in there.keys() & everyone.keys() if there[name] != everyone[name])
+    other = sorted(name for name in saved.keys() & everyone.keys() if saved[name] != everyone[name])
     differences = {
         "not in the checkpoint": [
-            _describe(name, everyone[name]) for name in sorted(everyone.keys() - there.keys())
+            _describe(name, everyone[name]) for name in sorted(everyone.keys() - saved.keys())
         ],
         "only in the checkpoint": [
-            _describe(name, there[name]) for name in sorted(there.keys() - everyone.keys())
+            _describe(name, saved[name]) for name in sorted(saved.keys() - everyone.keys())
         ],
         "different": [
-            f"{_describe(name, everyone[name])}, saved as {_describe('', there[name])}"
+            f"{_describe(name, everyone[name])}, saved as {_describe('', saved[name])}"
             for name in other
         ],
     }
@@ -515,9 +510,9 @@ def _check_tensors(
         raise CheckpointError(f"the checkpoint is of another model: {list_names(differences)}")
 
 
-def _describe(name: str, kind: Sequence[Any]) -> str:
-    dtype, shape = kind
-    return f"{name.replace('/model/', ' ')} {dtype}{tuple(shape)}".removeprefix("0 ").strip()
+def _describe(name: str, spec: TensorSpec) -> str:
+    dtype, shape = spec
+    return f"{name.replace('/model/', ' ')} {dtype}{shape}".removeprefix("0 ").strip()
 
 
 def list_names(found: Mapping[str, Sequence[str]]) -> str:

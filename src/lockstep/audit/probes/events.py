@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 from lockstep.audit.probes.draws import Draws
 from lockstep.audit.probes.optimizers import Optimizers
 from lockstep.audit.probes.recorder import RecordWriter, frames
+from lockstep.base.dtypes import dtype_name
 
 SHAPED = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 COLLECTIVES = (
@@ -96,7 +97,7 @@ class Events:
         tensors = [each for each in [*args, *kwargs.values()] if isinstance(each, Tensor)]
         shape: list[Any] = []
         if tensors and name in SHAPED:
-            shape = [list(tensors[0].shape), str(tensors[0].dtype).removeprefix("torch.")]
+            shape = [list(tensors[0].shape), dtype_name(tensors[0].dtype)]
         everyone = list(range(dist.get_world_size()))
         self._recorder.write_collective(
             name,

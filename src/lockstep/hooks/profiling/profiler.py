@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
 from lockstep.base import accelerator
+from lockstep.base.dtypes import dtype_name
 from lockstep.base.torch_private import is_compiled_in_place, to_local, tree_leaves
 from lockstep.hooks.profiling.trace import (
     MARK,
@@ -306,10 +307,12 @@ class MemoryNotes:
             or tensor.layout is not torch.strided
         ):
             return None
-        storage, dtype = tensor.untyped_storage(), str(tensor.dtype).removeprefix("torch.")
+        storage = tensor.untyped_storage()
         if not (size := storage.nbytes()):
             return None
-        return KnownTensor(cause, storage.data_ptr(), size, name, tuple(tensor.shape), dtype)
+        return KnownTensor(
+            cause, storage.data_ptr(), size, name, tuple(tensor.shape), dtype_name(tensor.dtype)
+        )
 
     def _note_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         label = f"output of {name or type(module).__name__}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base import accelerator
+from lockstep.base.dtypes import dtype_name
 
 Kernel = Literal["varlen", "flex", "documents", "mask", "own"]
 VARLEN_DTYPES: Final = (torch.bfloat16, torch.float16)
@@ -100,7 +101,7 @@ def _why_no_varlen(facts: Facts) -> str:
     if facts.no_varlen:
         return facts.no_varlen
     if facts.dtype not in VARLEN_DTYPES:
-        return f"it takes bf16 and fp16, not {_name(facts.dtype)}"
+        return f"it takes bf16 and fp16, not {dtype_name(facts.dtype)}"
     if not facts.equal_features or facts.features % 8 or facts.features > MOST_FEATURES:
         return (
             f"it takes heads of a multiple of 8 features, at most {MOST_FEATURES}, the same for"
@@ -115,7 +116,7 @@ def _why_no_flex(facts: Facts) -> str:
     if facts.no_flex:
         return facts.no_flex
     if facts.dtype not in FLEX_DTYPES:
-        return f"it takes bf16, fp16 and fp32, not {_name(facts.dtype)}"
+        return f"it takes bf16, fp16 and fp32, not {dtype_name(facts.dtype)}"
     if facts.features < FEWEST_FEATURES:
         return f"it takes heads of at least {FEWEST_FEATURES} features, not {facts.features}"
     return _unsupported(facts)
@@ -129,10 +130,6 @@ def _unsupported(facts: Facts) -> str:
     if facts.own_softmax:
         return "the model's attention is not sdpa, and may have sinks or a softcap"
     return ""
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.base.dtypes import dtype_name
 from lockstep.base.errors import LossError
 from lockstep.base.nested import map_tensors, tensors_in
 from lockstep.model.chunked_logits import ChunkedLogits, hidden_states, with_hidden
@@ -325,4 +326,4 @@ def _short_dtype(value: Any) -> str | None:
         return next(filter(None, map(_short_dtype, value.values())), None)
     total = value.total if isinstance(value, Sum | Loss) else value
     is_short = isinstance(total, Tensor) and total.dtype in (torch.bfloat16, torch.float16)
-    return str(total.dtype).removeprefix("torch.") if is_short else None
+    return dtype_name(total.dtype) if is_short else None

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.base.dtypes import dtype_name, torch_dtype
 from lockstep.base.errors import RecipeError
 
 Around = Callable[[int], AbstractContextManager[Any]]
@@ -131,7 +132,7 @@ class Boundary(NamedTuple):
                 )
         return cls(
             tuple(tuple(tensor.shape) for tensor in tensors),
-            tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
+            tuple(dtype_name(tensor.dtype) for tensor in tensors),
             tuple(tensor.requires_grad for tensor in tensors),
             isinstance(value, Tensor),
             None,
@@ -181,7 +182,7 @@ class Boundary(NamedTuple):
 
     def tensors(self, device: torch.device | str) -> tuple[Tensor, ...]:
         return tuple(
-            torch.empty(shape, dtype=getattr(torch, dtype), device=device, requires_grad=gradient)
+            torch.empty(shape, dtype=torch_dtype(dtype), device=device, requires_grad=gradient)
             for shape, dtype, gradient in zip(self.shapes, self.dtypes, self.gradients, strict=True)
         )
 

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.base import accelerator
+from lockstep.base.dtypes import dtype_name
 from lockstep.base.errors import LaunchError
 from lockstep.launch.spawn import spawn
 from lockstep.planner.machines.hardware import Device, Link
@@ -92,7 +93,7 @@ def measure_accelerator(timer: Timer | None = None) -> GpuReadings:
         multiprocessors=_multiprocessors(device),
         matmul=matmul,
         attention=_attention_rates(short, device, seconds),
-        attention_dtype=_name(short),
+        attention_dtype=dtype_name(short),
         copied_bytes_per_second=_copy_rate(total, device, seconds),
         launch_seconds=_launch_seconds(device, seconds),
     )
@@ -113,7 +114,7 @@ def call_seconds(call: Callable[[], Any], device: torch.device) -> float:
 def _dtypes(device: torch.device, short: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:
     halves = (short, torch.float16) if accelerator.computes_fp16(device) else (short,)
     for dtype in dict.fromkeys((*halves, torch.float32, accelerator.wide_dtype(device))):
-        yield _name(dtype), dtype
+        yield dtype_name(dtype), dtype
 
 
 def _matmul_rate(dtype: torch.dtype, device: torch.device, seconds: Timer) -> float:
@@ -199,10 +200,6 @@ def _multiprocessors(device: torch.device) -> int:
     properties = getattr(module, "get_device_properties", lambda _: None)(device)
     names = ("multi_processor_count", "max_compute_units")
     return next((int(getattr(properties, name)) for name in names if hasattr(properties, name)), 1)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.base.dtypes import dtype_name
 from lockstep.base.torch_private import ITEM, tree_leaves
 from lockstep.planner.trace import ALIGNED, Kind, Operation, Phase
 from lockstep.planner.tracing.torch_fakes import flop_registry
@@ -38,7 +39,7 @@ def kernel(
     flops = _flops(function, arguments, keywords, result)
     kind, shape = _kind(name, arguments, result) if flops else ("memory", ())
     computed = next(filter(Tensor.is_floating_point, tensors), tensors[0])
-    dtype = str(computed.dtype).removeprefix("torch.")
+    dtype = dtype_name(computed.dtype)
     got = _bytes(read[1:]) + _bytes(written) if name in READS_ONE_ROW else _bytes(read)
     moved = got + _bytes(written)
     aligned = _aligned_bytes(arguments, written) if kind == "matmul" else ALIGNED

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.base.dtypes import TensorSpec, torch_dtype
 from lockstep.base.errors import CheckpointError
 from lockstep.base.torch_private import is_distributed, tree_leaves
-from lockstep.checkpoint.tensor_shards import torch_dtype
 
 EXECUTION = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
 """Fields of a param group that the trained model does not depend on."""
@@ -59,9 +59,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(part) for part in value]
     return value if isinstance(value, bool | int | float | str | None) else type(value).__qualname__
-
-
-Kinds = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (dtype, shape)
 
 
 @dataclass(slots=True)
@@ -152,7 +149,10 @@ def remedy(optimizer: Optimizer) -> str:
 
 
 def allocate(
-    optimizer: Optimizer, named: Mapping[str, nn.Parameter], prefix: str, saved: Kinds
+    optimizer: Optimizer,
+    named: Mapping[str, nn.Parameter],
+    prefix: str,
+    saved: Mapping[str, TensorSpec],
 ) -> dict[str, dict[str, Tensor]]:
     """Return tensors to load a checkpoint's optimizer state into, by parameter name and key."""
     mine = {id(parameter) for parameter in _parameters(optimizer)}

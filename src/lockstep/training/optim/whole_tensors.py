@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.base.dtypes import tensor_spec, torch_dtype
 from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.json_state import decode, encode
 from lockstep.comm.mesh import full_tensor, shard_as, to_local
@@ -107,10 +108,7 @@ class WholeTensorOptimizer:
                 encoded = encode(copied.state[mine], _STATE, tensors, _REMEDY)
             except CheckpointError as error:
                 failure = str(error)
-        kinds = {
-            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-            for name, tensor in tensors.items()
-        }
+        kinds = {name: tensor_spec(tensor) for name, tensor in tensors.items()}
         encoded, kinds, failure = self._world.value_of(owner, [encoded, kinds, failure])
         if failure is not None:
             raise CheckpointError(
@@ -122,12 +120,12 @@ class WholeTensorOptimizer:
         for name, (dtype, shape) in kinds.items():
             now, value = state.get(name.removeprefix(f"{_STATE}/")), tensors.get(name)
             if shape != list(parameter.shape) or name.count("/") > 1:
-                received[name] = self._received(value, shape, getattr(torch, dtype), owner)
+                received[name] = self._received(value, shape, torch_dtype(dtype), owner)
                 continue
             received[name] = (
                 now
                 if isinstance(now, Tensor)
-                else torch.zeros_like(parameter.detach(), dtype=getattr(torch, dtype))
+                else torch.zeros_like(parameter.detach(), dtype=torch_dtype(dtype))
             )
             to_local(received[name]).copy_(self._shard(received[name], value, owner))
         state.update(decode(encoded, received.__getitem__))
