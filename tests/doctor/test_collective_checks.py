@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.doctor import collective_checks
-from lockstep.doctor.collective_checks import RankGroup, check
+from lockstep.doctor.collective_checks import RankGroup, collective_rows
 from lockstep.doctor.coordination import ProbeCoordinator
 from lockstep.doctor.expected_results import CollectiveCase
 
@@ -42,7 +42,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], set[str]]:
         monkeypatch.setattr(collective_checks, "_check_barrier", lambda coordinator, group: [])
         group = RankGroup("all ranks", [0], 0, None, torch.device("cpu"), backend)
         coordinator: ProbeCoordinator = OneRank()  # type: ignore[assignment]
-        rows = list(check(coordinator, group))
+        rows = list(collective_rows(coordinator, group))
         assert all("unsupported" in each for row in rows for each in row["outcomes"].values())
         return found
 

@@ -17,7 +17,7 @@ from report.run_directories import whole
 from lockstep.checkpoint.manifest import FORMAT, FileEntry, Manifest, _hash, hash_blocks
 from lockstep.checkpoint.saved_model import read_safetensors
 from lockstep.checkpoint.tensor_shards import FileLayout, TensorShard
-from lockstep.cli.target import fingerprint
+from lockstep.cli.target import fingerprint_of_saved
 
 STEPS = (3, 5)
 TENSORS = {
@@ -81,7 +81,7 @@ def write_run(folder: Path) -> None:
     ]
     _write_tensors(folder / "model.safetensors", shards, seed=40)
     result = run_files.result(folder)
-    result["fingerprint"] = fingerprint(read_safetensors(folder / "model.safetensors"))
+    result["fingerprint"] = fingerprint_of_saved(read_safetensors(folder / "model.safetensors"))
     result["best"] = {
         "metric": "loss",
         "value": 1.5,

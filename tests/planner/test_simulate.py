@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from planner.subjects import MICROBATCH, recipe, traced
 
-from lockstep.planner.simulate import Costs, HostCosts, StepTime, fused, repeated, simulate
+from lockstep.planner.simulate import Costs, HostCosts, StepTime, extended_trace, fused, simulate
 from lockstep.planner.trace import (
     DISPATCH,
     Await,
@@ -416,7 +416,7 @@ def times(traces: Sequence[TracedStep]) -> list[float]:
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
 def test_a_repeated_microbatch_takes_the_time_of_a_traced_one(plan: str) -> None:
     three, four = (traced(plan, recipe(global_batch=2 * MICROBATCH * count)) for count in (3, 4))
-    longer = repeated(three, 3, 4)
+    longer = extended_trace(three, 3, 4)
     assert Counter(each.kind for each in longer.collectives()) == Counter(
         each.kind for each in four.collectives()
     )
@@ -430,4 +430,4 @@ def test_a_repeated_microbatch_takes_the_time_of_a_traced_one(plan: str) -> None
 
 def test_a_step_that_has_as_many_microbatches_is_not_changed() -> None:
     trace = TracedStep(0, [Mark("microbatch"), kernel(1), Mark("microbatch"), kernel(1)], [], {})
-    assert repeated(trace, 2, 2) is trace
+    assert extended_trace(trace, 2, 2) is trace

@@ -10,7 +10,7 @@ from device.test_measuring import write
 from lockstep.base import accelerator
 from lockstep.base.errors import PlanError
 from lockstep.planner.machines import measuring_gpu
-from lockstep.planner.machines.hardware import Cluster, cluster_of, named, parse_target
+from lockstep.planner.machines.hardware import Cluster, cluster_of, parse_target, replace_this
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, count: int, name: str) -> None:
@@ -41,7 +41,7 @@ def test_a_known_product_is_planned_for_by_its_data_sheet(
         cluster = cluster_of(text)
         assert isinstance(cluster, Cluster)
         assert (cluster.device.name, cluster.count) == (sheet, count)
-        assert parse_target(named(text, tmp_path)) == cluster
+        assert parse_target(replace_this(text, tmp_path)) == cluster
     assert list(tmp_path.iterdir()) == []
 
 
@@ -51,7 +51,7 @@ def test_a_product_without_a_data_sheet_is_measured(
     pretend(monkeypatch, 2, "NVIDIA A100-PCIE-40GB")
     monkeypatch.setattr(measuring_gpu, "write_gpu_sheets", write)
     assert cluster_of("this") == 2
-    cluster = parse_target(named("this", tmp_path))
+    cluster = parse_target(replace_this("this", tmp_path))
     assert (cluster.device.name, cluster.count, cluster.inside.name) == (
         "Stand-in",
         2,

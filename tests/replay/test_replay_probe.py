@@ -21,7 +21,7 @@ import lockstep as ls
 from lockstep.base.errors import DataError
 from lockstep.logging.run_files import CHECKSUM
 from lockstep.replay.request import ReplayRequest
-from lockstep.replay.step import STEP, ReplayedMicrobatch, joined, microbatch_file
+from lockstep.replay.step import STEP, ReplayedMicrobatch, joined_parts, microbatch_file
 from lockstep.testing.pool import WorkerPool
 
 STEPS = 6
@@ -247,7 +247,7 @@ def test_ranks_that_share_out_a_microbatch_make_one_row(pool: WorkerPool, tmp_pa
     pool.run(2, share_out_microbatches, tmp_path, plans)
     for plan in plans:
         whole, parts = read(tmp_path / plan, 2)
-        found = joined(ReplayedMicrobatch(**each) for each in parts)
+        found = joined_parts(ReplayedMicrobatch(**each) for each in parts)
         assert [each.microbatch for each in found] == [0, 1, 2]
         assert math.fsum(each.part or 0.0 for each in found) == pytest.approx(whole["loss"])
         assert [each.norm for each in found] == [None] * 3

@@ -16,7 +16,7 @@ from lockstep.replay.step import (
     StepComparison,
     block_of,
     compared,
-    joined,
+    joined_parts,
 )
 
 SAME = StepComparison(step=4, checksum=True, loss=(1.0, 1.0), norm=(2.0, 2.0))
@@ -128,7 +128,7 @@ def test_shares_of_ranks_in_a_microbatch_are_added() -> None:
     )
     other = ReplayedMicrobatch(microbatch=1, samples=[4], model=1, squares={"a": 1.0})
     first = ReplayedMicrobatch(microbatch=0, samples=[3])
-    assert joined([one, other, first, two, first]) == [
+    assert joined_parts([one, other, first, two, first]) == [
         first,
         replace(one, total=4.0, part=2.0),
         other,

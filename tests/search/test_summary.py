@@ -9,7 +9,7 @@ from search.made_up import BEGAN, PARAMETERS, search, trial
 
 from lockstep.recipe.parameters import Parameter
 from lockstep.search.summary import (
-    aligned,
+    aligned_lines,
     failures,
     numbers,
     progress_line,
@@ -118,7 +118,10 @@ def test_many_numbers_of_trials_are_short() -> None:
 
 
 def test_columns_are_aligned() -> None:
-    assert aligned([["a", "b", "c"], ["aaa", "bbb", ""]], left=1) == ["a      b  c", "aaa  bbb"]
+    assert aligned_lines([["a", "b", "c"], ["aaa", "bbb", ""]], left=1) == [
+        "a      b  c",
+        "aaa  bbb",
+    ]
 
 
 def test_the_progress_is_one_line() -> None:

@@ -69,14 +69,14 @@ def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
     return array[()] if encoded["scalar"] else array
 
 
-def tensors_in(encoded: Any) -> list[str]:
+def tensor_names_in(encoded: Any) -> list[str]:
     if isinstance(encoded, list):
-        return [name for item in encoded for name in tensors_in(item)]
+        return [name for item in encoded for name in tensor_names_in(item)]
     if not isinstance(encoded, dict):
         return []
     if encoded.get(_TAG) == "tensor":
         return [encoded["value"]]
-    return [name for item in encoded.values() for name in tensors_in(item)]
+    return [name for item in encoded.values() for name in tensor_names_in(item)]
 
 
 def _reference_to(tensor: Tensor, name: str, tensors: dict[str, Tensor], remedy: str) -> Any:

@@ -32,13 +32,13 @@ from lockstep.cli.arguments import json_option, launch_option, mode_option, mode
 from lockstep.cli.evaluate import Metrics, measure
 from lockstep.cli.export import check_out, final_model, saved_model, write_model
 from lockstep.cli.run_script import assignments
-from lockstep.cli.target import Target, reachable
+from lockstep.cli.target import Target, checkpoint_readable
 from lockstep.logging.run_files import RUN
 from lockstep.recipe.parameters import saved_values
 from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.process import ended_by_signals
 from lockstep.search.request import direction_of
-from lockstep.search.summary import aligned
+from lockstep.search.summary import aligned_lines
 
 METADATA = "lockstep.average"
 """Key in the metadata of the output file: its value is JSON with each run and its weight."""
@@ -190,7 +190,7 @@ def _numbers(text: str, runs: int) -> list[float]:
 
 
 def _opened(source: str, module: int | None, part: float) -> _AveragedRun:
-    with reachable(source):
+    with checkpoint_readable(source):
         model, what, file = _weights(source, module)
     places = (Path(source), *Path(source).absolute().parents[:2])
     folder = next((place for place in places if (place / RUN).is_file()), None)
@@ -390,5 +390,5 @@ def _print_table(runs: Sequence[_AveragedRun], metrics: Metrics | None) -> None:
         rows.append([run.name, f"{weight:.4g}" if weight else "left out", *texts(run.metrics)])
     if metrics is not None:
         rows.append(["average", "", *texts(metrics)])
-    for line in aligned(rows, left=len(rows[0])):
+    for line in aligned_lines(rows, left=len(rows[0])):
         show(line)

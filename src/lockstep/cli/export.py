@@ -27,7 +27,7 @@ from lockstep.checkpoint.saved_model import (
 from lockstep.checkpoint.storage import CheckpointName
 from lockstep.checkpoint.tensor_shards import FileLayout, TensorShard
 from lockstep.cli.arguments import model_option
-from lockstep.cli.target import Target, best_of, fingerprint, reachable
+from lockstep.cli.target import Target, best_of, checkpoint_readable, fingerprint_of_saved
 
 
 @click.command("export")
@@ -85,7 +85,7 @@ def _export_folder(source: str, folder: Path, *, module: int | None, best: bool)
     with tempfile.TemporaryDirectory(dir=parent, prefix=f".{folder.name}-") as temporary:
         made = Path(temporary, "made")
         made.mkdir()
-        with reachable(str(run / CONFIGURATION)):
+        with checkpoint_readable(str(run / CONFIGURATION)):
             for name in sorted(os.listdir(run / CONFIGURATION)):
                 (made / name).write_bytes(read_below(run, f"{CONFIGURATION}/{name}", MOST_BYTES))
         said = export(source, made / MODEL, module=module, best=best)
@@ -104,7 +104,7 @@ def load(source: str, *, best: bool = False, model: int | None = None) -> dict[s
     """
     from lockstep.checkpoint.pretrained_files import as_tensor  # imports torch
 
-    with reachable(source):
+    with checkpoint_readable(source):
         reader, _ = _open_model(source, module=model, best=best)
         try:
             return {name: as_tensor(reader, name) for name in reader.specs}
@@ -124,7 +124,7 @@ def _open_model(source: str, *, module: int | None, best: bool) -> tuple[StateDi
 
 def export(source: str, path: Path, *, module: int | None = None, best: bool = False) -> str:
     check_out(path)
-    with reachable(source):
+    with checkpoint_readable(source):
         model, what = _open_model(source, module=module, best=best)
         tensors, size = write_model(model, path)
     return f"{path}: {tensors} tensors, {size:,} bytes, of {what}"
@@ -202,7 +202,7 @@ def final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] |
     _choose([0], module)
     try:
         model = read_final_model(at.run)
-        if fingerprint(model) != result["fingerprint"]:
+        if fingerprint_of_saved(model) != result["fingerprint"]:
             raise DamagedError("its fingerprint differs from the one in result.json")
     except DamagedError as error:
         raise CheckpointError(

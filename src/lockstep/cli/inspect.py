@@ -25,7 +25,7 @@ from lockstep.checkpoint.manifest import (
 from lockstep.checkpoint.saved_model import MODEL, StoredCheckpoint, read_final_model
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
 from lockstep.cli.arguments import json_option, print_json
-from lockstep.cli.target import Target, best_of, fingerprint, reachable
+from lockstep.cli.target import Target, best_of, checkpoint_readable, fingerprint_of_saved
 from lockstep.logging.run_files import EVENTS, read_rows
 
 _EVENT_WORDS = {
@@ -82,7 +82,7 @@ def command(as_json: bool, target: str) -> int:
     checkpoint, no driver).
     """
     at = Target.find(target)
-    with reachable(target):
+    with checkpoint_readable(target):
         checkpoints = inspect_all(at.storage, at.names)
     model = _final_model(at)
     elsewhere = None if at.elsewhere is None else without_password(at.elsewhere)
@@ -131,7 +131,7 @@ def _inspect(storage: Storage, name: CheckpointName) -> InspectedCheckpoint:
         else:
             models = {index: stored.model(index) for index in stored.modules}
             inspected.fingerprints = {
-                str(each): fingerprint(model) for each, model in models.items()
+                str(each): fingerprint_of_saved(model) for each, model in models.items()
             }
     except UnreadableError as error:
         inspected.state, inspected.reasons = _STATES[type(error)], [str(error)]
@@ -149,7 +149,7 @@ def _final_model(at: Target) -> InspectedCheckpoint | None:
     )
     try:
         inspected.size_bytes = (at.run / MODEL).lstat().st_size
-        inspected.fingerprints = {"0": fingerprint(read_final_model(at.run))}
+        inspected.fingerprints = {"0": fingerprint_of_saved(read_final_model(at.run))}
         if inspected.fingerprints["0"] != result["fingerprint"]:
             inspected.reasons = [
                 f"its fingerprint differs from the one in result.json, {result['fingerprint']}"

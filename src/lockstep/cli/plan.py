@@ -196,11 +196,11 @@ def _predicted(
     shows_progress: bool,
 ) -> _Found:
     from lockstep.planner.machines.costs import Machine
-    from lockstep.planner.machines.hardware import devices_here, named, parse_target
+    from lockstep.planner.machines.hardware import devices_here, parse_target, replace_this
 
     limit = None if memory is None else memory_bytes(memory)
     with work_folder("lockstep-plan-") as folder:
-        found = named(target, folder)
+        found = replace_this(target, folder)
         machine = Machine.of(parse_target(found), limit)
         if memory is not None and limit is not None:
             _check_memory(memory, limit, machine.cluster.device)

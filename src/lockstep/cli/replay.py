@@ -48,7 +48,7 @@ from lockstep.replay.step import (
     Replay,
     ReplayedMicrobatch,
     compared,
-    joined,
+    joined_parts,
     microbatch_file,
 )
 from lockstep.scripts.launch import count_gpus, launch_script
@@ -283,7 +283,7 @@ def _result(
         for each in json.loads((folder / microbatch_file(rank)).read_text(encoding="utf-8"))
     ]
     before, now = read_metadata(run), read_metadata(folder / "run")
-    microbatches = joined(parts)
+    microbatches = joined_parts(parts)
     loss = whole["loss"]
     if loss is None:  # the step has raised an exception
         loss = sum(each.part or 0.0 for each in microbatches if not each.model)

@@ -32,7 +32,7 @@ class Target:
 
     @classmethod
     def find(cls, text: str) -> Target:
-        with reachable(text):
+        with checkpoint_readable(text):
             return _at_url(text) if "://" in text else _at_path(text)
 
     @property
@@ -52,7 +52,7 @@ class Target:
 
 
 @contextmanager
-def reachable(what: str) -> Iterator[None]:
+def checkpoint_readable(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -62,7 +62,7 @@ def reachable(what: str) -> Iterator[None]:
         ) from error
 
 
-def fingerprint(model: StateDictReader) -> str:
+def fingerprint_of_saved(model: StateDictReader) -> str:
     def records() -> Iterator[TensorRecord]:
         for name in sorted(model.specs, key=str.encode):
             data = model.read(name)

@@ -58,7 +58,7 @@ class RankGroup:
         return f" in {self.name}" if self.process_group is not None else ""
 
 
-def check(coordinator: ProbeCoordinator, group: RankGroup) -> Iterator[dict[str, Any]]:
+def collective_rows(coordinator: ProbeCoordinator, group: RankGroup) -> Iterator[dict[str, Any]]:
     """Check all collectives of a process group. All ranks of the group must call this function."""
     for collective in COLLECTIVES:
         if collective == "barrier":

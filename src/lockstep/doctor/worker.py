@@ -88,7 +88,7 @@ def _run_probes(
         values["clocks"] = benchmark.measure_clocks(coordinator, groups[0], first_ranks)
     values["checked"] = []
     for group in groups:
-        for row in collective_checks.check(coordinator, group):
+        for row in collective_checks.collective_rows(coordinator, group):
             # appended one by one, so that an abort writes the rows so far
             values["checked"].append(row)
     values["timed"] = benchmark.time_collectives(coordinator, groups[0])

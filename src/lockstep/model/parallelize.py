@@ -24,7 +24,7 @@ from lockstep.model.device_split import (
     wrap_data_parallel,
 )
 from lockstep.model.expert.divide import (
-    check_experts,
+    check_divisible,
     check_parts,
     compute_by_rows,
     divide_experts,
@@ -248,7 +248,7 @@ def _find_experts(
     if (ranks := mesh.axis("expert").size) == 1:
         return stacked_experts(model, names) if plan.numerics == "bitwise" else {}
     found = find_experts(model, names)
-    check_experts(model, found, ranks)
+    check_divisible(model, found, ranks)
     return found
 
 

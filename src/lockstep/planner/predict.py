@@ -13,7 +13,7 @@ from lockstep.base.errors import PlanError, RecipeError
 from lockstep.plan import Plan
 from lockstep.planner.machines.costs import Machine
 from lockstep.planner.prediction import SKEW, Prediction, Skewed, text
-from lockstep.planner.simulate import Costs, StepTime, fused, repeated, simulate
+from lockstep.planner.simulate import Costs, StepTime, extended_trace, fused, simulate
 from lockstep.planner.trace import (
     HELD,
     ON_HOST,
@@ -111,7 +111,11 @@ def seconds_on_costs(recipe: Recipe, plan: Plan, machine: Machine) -> Callable[[
 
 
 def _whole(traces: Sequence[TracedStep], shape: _Shape) -> Sequence[TracedStep]:
-    whole = traces if shape.plan.pipeline != 1 else [repeated(traces[0], shape.traced, shape.count)]
+    whole = (
+        traces
+        if shape.plan.pipeline != 1
+        else [extended_trace(traces[0], shape.traced, shape.count)]
+    )
     return [fused(trace) for trace in whole] if shape.plan.compile else whole
 
 

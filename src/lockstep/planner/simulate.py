@@ -304,7 +304,7 @@ def _fuses(one: Compute, other: Compute) -> bool:
     )
 
 
-def repeated(trace: TracedStep, traced: int, microbatches: int) -> TracedStep:
+def extended_trace(trace: TracedStep, traced: int, microbatches: int) -> TracedStep:
     """Extend a trace of three microbatches to `microbatches`: repeat its second microbatch."""
     if traced == microbatches:
         return trace

@@ -68,7 +68,7 @@ class ReplayedMicrobatch:
         return all(each is None or math.isfinite(each) for each in (self.total, self.norm))
 
 
-def joined(parts: Iterable[ReplayedMicrobatch]) -> list[ReplayedMicrobatch]:
+def joined_parts(parts: Iterable[ReplayedMicrobatch]) -> list[ReplayedMicrobatch]:
     """Add the losses of ranks that computed parts of the same microbatch."""
     by_index: dict[tuple[int, int], ReplayedMicrobatch] = {}
     for each in parts:

@@ -37,7 +37,7 @@ def summary_lines(results: SearchResults) -> list[str]:
         ]
         lines += [
             f"  {line}"
-            for line in aligned(
+            for line in aligned_lines(
                 [[name, _text(value)] for name, value in best.parameters.items()], left=2
             )
         ]
@@ -113,7 +113,7 @@ def numbers(trials: Sequence[int]) -> str:
     return f"{len(trials)} trials ({first_few(trials)})"
 
 
-def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
+def aligned_lines(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     marks = ["<" if place < left else ">" for place in range(len(widths))]
     return [
@@ -128,7 +128,7 @@ def _top(results: SearchResults) -> list[str]:
     names = results.varied
     head = ["trial", results.metric, "steps", "time", *names]
     rows = [_cells(trial, names) for trial in results.ranked[:_TOP]]
-    return aligned([head, *rows], left=0)
+    return aligned_lines([head, *rows], left=0)
 
 
 def _cells(trial: TrialResult, names: Iterable[str]) -> list[str]:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from lockstep.base.dtypes import TensorSpec, tensor_spec, torch_dtype
 from lockstep.base.errors import CheckpointError, first_few
 from lockstep.base.torch_private import own_buffers, own_modules, own_parameters, tree_map
-from lockstep.checkpoint.json_state import decode, encode, tensors_in
+from lockstep.checkpoint.json_state import decode, encode, tensor_names_in
 from lockstep.checkpoint.manifest import DamagedError, Manifest
 from lockstep.comm.mesh import Mesh, like_parameter, shard_as
 from lockstep.comm.world import World
@@ -208,7 +208,7 @@ def restore(
                 )
                 targets |= _optimizer_tensors(state.tensors, f"{number}/optimizer/{place}")
                 states.append(state)
-        encoded = set(tensors_in([values["modules"], values["state"]]))
+        encoded = set(tensor_names_in([values["modules"], values["state"]]))
         not_loaded = {
             name.replace("/train-mode/", "/model/", 1)
             for name in reader.tensors

@@ -39,7 +39,7 @@ from lockstep.base.errors import PlanError, RecipeError
 from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.comm.world import World
 from lockstep.model.block_wrappers import checkpoint_activations
-from lockstep.model.expert.divide import check_experts, divide_experts
+from lockstep.model.expert.divide import check_divisible, divide_experts
 from lockstep.model.expert.find import find_experts
 from lockstep.model.expert.layer_calls import LayerCalls
 from lockstep.model.expert.routing import Routing, local_experts
@@ -79,7 +79,7 @@ def divided(model: nn.Module, *, is_dummy: bool | None = None, bitwise: bool = F
     exchange = SyncBatchNormExchange()
     exchange.is_dummy = is_dummy
     experts = find_experts(model, None)
-    check_experts(model, experts, ranks)
+    check_divisible(model, experts, ranks)
     divide_experts(
         model,
         experts,
@@ -375,7 +375,7 @@ def test_layers_that_all_ranks_leave_out(pool: WorkerPool) -> None:
 def test_the_number_of_experts_of_a_token_is_no_number_of_experts() -> None:
     layers = Layers()
     layers[0].experts.num_experts_per_tok = 2
-    check_experts(layers, find_experts(layers, None), 2)
+    check_divisible(layers, find_experts(layers, None), 2)
 
 
 def test_experts_that_cannot_be_divided() -> None:
@@ -391,10 +391,10 @@ def test_experts_that_cannot_be_divided() -> None:
         (other, 2, "0.experts shares a parameter with another module"),
     ):
         with pytest.raises(PlanError, match=said):
-            check_experts(wrong, find_experts(wrong, None), ranks)
+            check_divisible(wrong, find_experts(wrong, None), ranks)
     shared = Layers()
     shared[1].experts = shared[0].experts
-    check_experts(shared, find_experts(shared, None), 2)
+    check_divisible(shared, find_experts(shared, None), 2)
 
 
 class TwoLayers(nn.Module):

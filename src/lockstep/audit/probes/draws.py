@@ -83,8 +83,8 @@ def generator_state() -> str:
     states = [torch.default_generator.get_state()]
     if accelerator.is_initialized():
         states.append(accelerator.generator(accelerator.current_device()).get_state())
-    return digest(b"".join(each.numpy().tobytes() for each in states))
+    return short_digest(b"".join(each.numpy().tobytes() for each in states))
 
 
-def digest(data: bytes) -> str:
+def short_digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
-from lockstep.audit.probes.draws import Draws, digest, generator_state
+from lockstep.audit.probes.draws import Draws, generator_state, short_digest
 from lockstep.audit.probes.recorder import RecordWriter, frames
 from lockstep.base import torch_private
 
@@ -192,7 +192,7 @@ def random_states() -> dict[str, str]:
     states = {"torch": generator_state(), "python": f"{hash(random.getstate()[1]):x}"}
     if "numpy.random" in sys.modules:
         kind, keys, place, *_ = np.random.get_state(legacy=True)
-        states["numpy"] = digest(np.asarray(keys).tobytes() + f"{kind}{place}".encode())
+        states["numpy"] = short_digest(np.asarray(keys).tobytes() + f"{kind}{place}".encode())
     return states
 
 
@@ -230,7 +230,7 @@ def _digest(tensors: list[Tensor]) -> str:
         if tensor.numel():
             flat = tensor.contiguous().reshape(-1).view(torch.uint8)
             data += flat[:: -(-len(flat) // MOST_BYTES)].numpy().tobytes()
-    return digest(data)
+    return short_digest(data)
 
 
 def sampler_settings(loader: Any) -> dict[str, Any]:
@@ -273,7 +273,7 @@ def describe(dataset: Any) -> dict[str, Any]:
     is_iterable = isinstance(dataset, IterableDataset)
     try:
         held = _held_by(dataset) if hasattr(dataset, "__dict__") else _text_of(dataset)
-        digest_of_all = digest(held.encode())
+        digest_of_all = short_digest(held.encode())
     except _Unreadable:
         digest_of_all = ""
     return {
@@ -343,7 +343,7 @@ def _text_of(value: Any, depth: int = 0, *, is_item: bool = False) -> str:
         flat = np.asarray(value).reshape(-1)
         # sampled before it is copied: it may be a memory-mapped file larger than memory
         taken = flat[:: max(1, -(-flat.nbytes // MOST_BYTES))]
-        return digest(f"{flat.shape}".encode() + taken.tobytes())
+        return short_digest(f"{flat.shape}".encode() + taken.tobytes())
     if isinstance(value, str | int | float | bool | bytes | None):
         return repr(value)
     if isinstance(value, os.PathLike):

@@ -39,7 +39,7 @@ from lockstep.model.context.label_shift import (
     windows,
 )
 from lockstep.model.context.mode import SequenceMode
-from lockstep.model.context.proof import Provers, Trial, check_modules, differences, prove
+from lockstep.model.context.proof import Provers, Trial, check_modules, prove, relative_differences
 from lockstep.model.context.transformers import check_call, open_transformers
 from lockstep.model.forwards import Forwards, WholeModel
 from lockstep.model.pipeline.boundary import Arguments, Around, Chunks, Run, within
@@ -275,7 +275,7 @@ class SequenceCut:
             places = torch.tensor(groups[group], device=self._world.device)
             sample = self._rows(arguments, known, samples, places)
             trial = self._cut_trial(sample, compared)
-            found = differences(trial, self._trial(sample, whole), self.dim)
+            found = relative_differences(trial, self._trial(sample, whole), self.dim)
             noted = {
                 self.counts.place(group, of_chunk): counts.by_line()
                 for of_chunk, counts in zip(trial.layouts, trial.counts, strict=True)

@@ -60,12 +60,12 @@ def draws_by_default(function: Any, args: Sequence[Any], keywords: Mapping[str, 
 
 def shape_of(function: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> torch.Size:
     if function in OF_A_SHAPE:
-        return torch.Size(sizes_of(args, keywords))
+        return torch.Size(_sizes_of(args, keywords))
     given = args[0] if args else keywords["input"]
     return given.shape  # type: ignore[no-any-return]
 
 
-def sizes_of(args: Sequence[Any], keywords: Mapping[str, Any]) -> list[int]:
+def _sizes_of(args: Sequence[Any], keywords: Mapping[str, Any]) -> list[int]:
     is_one = bool(args) and isinstance(args[0], list | tuple)
     sizes = keywords["size"] if "size" in keywords else args[0] if is_one else args
     return [int(size) for size in sizes]
@@ -94,7 +94,7 @@ def draw_by_chunk(
     widths: Sequence[int],
 ) -> Any:
     if function in OF_A_SHAPE:
-        sizes = sizes_of(args, keywords)
+        sizes = _sizes_of(args, keywords)
         others = {name: value for name, value in keywords.items() if name != "size"}
         device = torch.device(others.get("device") or torch.get_default_device())
         return torch.cat(

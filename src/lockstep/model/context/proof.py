@@ -187,7 +187,7 @@ def prove(cut: Trial, whole: Trial, dim: int, ranks: Provers) -> Any:
     return found[0] if found else None
 
 
-def differences(cut: Trial, whole: Trial, dim: int) -> list[tuple[float, float]]:
+def relative_differences(cut: Trial, whole: Trial, dim: int) -> list[tuple[float, float]]:
     """Return, for each output of `cut`, the relative difference from the output of `whole`, and the
     relative difference that rounding explains."""
     found, _ = _run(cut, [partial(_with_reason, each) for each in cut.layouts])

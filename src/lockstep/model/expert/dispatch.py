@@ -28,7 +28,7 @@ from lockstep.comm.world import World
 from lockstep.model.context.active import active, handled
 from lockstep.model.expert.find import ARGUMENTS, Experts
 from lockstep.model.expert.leaves import Key, Leaves, Parameters, divided_parameters
-from lockstep.model.expert.proof import on_all_ranks, prove
+from lockstep.model.expert.proof import on_all_ranks, prove_experts
 from lockstep.model.expert.routing import Routing, local_experts
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.model.trial import SMALL
@@ -158,7 +158,7 @@ class Dispatch:
                 return self._own(*given)  # type: ignore[no-any-return]
 
         alone = replace(world, rank=0, size=1, group=None)
-        prove(
+        prove_experts(
             self.name,
             partial(self._dispatched, world, divided),
             undivided,

@@ -21,7 +21,7 @@ from lockstep.model.placement import place_parameters
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 
 
-def check_experts(model: nn.Module, experts: Mapping[str, Experts], ranks: int) -> None:
+def check_divisible(model: nn.Module, experts: Mapping[str, Experts], ranks: int) -> None:
     if not experts:
         raise PlanError(
             f"expert={ranks}, but the model has no modules of experts; in such a module, dim 0 of"

@@ -31,7 +31,7 @@ RULE = (
 )
 
 
-def prove(
+def prove_experts(
     name: str,
     divided: Compute,
     whole: Compute,

@@ -34,7 +34,7 @@ from lockstep.model.tensor.sharded_features import (
     check_backward,
     check_gradients,
     checked_output,
-    unseen,
+    unseen_backward,
 )
 from lockstep.model.tensor.sharded_logits import (
     as_sharded_logits,
@@ -241,7 +241,7 @@ class _ShardedLayer:
 
     def _check_is_seen(self, given: Tensor) -> None:
         if not self._features.is_entered:
-            raise unseen(f"{self._name}, called outside of the forward of its module")
+            raise unseen_backward(f"{self._name}, called outside of the forward of its module")
         with without_torch_function_modes():
             check_backward(given)
         if self._style.input_layout == "sharded" and not is_sharded(given):

@@ -217,7 +217,7 @@ class ShardedFeatures(TorchFunctionMode):
 
     def _refuse_checkpoint(self) -> None:
         if checkpoints_saved_tensors() and saved_tensor_hooks() != self._entered[-1]:
-            raise unseen("torch.utils.checkpoint")
+            raise unseen_backward("torch.utils.checkpoint")
 
     def _answer(self, func: Any, tensor: Tensor) -> Tensor:
         own: Tensor = func(tensor)
@@ -517,7 +517,7 @@ def check_backward(tensor: Tensor) -> None:
     if isinstance(node, BackwardCFunction) and is_sharded(tensor):
         function = function_of(node)
         if not function.__module__.startswith(OWN_FUNCTIONS):
-            raise unseen(f"the backward of {function.__name__}")
+            raise unseen_backward(f"the backward of {function.__name__}")
 
 
 def _is_own_hook(args: Any) -> bool:
@@ -557,7 +557,7 @@ def unsummed(what: str) -> RecipeError:
     )
 
 
-def unseen(what: str) -> RecipeError:
+def unseen_backward(what: str) -> RecipeError:
     return RecipeError(
         f"{what}, between layers that are sharded over the tensor axis; it computes in the"
         " backward, where lockstep does not see its functions; with slices, each element must have"

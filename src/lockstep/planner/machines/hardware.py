@@ -249,7 +249,7 @@ def cluster_of(text: str) -> Cluster | int:
     return parse_target(f"{here[0]} x {here[1]}") if is_known_device(here[1]) else here[0]
 
 
-def named(text: str, folder: Path) -> str:
+def replace_this(text: str, folder: Path) -> str:
     """Replace `this` in `text` by the name of the data sheet of this machine's accelerators.
     Without a data sheet, measure the accelerators and write a data sheet into `folder`."""
     if (here := devices_here(text)) is None:

@@ -69,7 +69,7 @@ def differ(expected: Vector, found: Vector, tolerance: float) -> Wrong:
     return wrong
 
 
-def named(places: Sequence[int]) -> str:
+def listed_places(places: Sequence[int]) -> str:
     return enumerated(places) if len(places) <= MOST_NAMED else first_few(places)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from lockstep.base.words import enumerated
 from lockstep.evidence.tensors import EXACT, exact_ratio
 from lockstep.evidence.trace import LayerTrace
-from lockstep.verify.causes.evidence import Evidence, Wrong, differ, named, stacked
+from lockstep.verify.causes.evidence import Evidence, Wrong, differ, listed_places, stacked
 
 MOSTLY = 0.9
 """If at least this fraction of the wrong outputs equal the outputs of other tokens, the cause is
@@ -109,9 +109,10 @@ def _lost(layer: _Layer, expected: LayerTrace, found: LayerTrace, wrong: Wrong, 
             over = f"; the outputs of {len(right)} others that chose it are right"
             if right.max() < np.flatnonzero(wrong).min():
                 over += ", the first ones: its rows over a capacity were dropped"
+        tokens = listed_places([int(each) for each in np.flatnonzero(wrong)])
         return (
-            f"rows of {layer.named(experts)} lost: {at} for tokens"
-            f" {named([int(each) for each in np.flatnonzero(wrong)])}, all of which chose it{over}"
+            f"rows of {layer.named(experts)} lost: {at} for tokens {tokens}, all of which chose"
+            f" it{over}"
         )
     return (
         f"rows returned to the wrong token, or weighted by another token's weights: {at} for"
@@ -166,7 +167,7 @@ def router_gradient(evidence: Evidence) -> str | None:
     return None
 
 
-def wrong_factor(evidence: Evidence) -> str | None:
+def wrong_expert_factor(evidence: Evidence) -> str | None:
     """Find gradients of experts that are multiplied or divided by a number of ranks."""
     names, layers = evidence.names("gradients", "sum"), _layers(evidence)
     if not names or not set(names) <= _parameters(evidence):
@@ -228,7 +229,7 @@ def _of_some_experts(evidence: Evidence, name: str) -> str | None:
     )
 
 
-def clipping(evidence: Evidence) -> str | None:
+def expert_clipping(evidence: Evidence) -> str | None:
     step, layers = evidence.step, _layers(evidence)
     entry = evidence.plan.ranks[evidence.first.rank].steps[step]
     sizes = {name: each.norm for name, each in entry.tensors["gradients"].items() if each}
@@ -278,7 +279,7 @@ def initial_values(evidence: Evidence) -> str | None:
     )
 
 
-def optimizer_state(evidence: Evidence) -> str | None:
+def expert_optimizer_state(evidence: Evidence) -> str | None:
     names = [name.rpartition("/")[0] for name in evidence.names("states")]
     if not set(names) <= _parameters(evidence):
         return None

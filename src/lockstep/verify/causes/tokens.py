@@ -15,7 +15,7 @@ import numpy as np
 
 from lockstep.evidence.tensors import EXACT, Vector, exact_ratio
 from lockstep.evidence.trace import TokenTrace
-from lockstep.verify.causes.evidence import Evidence, Wrong, differ, named
+from lockstep.verify.causes.evidence import Evidence, Wrong, differ, listed_places
 
 MOSTLY = 0.9
 """Smallest fraction of wrong tokens among the tokens after a fault. The threshold is below 1
@@ -83,7 +83,7 @@ def pairs_at_cuts(evidence: Evidence) -> str | None:
         return None
     at = [place for place in wrong if place != last] or wrong
     share = "every cut" if len(at) >= len(begins) else f"{len(at)} of {len(begins)} cuts"
-    where = f"at {named(at)} ({share})"
+    where = f"at {listed_places(at)} ({share})"
     chosen = tokens.wrong["gradient"][:, at]
     expected = tokens.expected["gradient"][:, at][chosen].ravel()
     found = tokens.found["gradient"][:, at][chosen].ravel()
