@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import run_files
 from processes import ran
 
 from lockstep.audit.request import AuditRequest
@@ -102,9 +103,6 @@ def run(script: Path, folder: Path, environ: dict[str, str]) -> subprocess.Compl
 
 
 def _records(folder: Path) -> list[list[Row]]:
-    found = [
-        [json.loads(line) for line in path.read_text().splitlines()]
-        for path in folder.glob("process-*.jsonl")
-    ]
+    found = [run_files.rows(path) for path in folder.glob("process-*.jsonl")]
     parents = {rows[0]["pid"] for rows in found}
     return sorted(found, key=lambda rows: (rows[0]["parent"] in parents, rows[0]["pid"]))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from training import subjects
 from training.kept import STEPS, recipe
+from training.subjects import Scores
 
 import lockstep as ls
 
@@ -17,16 +18,6 @@ import lockstep as ls
 def ended(plan: str, run_dir: str, folder: str | None = None) -> None:
     """A run that has saved itself after its last step."""
     ls.train(recipe(), plan=plan, run_dir=run_dir, saving=ls.Saving(every=STEPS, folder=folder))
-
-
-class Scores(ls.Hook):
-    """Adds a metric `place` to evaluations, by step."""
-
-    def __init__(self, values: Mapping[int, float]) -> None:
-        self.values = values
-
-    def after_evaluation(self, run: Any, metrics: Any) -> None:
-        metrics["place"] = self.values.get(run.step, 9.0)
 
 
 def scored(run_dir: str, values: Mapping[int, float]) -> ls.Result:

@@ -3,7 +3,6 @@ that nothing happened to."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -38,8 +37,7 @@ class Ended:
         return found
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        lines = (self.run / "events.jsonl").read_text().splitlines()
-        return [event for event in map(json.loads, lines) if event["event"] == name]
+        return run_files.events(self.run, name)
 
     def processes(self, rank: int) -> list[int]:
         """The processes that have done a step as this rank, in their order."""

@@ -28,6 +28,7 @@ from torch import distributed, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from comm.test_shared import shared_group
 from lockstep.base.container import process_id_space
 from lockstep.comm import segment
 from lockstep.comm.segment import ExchangeError, PeerStopped, Unavailable
@@ -38,14 +39,6 @@ from lockstep.testing.worker import loopback_store
 
 # Small, so that a collective takes many rounds.
 BUFFER_BYTES = 16 << 10
-
-
-def shared_group(
-    group: distributed.ProcessGroup | None = None, **options: Any
-) -> SharedMemoryGroup:
-    made = SharedMemoryGroup.create(group, buffer_bytes=BUFFER_BYTES, **options)
-    assert isinstance(made, SharedMemoryGroup), made
-    return made
 
 
 # A rank that fails. The pool ends a run at its first death, so these ranks are forks of a worker.

@@ -142,14 +142,6 @@ def hang_up() -> None:
                 copy.shutdown(socket.SHUT_RDWR)
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    return [row for row in lines(run_dir / "events.jsonl") if row["event"] == name]
-
-
 def ended_well(run_dir: Path, limit: int, *, fallbacks: int) -> bool:
     """Whether the run did all of its steps with these fallbacks, one after another. No device had
     more than `limit` bytes at any time, and all say so."""
@@ -157,11 +149,13 @@ def ended_well(run_dir: Path, limit: int, *, fallbacks: int) -> bool:
     assert [(each["step"], each["then"]) for each in failures] == [
         (AT, then) for then in FALLBACKS[:fallbacks]
     ]
-    assert [row["step"] for row in events(run_dir, "resumed")] == [AT] * fallbacks
-    assert [row["then"] for row in events(run_dir, "out-of-memory")] == list(FALLBACKS[:fallbacks])
+    assert [row["step"] for row in run_files.events(run_dir, "resumed")] == [AT] * fallbacks
+    assert [row["then"] for row in run_files.events(run_dir, "out-of-memory")] == list(
+        FALLBACKS[:fallbacks]
+    )
     result, rows = (
         run_files.result(run_dir),
-        lines(run_dir / "metrics.jsonl"),
+        run_files.metrics(run_dir),
     )
     assert all(fallback in result["plan"] for fallback in FALLBACKS[:fallbacks])
     assert all(0 < row["memory_bytes"] <= limit for row in rows if row["step"] > AT)
@@ -193,7 +187,7 @@ def test_a_step_without_room_on_one_device_ends_all_ranks_and_changes_nothing(
     assert (lost.changed, ran_out.changed, ran_out.kept_bytes) == (False, False, 0)
     (failure,) = json.loads((tmp_path / "run" / FILE).read_text())["failures"]
     assert (failure["step"], failure["rank"], failure["then"]) == (AT, 1, "checkpointing=full")
-    (event,) = events(tmp_path / "run", "out-of-memory")
+    (event,) = run_files.events(tmp_path / "run", "out-of-memory")
     assert (event["step"], event["rank"], event["then"]) == (AT, 1, "checkpointing=full")
 
 

@@ -3,11 +3,11 @@ checksums."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+import run_files
 import torch
 from hypothesis import given
 from torch import Tensor
@@ -59,8 +59,7 @@ def test_it_is_the_sum_of_the_bits_of_every_element_times_a_number_of_its_tensor
 
 def checksums(folder: str, plan: str, seed: int) -> list[str]:
     ls.train(recipe(seed=seed, steps=3, clip_norm=0.1), plan=plan, run_dir=folder, log_every=2)
-    lines = Path(folder, "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)[CHECKSUM] for line in lines]
+    return [row[CHECKSUM] for row in run_files.metrics(folder)]
 
 
 def checksums_of(folder: str, size: int) -> list[list[str]]:
@@ -87,8 +86,7 @@ def test_a_step_that_every_model_skips_has_none(tmp_path: Path) -> None:
             for batch in step.microbatches():
                 step.backward(squared_error(model, batch))
             step.commit(optimizer)
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    found = {row["step"]: row.get(CHECKSUM) for row in map(json.loads, lines)}
+    found = {row["step"]: row.get(CHECKSUM) for row in run_files.metrics(tmp_path / "run")}
     assert found[1] is not None
     assert found.get(2) is None
     assert found[3] not in (None, found[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import json
 import random
 import runpy
 import sys
@@ -127,9 +126,7 @@ def looped(run_dir: str, *, included: bool) -> list[Any]:
                 step.backward((both[0](x) - target(x) - both[1](x)).square().mean())
             step.commit(optimizer)
             target.load_state_dict(session.full_state_dict(model))
-    lines = (Path(run_dir) / "events.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
-    return [each["variables"] for each in events if each["event"] == "variables-not-saved"]
+    return [event["variables"] for event in run_files.events(run_dir, "variables-not-saved")]
 
 
 def test_a_network_that_a_loop_changes_is_named_unless_it_is_included(tmp_path: Path) -> None:

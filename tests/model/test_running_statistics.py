@@ -14,7 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from training.subjects import recipe, rows, same, samples_at, sgd, squared_error, state_of
+from training.subjects import (
+    EachState,
+    recipe,
+    rows,
+    same,
+    samples_at,
+    sgd,
+    squared_error,
+    state_of,
+)
 
 import lockstep as ls
 from lockstep.assignment import MicrobatchAssignment
@@ -74,16 +83,6 @@ class Spectral(nn.Module):
         return self.layer(x)
 
 
-class States(ls.Hook):
-    def __init__(self) -> None:
-        self.states: list[dict[str, Tensor]] = []
-
-    def on_start(self, run: Any) -> None:
-        self.states.append(state_of(run.model))
-
-    after_step = on_start
-
-
 def normed(**changes: Any) -> ls.Recipe:
     return recipe(
         model=Normed,
@@ -97,7 +96,7 @@ def normed(**changes: Any) -> ls.Recipe:
 
 
 def train_normed(run_dir: str) -> list[dict[str, Tensor]]:
-    states = States()
+    states = EachState()
     ls.train(normed(), run_dir=run_dir, hooks=[states])
     return states.states
 
@@ -288,7 +287,7 @@ class Freezes(ls.Hook):
 
 def attempt(run_dir: str, model: type[nn.Module], numerics: str) -> tuple[str, int]:
     hooks = [Freezes()] if model is Normed else []
-    states = States()
+    states = EachState()
     try:
         ls.train(
             recipe(model=model, steps=4),
@@ -384,7 +383,7 @@ class Unused(nn.Module):
 
 
 def train_beside_statistics(run_dir: str) -> dict[str, Tensor]:
-    states = States()
+    states = EachState()
     ls.train(recipe(model=Unused), run_dir=run_dir, hooks=[states])
     return states.states[-1]
 

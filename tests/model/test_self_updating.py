@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.nn.utils import spectral_norm as spectral_norm_by_hooks
 from torch.nn.utils.parametrizations import spectral_norm
-from training.subjects import OUTPUTS, recipe, rows, sgd, state_of
+from training.subjects import OUTPUTS, EachState, recipe, rows, sgd
 
 import lockstep as ls
 from lockstep.base.errors import RecipeError
@@ -73,16 +73,6 @@ MODELS = {
 }
 
 
-class States(ls.Hook):
-    def __init__(self) -> None:
-        self.states: list[dict[str, Tensor]] = []
-
-    def on_start(self, run: Any) -> None:
-        self.states.append(state_of(run.model))
-
-    after_step = on_start
-
-
 def given(name: str, **changes: Any) -> ls.Recipe:
     options = {
         "global_batch": 8,
@@ -98,7 +88,7 @@ def given(name: str, **changes: Any) -> ls.Recipe:
 def train(
     name: str, run_dir: str, plan: str = "replicate=1", **options: Any
 ) -> tuple[str, list[dict[str, Tensor]]]:
-    states = States()
+    states = EachState()
     result = ls.train(
         given(name), run_dir=run_dir, plan=f"{plan},numerics=bitwise", hooks=[states], **options
     )

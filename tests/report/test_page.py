@@ -658,7 +658,7 @@ def test_no_text_of_a_run_is_a_tag_or_a_control_code(tmp_path: Path) -> None:
             json.dumps(planted(json.loads((folder / "run.json").read_text()), number))
         )
         for file in ("metrics.jsonl", "ranks.jsonl", "events.jsonl"):
-            rows = [json.loads(line) for line in (folder / file).read_text().splitlines()]
+            rows = run_files.rows(folder / file)
             write(folder, file, (planted(row, number) for row in rows))
         (folder / "profile").mkdir()
         memory = {

@@ -3,7 +3,7 @@ be told their names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.base.errors import UserError
+from lockstep.base.errors import DataError, UserError
 from lockstep.comm.mesh import full_tensor
 from lockstep.logging.run_files import CHECKSUM
 from lockstep.order import Order
@@ -57,6 +57,16 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
 
 
 def recipe(**changes: Any) -> ls.Recipe:
@@ -140,3 +150,50 @@ def off(found: Trained, expected: Trained) -> float:
     pairs = zip(numbers, numbers_of_one, strict=True)
     each += [abs(one - other) / abs(other) for one, other in pairs]
     return float(torch.tensor(each, dtype=torch.float64).max())  # not Python's, which hides NaN
+
+
+class LastState(ls.Hook):
+    """Keeps the trained model's state dict."""
+
+    def on_finish(self, run: Any) -> None:
+        self.state = state_of(run.model)
+
+
+class EachState(ls.Hook):
+    """Keeps the model's state dict before the first step and after each."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, Tensor]] = []
+
+    def on_start(self, run: Any) -> None:
+        self.states.append(state_of(run.model))
+
+    after_step = on_start
+
+
+class FullState(ls.Hook):
+    """Keeps the trained model's state dict, also under a pipeline."""
+
+    def on_finish(self, run: Any) -> None:
+        self.state = {name: each.clone() for name, each in run.full_state_dict().items()}
+
+
+class Fails(ls.Hook):
+    """Ends the run after a step."""
+
+    def __init__(self, step: int = 3) -> None:
+        self.step = step
+
+    def after_step(self, run: Any) -> None:
+        if run.step == self.step:
+            raise DataError("a step too far")
+
+
+class Scores(ls.Hook):
+    """Adds a metric `place` to evaluations, by step; 9 for other steps."""
+
+    def __init__(self, values: Mapping[int, float]) -> None:
+        self.values = values
+
+    def after_evaluation(self, run: Any, metrics: Any) -> None:
+        metrics["place"] = self.values.get(run.step, 9.0)

@@ -3,13 +3,13 @@ that computes the global batch at once."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 import torch
 import torch.distributed as dist
 from model.mixtures import CHOSEN, EXPERTS, WORDS, Mixture, MixtureBlock
@@ -111,12 +111,8 @@ def train(
 
 
 def losses(run_dir: str) -> list[float]:
-    rows = rows_of(run_dir, "metrics.jsonl")
+    rows = run_files.metrics(run_dir)
     return [row[name] for row in rows for name in row if name.startswith(("loss", "load"))]
-
-
-def rows_of(run_dir: str | Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(run_dir, name).read_text().splitlines()]
 
 
 def off(found: Trained, expected: Trained) -> float:
@@ -357,7 +353,9 @@ def test_loads_are_counts_of_the_global_batch_and_move_the_biases(
             steps = (last[name] / 0.01).round()
             torch.testing.assert_close(last[name], 0.01 * steps)
             assert 1 <= int(steps.abs().max()) <= 3
-    rows, of_three = rows_of(folder, "experts.jsonl"), rows_of(tmp_path / "three", "experts.jsonl")
+    rows, of_three = (
+        run_files.rows(Path(run, "experts.jsonl")) for run in (folder, tmp_path / "three")
+    )
     assert [row["loads"] for row in rows] == [row["loads"] for row in of_three]
     assert [row["step"] for row in rows] == [1, 2, 3]
     text, counted = (each[samples_at(0, BATCH, of=SAMPLES)] for each in texts().tensors)
@@ -371,7 +369,7 @@ def test_loads_are_counts_of_the_global_batch_and_move_the_biases(
     chosen = one_hot(seen[0])[counted.flatten()].sum(0)
     expected = [round(float(each), 4) for each in chosen / chosen.mean()]
     assert rows[0]["loads"]["blocks.0.experts"] == expected
-    metrics = rows_of(folder, "metrics.jsonl")
+    metrics = run_files.metrics(folder)
     assert all(row["weight_per_second"] > 0 for row in metrics)  # of the recipe's own term
     assert metrics[0]["load/blocks.0.experts"] == pytest.approx(max(expected), abs=1e-4)
 
@@ -498,9 +496,9 @@ def without_the_last(_: nn.Module, __: Any, logits: Tensor) -> Tensor:
 def test_a_router_may_mask_experts(tmp_path: Path) -> None:
     _, gradients, _, _ = train(str(tmp_path), "replicate=1", model=Masked)
     assert all(torch.isfinite(each).all() for of_step in gradients for each in of_step.values())
-    assert {row["loads"]["blocks.0.experts"][-1] for row in rows_of(tmp_path, "experts.jsonl")} == {
-        0
-    }
+    assert {
+        row["loads"]["blocks.0.experts"][-1] for row in run_files.rows(tmp_path / "experts.jsonl")
+    } == {0}
 
 
 class OneForAll(MixtureBlock):
@@ -527,7 +525,7 @@ def test_experts_that_no_token_chooses_are_named_once(
     ls.train(
         recipe(model=lazy_mixture, balance=measured, steps=6), run_dir=str(tmp_path), log_every=1
     )
-    dead = [row for row in rows_of(tmp_path, "events.jsonl") if row["event"] == "experts-dead"]
+    dead = run_files.events(tmp_path, "experts-dead")
     assert [(row["step"], row["experts"]) for row in dead] == [(3, {"blocks.0.experts": [2, 3]})]
 
 

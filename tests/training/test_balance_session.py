@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from model.mixtures import Mixture
-from training.subjects import state_of
+from training.subjects import momentum, state_of
 from training.test_balance import BATCH, balance, entropy, inputs, recipe, texts, words
 
 import lockstep as ls
@@ -25,10 +25,6 @@ LOOPS = [
 """Pairs: over, and True for `step.compute` instead of a loop over microbatches."""
 
 
-def sgd(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 def train_loops(
     folder: str, plan: str, loops: Sequence[tuple[Any, bool]]
 ) -> list[dict[str, torch.Tensor]]:
@@ -37,7 +33,7 @@ def train_loops(
     found = []
     for number, (over, computes) in enumerate(loops):
         with ls.Session(run_dir=f"{folder}/{number}", plan=plan) as session:
-            model, optimizer = session.prepare(Mixture, sgd, balance=balance(over=over))
+            model, optimizer = session.prepare(Mixture, momentum, balance=balance(over=over))
             for step in loop(session):
                 if computes:
                     step.compute(inputs, entropy)
@@ -82,8 +78,8 @@ def test_a_loop_learns_what_a_recipe_learns(pool: WorkerPool, tmp_path: Path) ->
 def generate(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A model with a balance, and one without, whose loss has no term of it."""
     with ls.Session(run_dir=folder) as session:
-        mixture, of_mixture = session.prepare(Mixture, sgd, balance=balance(over="microbatch"))
-        other, of_other = session.prepare(Mixture, sgd)
+        mixture, of_mixture = session.prepare(Mixture, momentum, balance=balance(over="microbatch"))
+        other, of_other = session.prepare(Mixture, momentum)
         for step in loop(session, steps=1):
             for batch in step.microbatches():
                 step.backward(entropy(other(mixture(batch[0]).argmax(-1)), batch), of_other)
@@ -108,7 +104,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 def misused(folder: str, **changes: Any) -> None:
     with ls.Session(run_dir=folder) as session:
-        session.prepare(Mixture, sgd, balance=balance(**changes))
+        session.prepare(Mixture, momentum, balance=balance(**changes))
         for step in loop(session):
             step.microbatches()
 
@@ -123,8 +119,8 @@ def test_what_a_loop_cannot_balance_is_refused(
 
 def test_a_second_balance_is_refused(tmp_path: Path) -> None:
     with ls.Session(run_dir=str(tmp_path / "run")) as session:
-        session.prepare(Mixture, sgd, balance=balance(over="previous"))
+        session.prepare(Mixture, momentum, balance=balance(over="previous"))
         with pytest.raises(RecipeError, match=r"balance in a second session\.prepare"):
-            session.prepare(Mixture, sgd, balance=balance(over="previous"))
+            session.prepare(Mixture, momentum, balance=balance(over="previous"))
         with pytest.raises(RecipeError, match=r"balance is 0.1 \(a float\)"):
-            session.prepare(Mixture, sgd, balance=0.1)  # type: ignore[arg-type]
+            session.prepare(Mixture, momentum, balance=0.1)  # type: ignore[arg-type]

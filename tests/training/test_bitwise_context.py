@@ -14,8 +14,9 @@ from model.context.models import GPT, WORDS
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from training.subjects import each_of, learned
-from training.test_context_axis import Fails, recipe
+from training.subjects import Fails, each_of, learned
+from training.test_context_axis import recipe
+from training.texts import weighted
 
 import lockstep as ls
 from lockstep.base.errors import DataError, RecipeError
@@ -43,11 +44,6 @@ PLANS = {
 def shifting(output: Tensor, batch: Sequence[Tensor]) -> ls.Sum:
     pairs = output[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten()
     return ls.Sum(F.cross_entropy(*pairs, reduction="sum"))
-
-
-def of_documents(output: Tensor, batch: Sequence[Tensor]) -> ls.Loss:
-    entropy = F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum")
-    return ls.Loss(entropy, (batch[1] != -100).sum())
 
 
 def words(samples: int, tokens: int) -> Tensor:
@@ -81,7 +77,7 @@ RECIPES: list[dict[str, Any]] = [
         **SINGLE,
         "model": lambda: GPT(causal=False),
         "data": documents(),
-        "loss": of_documents,
+        "loss": weighted,
         "weight": None,
         "evaluation": None,
         "sequence": ls.Sequence(chunks=8, documents=lambda batch: batch[2]),

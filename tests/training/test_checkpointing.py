@@ -20,7 +20,18 @@ import pytest
 import run_files
 import torch
 from torch import nn
-from training.subjects import adamw, network, recipe, rows, same, squared_error, state_of
+from training.subjects import (
+    Scores,
+    adamw,
+    momentum,
+    network,
+    recipe,
+    rows,
+    same,
+    sgd,
+    squared_error,
+    state_of,
+)
 
 import lockstep as ls
 from lockstep.base.errors import CheckpointError, RecipeError
@@ -162,10 +173,6 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(
     assert "0.bias float32(8,), saved as float32(16,)" in words
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     stopped(tmp_path / "run")
     with pytest.raises(
@@ -173,10 +180,6 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
         match=r"^the checkpoint's optimizers are \['AdamW'\] and this run's are \['SGD'\]",
     ):
         train(tmp_path / "run", recipe(steps=6, optimizer=sgd), allow_change=["optimizer"])
-
-
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def test_state_that_an_optimizer_makes_in_its_first_step_is_taken_up(tmp_path: Path) -> None:
@@ -689,22 +692,12 @@ def test_what_a_crash_left_is_cleared_away(tmp_path: Path) -> None:
     assert found == [4, 5, 6]
 
 
-class Measures(ls.Hook):
-    """Has a metric come to these values after evaluations, by step; to 9 after others."""
-
-    def __init__(self, values: Mapping[int, float]) -> None:
-        self.values = values
-
-    def after_evaluation(self, run: Any, metrics: Any) -> None:
-        metrics["place"] = self.values.get(run.step, 9.0)
-
-
 KEEPS = ls.Saving(every=1, last=2, keep_every=4, best="place")
 EVALUATED: dict[str, Any] = {"steps": 9, "evaluation": ls.Evaluation(data=rows(8), every=1)}
 
 
 def test_the_last_every_nth_and_the_best_are_kept_across_starts(tmp_path: Path) -> None:
-    hooks = [Measures({2: 5.0, 3: 1.0, 7: 2.0}), At(dict.fromkeys(range(2, 10), settled))]
+    hooks = [Scores({2: 5.0, 3: 1.0, 7: 2.0}), At(dict.fromkeys(range(2, 10), settled))]
     with pytest.raises(Preempted):
         train(tmp_path / "run", recipe(**EVALUATED), hooks=[*hooks, At({5: ask})], saving=KEEPS)
     assert saved(tmp_path / "run") == [3, 4, 5, 6]
@@ -725,7 +718,7 @@ def test_the_best_is_saved_when_it_is_measured_and_named_by_the_result(tmp_path:
     run = tmp_path / "run"
     saving = ls.Saving(best="place", last=1)  # and every ten minutes
     result = train(
-        run, recipe(**EVALUATED), hooks=[Measures({2: 5.0, 3: 1.0, 7: 2.0})], saving=saving
+        run, recipe(**EVALUATED), hooks=[Scores({2: 5.0, 3: 1.0, 7: 2.0})], saving=saving
     )
     assert saved(run) == [3]
     assert result.best == Best(
@@ -747,7 +740,7 @@ def test_the_best_is_saved_when_it_is_measured_and_named_by_the_result(tmp_path:
 def test_the_best_of_a_run_that_was_resumed_may_be_of_an_earlier_start(tmp_path: Path) -> None:
     run, hooks, saving = (
         tmp_path / "run",
-        [Measures({3: 1.0, 7: 2.0})],
+        [Scores({3: 1.0, 7: 2.0})],
         ls.Saving(best="place", last=1),
     )
     with pytest.raises(Preempted):
@@ -766,7 +759,7 @@ def test_the_best_of_a_run_that_was_resumed_may_be_of_an_earlier_start(tmp_path:
 def test_the_best_may_be_the_final_model(tmp_path: Path) -> None:
     given = recipe(steps=3, evaluation=ls.Evaluation(data=rows(8), every=2))
     run = tmp_path / "run"
-    result = train(run, given, hooks=[Measures({2: 5.0, 3: 1.0})], saving=ls.Saving(best="place"))
+    result = train(run, given, hooks=[Scores({2: 5.0, 3: 1.0})], saving=ls.Saving(best="place"))
     assert result.best == Best(
         metric="place", value=1.0, step=3, checkpoint=None, weights=f"{run}/model.safetensors"
     )

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training.subjects import adamw
 
 import lockstep as ls
 from lockstep.base.errors import UserError
@@ -62,10 +63,6 @@ def numbers(text: Tensor) -> int:
 
 def half_of_them(text: Tensor) -> int:
     return text[:, 1:].flatten()[::2].numel()
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def recipe(**changes: Any) -> ls.Recipe:

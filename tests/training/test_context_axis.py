@@ -4,6 +4,7 @@ model of one process, to rounding."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from training.subjects import Trained, each_of, learned, off, state_of
+from training.subjects import Fails, LastState, Trained, each_of, learned, off
+from training.texts import first, is_right, texts_of, weighted
 
 import lockstep as ls
 from lockstep.base.errors import DataError, PlanError
@@ -78,18 +80,7 @@ class Undropped(Generator):
             block.dropout.p = 0.0
 
 
-def texts(samples: int, seed: int = 3) -> TensorDataset:
-    """Texts, and the word that follows each; the ends of texts are ignored."""
-    generator = torch.Generator().manual_seed(seed)
-    text = torch.randint(WORDS, (samples, TOKENS + 1), generator=generator)
-    labels = text[:, 1:].clone()
-    for row, length in enumerate(torch.randint(2, TOKENS, (samples,), generator=generator)):
-        labels[row, length:] = -100
-    return TensorDataset(text[:, :-1].contiguous(), labels)
-
-
-def first(batch: Sequence[Tensor]) -> Tensor:
-    return batch[0]
+texts = partial(texts_of, WORDS, TOKENS)
 
 
 def terms(output: Tensor, batch: Sequence[Tensor]) -> dict[str, Any]:
@@ -102,16 +93,6 @@ def terms(output: Tensor, batch: Sequence[Tensor]) -> dict[str, Any]:
 
 def counts(batch: Sequence[Tensor]) -> dict[str, Any]:
     return {"words": (batch[1] != -100).sum(), "size": batch[1].numel()}
-
-
-def weighted(output: Tensor, batch: Sequence[Tensor]) -> ls.Loss:
-    """A loss whose weight the forward computes."""
-    entropy = F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum")
-    return ls.Loss(entropy, (batch[1] != -100).sum())
-
-
-def is_right(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
-    return (output.argmax(2) == batch[1])[batch[1] != -100].double()
 
 
 def lasts(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -165,14 +146,9 @@ that draw from streams of their own."""
 ALL = range(len(RECIPES))
 
 
-class Last(ls.Hook):
-    def on_finish(self, run: Any) -> None:
-        self.state = state_of(run.model)
-
-
 def train(run_dir: str, plan: str, **changes: Any) -> Trained:
     """Return the model, the last loss and the metrics."""
-    last = Last()
+    last = LastState()
     result = ls.train(recipe(**changes), plan=plan, run_dir=run_dir, hooks=[last], log_every=1)
     assert not {"loss-not-checked", "loss-keeps-state"} & {event.name for event in result.events}
     return last.state, [result.loss, *result.metrics.values()]
@@ -242,12 +218,6 @@ def begin(run_dir: str, plan: str) -> str:
         return ls.train(recipe(), saving=ls.Saving(every=2), **given).plan
     except DataError as error:
         return str(error)
-
-
-class Fails(ls.Hook):
-    def after_step(self, run: Any) -> None:
-        if run.step == 3:
-            raise DataError("a step too far")
 
 
 def test_a_run_goes_on_under_another_plan(

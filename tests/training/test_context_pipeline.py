@@ -12,17 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
-from training.subjects import Trained, adamw, each_of, learned, off
-from training.test_context_axis import (
-    TOKENS,
-    WIDTH,
-    WORDS,
-    Attention,
-    Fails,
-    recipe,
-    texts,
-    weighted,
-)
+from training.subjects import Fails, FullState, Trained, adamw, each_of, learned, off
+from training.test_context_axis import TOKENS, WIDTH, WORDS, Attention, recipe, texts
+from training.texts import cropped, weighted
 
 import lockstep as ls
 from lockstep.base.errors import DataError
@@ -122,13 +114,6 @@ class Wrong(nn.Module):
         return x
 
 
-def cropped(rows: Sequence[Any]) -> list[Tensor]:
-    """A batch as long as its longest text. The lengths of microbatches differ."""
-    text, labels = default_collate(rows)
-    longest = int((labels != -100).sum(1).max())
-    return [text[:, :longest].contiguous(), labels[:, :longest].contiguous()]
-
-
 def packed(rows: Sequence[Any]) -> list[Tensor]:
     """A batch of two documents in each row, of other lengths in each, with the document of each
     token. No token predicts the first of a document."""
@@ -177,14 +162,9 @@ DOCUMENTS: dict[str, Any] = {
 RECIPES = [SHIFTING, DOCUMENTS]
 
 
-class Held(ls.Hook):
-    def on_finish(self, run: Any) -> None:
-        self.state = {name: each.clone() for name, each in run.full_state_dict().items()}
-
-
 def train(run_dir: str, plan: str, changes: dict[str, Any]) -> Trained:
     """Return the model, the loss and the metrics."""
-    held = Held()
+    held = FullState()
     given = {"model": Generator, "stages": STAGES, "tensor": None, "global_batch": 8, "steps": 2}
     result = ls.train(recipe(**given | changes), plan=plan, run_dir=run_dir, hooks=[held])
     return held.state, [result.loss, *result.metrics.values()]

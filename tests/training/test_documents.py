@@ -11,8 +11,8 @@ import torch
 from model.context.families import family
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training.subjects import each_of, state_of
-from training.test_context_axis import HEADS, WIDTH, WORDS, Generator
+from training.subjects import LastState, each_of
+from training.test_context_axis import HEADS, WIDTH, WORDS, Undropped
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
@@ -107,15 +107,8 @@ def targets(batch: Any) -> Tensor:
     return (batch["labels"][:, 1:] != -100).sum()
 
 
-class Plain(Generator):
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.dropout.p = 0.0
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], ls.Sequence]] = {
-    "own": (Plain, PACKED),
+    "own": (Undropped, PACKED),
     "named positions": (Placed, NAMED),
     "llama": (llama, PACKED),
 }
@@ -124,11 +117,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], ls.Sequence]] = {
 def with_positions(batch: Any) -> Any:
     samples, tokens = batch["input_ids"].shape
     return batch["input_ids"], torch.arange(tokens).expand(samples, -1)
-
-
-class Last(ls.Hook):
-    def on_finish(self, run: Any) -> None:
-        self.state = state_of(run.model)
 
 
 def train(run_dir: str, plan: str, data: Any, **changes: Any) -> tuple[dict[str, Tensor], float]:
@@ -144,7 +132,7 @@ def train(run_dir: str, plan: str, data: Any, **changes: Any) -> tuple[dict[str,
         "steps": 2,
         **changes,
     }
-    last = Last()
+    last = LastState()
     result = ls.train(ls.Recipe(**given), plan=plan, run_dir=run_dir, hooks=[last])
     events = [each.details for each in result.events if each.name == "attention-kernel"]
     assert [*map(kernel_of, events)] in kernels_of(plan, given), events

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from training.subjects import OUTPUTS, each_of, network, recipe
+from training.subjects import OUTPUTS, each_of, muon_and_adamw, network, recipe
 
 import lockstep as ls
 from lockstep.base.errors import RecipeError
@@ -251,12 +251,6 @@ def odd_sizes() -> nn.Module:
 
 def eigenbasis(model: nn.Module) -> torch.optim.Optimizer:
     return Eigenbasis(model.parameters())
-
-
-def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
 
 
 FAIL_AFTER = 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from training.subjects import Trained, each_of, off, state_of
+from training.subjects import Fails, LastState, Trained, each_of, off
+from training.texts import count, entropy, first, texts_of
 
 import lockstep as ls
 from lockstep.base.errors import DataError, LossError, PlanError, RecipeError, UserError
@@ -69,25 +71,7 @@ class Generator(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def texts(samples: int, seed: int = 3) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
-    text = torch.randint(WORDS, (samples, TOKENS + 1), generator=generator)
-    labels = text[:, 1:].clone()
-    for row, length in enumerate(torch.randint(2, TOKENS, (samples,), generator=generator)):
-        labels[row, length:] = -100
-    return TensorDataset(text[:, :-1].contiguous(), labels)
-
-
-def first(batch: Sequence[Tensor]) -> Tensor:
-    return batch[0]
-
-
-def entropy(output: Tensor, batch: Sequence[Tensor]) -> ls.Sum:
-    return ls.Sum(F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"))
-
-
-def count(batch: Sequence[Tensor]) -> Tensor:
-    return (batch[1] != -100).sum()
+texts = partial(texts_of, WORDS, TOKENS)
 
 
 def recipe(**changes: Any) -> ls.Recipe:
@@ -110,14 +94,9 @@ def recipe(**changes: Any) -> ls.Recipe:
     return ls.Recipe(**given)
 
 
-class Last(ls.Hook):
-    def on_finish(self, run: Any) -> None:
-        self.state = state_of(run.model)
-
-
 def train(run_dir: str, plan: str, **changes: Any) -> Trained:
     """Return the model, the last loss and the metrics."""
-    last = Last()
+    last = LastState()
     result = ls.train(recipe(**changes), plan=plan, run_dir=run_dir, hooks=[last], log_every=1)
     return last.state, [result.loss, *result.metrics.values()]
 
@@ -218,12 +197,6 @@ def begin(run_dir: str, plan: str, model: type[nn.Module] = Generator) -> str:
         return ls.train(recipe(model=model), saving=ls.Saving(every=2), **given).plan
     except DataError as error:
         return str(error)
-
-
-class Fails(ls.Hook):
-    def after_step(self, run: Any) -> None:
-        if run.step == 3:
-            raise DataError("a step too far")
 
 
 def test_a_run_goes_on_under_another_plan(pool: WorkerPool, tmp_path: Path, alone: Trained) -> None:

@@ -13,8 +13,9 @@ import torch
 from model.expert.models import Counted, StackedExperts
 from torch import Tensor, nn
 from training import test_balance as balanced
-from training.subjects import each_of
-from training.test_expert_axis import WORDS, Block, Fails, Generator, entropy, first, recipe
+from training.subjects import Fails, adamw, each_of
+from training.test_expert_axis import WORDS, Block, Generator, recipe
+from training.texts import entropy, first
 
 import lockstep as ls
 from lockstep.base.errors import DataError
@@ -81,10 +82,6 @@ def words(batch: Sequence[Tensor]) -> dict[str, Any]:
 
 def entropy_of_logits(output: Any, batch: Sequence[Tensor]) -> ls.Sum:
     return entropy(output.logits, batch)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 def small(**changes: Any) -> ls.Recipe:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from training.subjects import Trained, each_of, off
-from training.test_expert_axis import Last, recipe
+from training.subjects import LastState, Trained, each_of, off
+from training.test_expert_axis import recipe
 
 import lockstep as ls
 from lockstep.base.errors import DivergenceError
@@ -81,7 +81,7 @@ WHOLE = {
 
 
 def train(folder: str, plan: str, optimizer: Optimizers) -> tuple[Trained, bool]:
-    last = Last()
+    last = LastState()
     result = ls.train(
         recipe(optimizer=optimizer, evaluation=None, steps=2),
         plan=plan,

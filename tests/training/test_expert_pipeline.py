@@ -14,9 +14,9 @@ import torch.distributed as dist
 from model.expert.models import MixesRows
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import default_collate
-from training.subjects import Trained, each_of, learned, off
+from training.subjects import Fails, FullState, Trained, each_of, learned, off
 from training.test_expert_axis import WIDTH, WORDS, Block, texts
+from training.texts import cropped, entropy, is_right
 
 import lockstep as ls
 from lockstep.base.errors import DataError, UserError
@@ -83,21 +83,6 @@ def half_dense() -> nn.Module:
     return Generator(Block, Block, Dense, Dense)
 
 
-def cropped(rows: Sequence[Any]) -> list[Tensor]:
-    """A batch as long as its longest text. The lengths of microbatches differ."""
-    text, labels = default_collate(rows)
-    longest = int((labels != -100).sum(1).max())
-    return [text[:, :longest].contiguous(), labels[:, :longest].contiguous()]
-
-
-def entropy(logits: Tensor, batch: Sequence[Tensor]) -> ls.Sum:
-    return ls.Sum(F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"))
-
-
-def right(logits: Tensor, batch: Sequence[Tensor]) -> Tensor:
-    return (logits.argmax(2) == batch[1])[batch[1] != -100].double()
-
-
 def recipe(**changes: Any) -> ls.Recipe:
     """Steps of seven, seven and three microbatches: one rank of two computes a dummy in each."""
     given: dict[str, Any] = {
@@ -115,30 +100,16 @@ def recipe(**changes: Any) -> ls.Recipe:
         "epochs": 1,
         "sequence": ls.Sequence(chunks=4),
         "evaluation": ls.Evaluation(
-            data=texts(5, seed=9), every=2, metrics={"right": ls.Mean(right)}
+            data=texts(5, seed=9), every=2, metrics={"right": ls.Mean(is_right)}
         ),
         **changes,
     }
     return ls.Recipe(**given)
 
 
-class Held(ls.Hook):
-    """Keeps the model. `fails`: ends the run after step 3."""
-
-    def __init__(self, *, fails: bool = False) -> None:
-        self.fails = fails
-
-    def after_step(self, run: Any) -> None:
-        if self.fails and run.step == 3:
-            raise DataError("a step too far")
-
-    def on_finish(self, run: Any) -> None:
-        self.state = {name: each.clone() for name, each in run.full_state_dict().items()}
-
-
 def train(run_dir: str, plan: str, changes: dict[str, Any]) -> Trained:
     """Return the model, the loss and the metrics."""
-    held = Held()
+    held = FullState()
     result = ls.train(recipe(**changes), plan=plan, run_dir=run_dir, hooks=[held])
     return held.state, [result.loss, *result.metrics.values()]
 
@@ -190,7 +161,7 @@ def test_sharded_stages_with_experts_recompute_all(
 def begin(run_dir: str, plan: str) -> str:
     """Train until it fails after a checkpoint."""
     try:
-        given = {"plan": plan, "run_dir": run_dir, "hooks": [Held(fails=True)]}
+        given = {"plan": plan, "run_dir": run_dir, "hooks": [Fails()]}
         return ls.train(recipe(), saving=ls.Saving(every=2), **given).plan  # type: ignore[arg-type]
     except DataError as error:
         return str(error)

@@ -10,8 +10,8 @@ import pytest
 from model.expert.models import StackedExperts
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training.subjects import Trained, each_of, off
-from training.test_expert_axis import EXPERTS, WIDTH, Fails, Generator, Last, recipe
+from training.subjects import Fails, LastState, Trained, each_of, off
+from training.test_expert_axis import EXPERTS, WIDTH, Generator, recipe
 
 import lockstep as ls
 from lockstep.base.errors import DataError
@@ -83,7 +83,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 def train(run_dir: str, plan: str, name: str, steps: int = 2) -> Trained:
     """Return the model, the last loss and the metrics."""
-    last = Last()
+    last = LastState()
     given = recipe(model=Model, sequence=None, steps=steps, **RECIPES[name])
     result = ls.train(given, plan=plan, run_dir=run_dir, hooks=[last], log_every=1)
     whole = [each.details["modules"] for each in result.events if each.name == "experts-whole"]

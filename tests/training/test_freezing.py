@@ -9,17 +9,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training.subjects import each_of, network, recipe, rows, samples_at, squared_error, state_of
+from training.subjects import (
+    EachState,
+    adamw,
+    each_of,
+    network,
+    recipe,
+    rows,
+    samples_at,
+    squared_error,
+    state_of,
+)
 
 import lockstep as ls
 from lockstep.base.errors import RecipeError
 from lockstep.testing.pool import WorkerPool
 
 STEPS = 6
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 class Thaws(ls.Hook):
@@ -47,7 +53,7 @@ def train(
 ) -> tuple[str, list[dict[str, Tensor]]]:
     def attempt(hook: Thaws) -> ls.Result:
         return ls.train(
-            recipe(optimizer=adam, steps=STEPS),
+            recipe(optimizer=adamw, steps=STEPS),
             run_dir=run_dir,
             plan=f"{plan},numerics=bitwise",
             hooks=[hook],
@@ -78,17 +84,12 @@ def test_a_frozen_parameter_stays_and_the_others_are_trained_as_before(
         assert moved == after.keys() - frozen.get(step, set()), step
 
 
-class Initial(ls.Hook):
-    def on_start(self, run: Any) -> None:
-        self.state = state_of(run.model)
-
-
 def by_hand(initial: dict[str, Tensor]) -> dict[str, Tensor]:
     """Torch alone, on one process: AdamW leaves a parameter without a gradient, and its state, as
     they are."""
     model, columns = network(), rows(48).tensors
     model.load_state_dict(initial)
-    optimizer = adam(model)
+    optimizer = adamw(model)
     for step in range(STEPS):
         for name, parameter in model.named_parameters():
             frozen = (name.startswith("0.") and step in (2, 3)) or (name == "2.bias" and step >= 4)
@@ -103,9 +104,9 @@ def by_hand(initial: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_the_updates_are_torchs_for_parameters_without_a_gradient(
     tmp_path: Path, alone: tuple[str, list[dict[str, Tensor]]]
 ) -> None:
-    initial = Initial()
-    ls.train(recipe(optimizer=adam, steps=1), run_dir=str(tmp_path / "initial"), hooks=[initial])
-    torch.testing.assert_close(alone[1][-1], by_hand(initial.state), rtol=1e-4, atol=1e-6)
+    initial = EachState()
+    ls.train(recipe(optimizer=adamw, steps=1), run_dir=str(tmp_path / "initial"), hooks=[initial])
+    torch.testing.assert_close(alone[1][-1], by_hand(initial.states[0]), rtol=1e-4, atol=1e-6)
 
 
 RUNS = {
@@ -199,7 +200,7 @@ def test_what_was_frozen_from_the_start_is_trained_later_if_the_optimizer_holds_
 ) -> None:
     thaws = Thaws()
     ls.train(
-        recipe(model=frozen_body, optimizer=adam, steps=3),
+        recipe(model=frozen_body, optimizer=adamw, steps=3),
         run_dir=str(tmp_path / "run"),
         hooks=[Calls("unfreeze", "0.bias"), thaws],
     )

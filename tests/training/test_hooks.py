@@ -243,7 +243,7 @@ def stop_where_the_loss_rises(run_dir: str) -> tuple[int, dict[str, float], int]
     return (
         result.steps,
         result.metrics,
-        len(Path(run_dir, "metrics.jsonl").read_text().splitlines()),
+        len(run_files.metrics(run_dir)),
     )
 
 

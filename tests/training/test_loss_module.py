@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from training.subjects import adamw, network, recipe, rows, state_of
+from training.subjects import EachState, adamw, network, recipe, rows
 
 import lockstep as ls
 from lockstep.base.errors import PlanError, RecipeError
@@ -40,27 +40,22 @@ def uncertain(**changes: Any) -> ls.Recipe:
     )
 
 
-class Initial(ls.Hook):
-    def on_start(self, run: Any) -> None:
-        self.state = state_of(run.model)
-
-
 def train(run_dir: str, plan: str) -> str:
     given = uncertain(clip_norm=1.0, evaluation=ls.Evaluation(data=rows(7)))
     return ls.train(given, run_dir=run_dir, plan=f"{plan},numerics=bitwise").fingerprint
 
 
 def test_its_parameters_learn_and_are_in_the_model(tmp_path: Path) -> None:
-    initial = Initial()
+    initial = EachState()
     result = ls.train(
         uncertain(evaluation=ls.Evaluation(data=rows(7))),
         run_dir=str(tmp_path / "run"),
         hooks=[initial],
     )
     final = load_file(tmp_path / "run" / "model.safetensors")
-    assert torch.equal(initial.state["loss_module.log_variances"], torch.tensor([0.5, -0.5]))
+    assert torch.equal(initial.states[0]["loss_module.log_variances"], torch.tensor([0.5, -0.5]))
     assert not torch.equal(
-        final["loss_module.log_variances"], initial.state["loss_module.log_variances"]
+        final["loss_module.log_variances"], initial.states[0]["loss_module.log_variances"]
     )
     model, loss = network(), Uncertainty()
     model.load_state_dict(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate, random_split
-from training.subjects import OUTPUTS, each_of, learned, recipe, rows, squared_error
+from training.subjects import OUTPUTS, each_of, learned, momentum, recipe, rows, squared_error
 
 import lockstep as ls
 from lockstep.base.errors import DataError, RecipeError
@@ -536,10 +536,6 @@ class LowersTheRate(ls.Hook):
                 group["lr"] *= 0.1
 
 
-def plateau(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 def scheduled(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
@@ -550,7 +546,7 @@ def decaying(step: int) -> float:
 
 def train_with_rates(run_dir: str, schedule: Any, plan: str = BITWISE) -> str:
     given = recipe(
-        optimizer=plateau,
+        optimizer=momentum,
         steps=6,
         evaluation=ls.Evaluation(data=rows(8), every=2),
         schedule=schedule,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from training.subjects import learned, rows
+from training.subjects import adamw, learned, rows
 
 import lockstep as ls
 from lockstep.base.errors import UserError
@@ -107,10 +107,6 @@ def of_its_own_weight(output: Tensor, batch: Batch) -> ls.Loss:
 
 def right(output: Tensor, batch: Batch) -> Tensor:
     return (output.argmax(1) == batch[1]).double()
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def recipe(**changes: Any) -> ls.Recipe:

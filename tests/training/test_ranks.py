@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 import torch
 from hypothesis import given, strategies as st
 from tiers import spread
@@ -78,10 +78,6 @@ class OnAStream(ls.Hook):
         run.context.phases.stream = StreamTimes(TwiceAsLong)  # type: ignore[arg-type]
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.parametrize(
     ("plan", "part"),
     spread(["replicate=2", "shard=2", "replicate=2,transport=torch"], ["data", "compute"], every=3),
@@ -90,11 +86,9 @@ def test_a_slow_rank_is_named_with_the_part(
     pool: WorkerPool, tmp_path: Path, plan: str, part: str
 ) -> None:
     pool.run(2, slowly, str(tmp_path / "run"), plan, part, 1)
-    told = [
-        event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "straggler"
-    ]
+    told = run_files.events(tmp_path / "run", "straggler")
     assert {(event["rank"], event["part"]) for event in told} == {(1, part)}
-    seen = lines(tmp_path / "run" / "ranks.jsonl")
+    seen = run_files.rows(tmp_path / "run" / "ranks.jsonl")
     assert [row["step"] for row in seen] == [10, 20, 30, 40]
     for row in seen:
         assert row["ranks"].keys() == {"step", "data", "compute", "hooks", "communication"}
@@ -123,7 +117,7 @@ def test_rows_of_repeated_steps_are_removed(
     with (run / "ranks.jsonl").open("a") as file:
         file.write('{"step": 15}\n{"ste')
     ls.train(recipe(steps=20), run_dir=str(run), log_every=1)
-    assert [row["step"] for row in lines(run / "ranks.jsonl")] == list(range(1, 21))
+    assert [row["step"] for row in run_files.rows(run / "ranks.jsonl")] == list(range(1, 21))
 
 
 @given(seconds=st.floats(0, 10), before=st.integers(1, 10**6), ranks=st.integers(1, 16384))
@@ -147,6 +141,6 @@ def test_on_a_gpu_what_counts_is_the_time_of_its_stream(tmp_path: Path) -> None:
     ls.train(
         recipe(loss=loss, steps=6), run_dir=str(tmp_path / "run"), log_every=2, hooks=[OnAStream()]
     )
-    for line in lines(tmp_path / "run" / "ranks.jsonl")[1:]:
+    for line in run_files.rows(tmp_path / "run" / "ranks.jsonl")[1:]:
         assert line["ranks"]["compute"][0] >= 2 * 4 * 0.01
         assert line["ranks"]["compute"][0] > line["ranks"]["step"][0]

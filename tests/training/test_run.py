@@ -275,7 +275,7 @@ def test_a_run_puts_back_threads_and_generators_and_says_how_it_failed(
         path.name for path in (tmp_path / "failed").iterdir() if "tfevents" not in path.name
     )
     assert left == ["checkpoints", "events.jsonl", "metrics.jsonl", "run.json"]
-    last = json.loads((tmp_path / "failed" / "events.jsonl").read_text().splitlines()[-1])
+    last = run_files.events(tmp_path / "failed")[-1]
     assert (last["event"], last["error"]) == ("run-failed", f"LossError: {text}")
 
 

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, TensorDataset
 from training.subjects import (
     DATA_PLANS,
+    EachState,
     adamw,
     each_of,
     recipe,
@@ -26,7 +27,6 @@ from training.subjects import (
     same,
     samples_at,
     squared_error,
-    state_of,
 )
 
 import lockstep as ls
@@ -236,23 +236,11 @@ def cases(plan: str, numerics: str) -> list[str]:
     return [name for name in names if "shard" not in plan or name not in UNSHARDED]
 
 
-class Weights(ls.Hook):
-    """How the model stood before the first step and after each."""
-
-    def __init__(self) -> None:
-        self.states: list[dict[str, Tensor]] = []
-
-    def on_start(self, run: Any) -> None:
-        self.states.append(state_of(run.model))
-
-    after_step = on_start
-
-
 def train_all_cases(run_dir: str, plan: str) -> dict[tuple[str, str], Any]:
     found = {}
     for numerics in ("bitwise", "fast"):
         for name in cases(plan, numerics):
-            weights = Weights()
+            weights = EachState()
             result = ls.train(
                 everything(**CASES[name]),
                 plan=f"{plan},numerics={numerics}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
-from training.subjects import each_of, learned
+from training.subjects import Fails, each_of, learned, muon_and_adamw
+from training.texts import entropy, is_right, texts_of
 
 import lockstep as ls
 from lockstep.base.errors import CheckpointError, DataError, RecipeError
@@ -102,22 +103,7 @@ STYLES = {
 }
 
 
-def texts(samples: int, seed: int = 3) -> TensorDataset:
-    """Texts, and the word that follows each; the ends of texts are ignored."""
-    generator = torch.Generator().manual_seed(seed)
-    text = torch.randint(WORDS, (samples, TOKENS + 1), generator=generator)
-    labels = text[:, 1:].clone()
-    for row, length in enumerate(torch.randint(2, TOKENS, (samples,), generator=generator)):
-        labels[row, length:] = -100
-    return TensorDataset(text[:, :-1].contiguous(), labels)
-
-
-def entropy(output: Tensor, batch: Sequence[Tensor]) -> ls.Sum:
-    return ls.Sum(F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"))
-
-
-def is_right(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
-    return (output.argmax(2) == batch[1])[batch[1] != -100].double()
+texts = partial(texts_of, WORDS, TOKENS)
 
 
 def recipe(**changes: Any) -> ls.Recipe:
@@ -154,12 +140,6 @@ def of_llama(output: Any, batch: Sequence[Tensor]) -> ls.Sum:
 
 def llama_is_right(output: Any, batch: Sequence[Tensor]) -> Tensor:
     return is_right(output.logits, batch)
-
-
-def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
 
 
 RECIPES: list[dict[str, Any]] = [
@@ -238,15 +218,9 @@ def test_a_training_has_the_same_bits_on_any_number_of_processes(
             assert [rank[place], numbers] == [found[:count] for found in alone], plan
 
 
-class Fails(ls.Hook):
-    def after_step(self, run: Any) -> None:
-        if run.step == 2:
-            raise DataError("a step too far")
-
-
 def begin(run_dir: str, plan: str) -> None:
     """Train the first recipe until it fails, after a checkpoint."""
-    given: Any = {"plan": plan, "run_dir": run_dir, "hooks": [Fails()], "log_every": 1}
+    given: Any = {"plan": plan, "run_dir": run_dir, "hooks": [Fails(2)], "log_every": 1}
     with pytest.raises(DataError, match="a step too far"):
         ls.train(recipe(**RECIPES[0]), saving=ls.Saving(every=1), **given)
 

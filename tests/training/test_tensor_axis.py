@@ -15,7 +15,7 @@ from tiers import tiered
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from training.subjects import each_of, recipe, rows, state_of
+from training.subjects import LastState, adamw, each_of, recipe, rows
 
 import lockstep as ls
 from lockstep.comm.mesh import to_local
@@ -48,10 +48,6 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Sequential(Perceptron(), Perceptron()), nn.Linear(6, 3))
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
 def distances(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return (model(batch[1]) - batch[2]).abs().mean(1)
 
@@ -76,13 +72,8 @@ def train_transposed(plan: str, run_dir: str) -> float:
     ).loss
 
 
-class Last(ls.Hook):
-    def on_finish(self, run: Any) -> None:
-        self.state = state_of(run.model)
-
-
 def train(plan: str, run_dir: str) -> tuple[ls.Result, dict[str, Tensor]]:
-    last = Last()
+    last = LastState()
     evaluation = ls.Evaluation(data=rows(19, seed=9), metrics={"distance": ls.Mean(distances)})
     given = recipe(
         model=network,
@@ -133,7 +124,7 @@ def hits(logits: Tensor, batch: Sequence[Tensor]) -> Tensor:
 
 
 def speak(plan: str, run_dir: str, precision: Any) -> tuple[ls.Result, dict[str, Tensor]]:
-    last = Last()
+    last = LastState()
     given = recipe(
         model=Speaker,
         optimizer=adamw,

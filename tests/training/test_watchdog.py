@@ -4,7 +4,6 @@ start."""
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 import torch
 import torch.distributed as dist
 from training.subjects import recipe
@@ -21,10 +21,6 @@ from training.subjects import recipe
 import lockstep as ls
 from lockstep.base.errors import MismatchError
 from lockstep.testing.pool import WorkerPool
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def line_of(text: str) -> str:
@@ -38,11 +34,7 @@ STEPS_BEFORE = 2
 def hangs(run_dir: Path) -> list[dict[str, Any]]:
     """The events of a hang in the third step. Before, a step may exceed a second on a busy
     machine."""
-    return [
-        event
-        for event in lines(run_dir / "events.jsonl")
-        if event["event"] == "hang" and event["step"] == STEPS_BEFORE
-    ]
+    return [row for row in run_files.events(run_dir, "hang") if row["step"] == STEPS_BEFORE]
 
 
 def until_reported(run_dir: Path) -> None:

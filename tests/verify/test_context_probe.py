@@ -12,7 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from training.test_context_axis import recipe, weighted
+from training.test_context_axis import recipe
+from training.texts import weighted
 
 import lockstep as ls
 from lockstep.comm.mesh import Mesh

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from model.context.models import axis
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -25,11 +26,6 @@ from lockstep.model.context.recomputed_tensors import RecomputedTensors
 from lockstep.testing.pool import WorkerPool
 
 SAMPLES, HEADS, KEY_HEADS, TOKENS, FEATURES = 2, 6, 6, 36, 4
-
-
-def axis() -> World:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return World(rank, size, rank, size, torch.device("cpu"), owns_group=False)
 
 
 def heads(count: int, seed: int) -> Tensor:
