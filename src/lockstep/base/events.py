@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,9 +113,8 @@ class EventLog:
     """Appends events to `events.jsonl`, and flushes each. With `path=None` the events stay in
     memory."""
 
-    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.events: list[Event] = []
-        self._clock = clock
         self._file = path.open("a", encoding="utf-8") if path is not None else None
 
     def record(self, event: Event) -> None:
@@ -123,7 +122,7 @@ class EventLog:
         memory only."""
         self.events.append(event)
         if self._file is not None and not self._file.closed:
-            row = {"time": self._clock(), "event": event.name, "step": event.step, **event.details}
+            row = {"time": time.time(), "event": event.name, "step": event.step, **event.details}
             try:
                 self._file.write(json.dumps(row) + "\n")
                 self._file.flush()

@@ -177,12 +177,12 @@ def check_kinds(found: Mapping[str, Any], kinds: Mapping[str, Any], path: str = 
             check_kinds(value, kind, f"{path}{name}.")
 
 
-def lines_below(folder: Path, name: str, most_bytes: int) -> Iterator[str]:
-    """Yield the lines of a file. A line longer than `most_bytes` is yielded as "" and ends the
+def lines_below(folder: Path, name: str) -> Iterator[str]:
+    """Yield the lines of a file. A line longer than `MOST_BYTES` is yielded as "" and ends the
     iteration."""
     with open(open_below(folder, name), encoding="utf-8", errors="replace") as file:
-        while line := file.readline(most_bytes):
-            if len(line) == most_bytes and not line.endswith("\n"):
+        while line := file.readline(MOST_BYTES):
+            if len(line) == MOST_BYTES and not line.endswith("\n"):
                 yield ""
                 return
             yield line

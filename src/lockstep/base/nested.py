@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.base.torch_private import tree_leaves
+
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return map_parts(value, function, lambda thing: thing)
@@ -24,6 +26,11 @@ def tensors_in(value: Any) -> list[Tensor]:
 
     map_tensors(value, note)
     return tensors
+
+
+def tree_tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors in dicts, lists, tuples, and other nodes of torch's pytrees."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def map_parts(

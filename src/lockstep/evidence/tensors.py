@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 PROJECTIONS = 8
 TOKEN_PROJECTIONS = 4
 EPS = {

@@ -23,7 +23,7 @@ from lockstep.base.counters import (
     numbers_of_model,
 )
 from lockstep.base.errors import DataError, LossError, PlanError, RecipeError, first_few
-from lockstep.base.nested import map_tensors, tensors_in
+from lockstep.base.nested import map_tensors, tensors_in, tree_tensors
 from lockstep.base.torch_private import (
     MODULE_ATTRIBUTES,
     RECURRENT_CACHES,
@@ -443,7 +443,7 @@ def _measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -
 def _try_model(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = False) -> Outcome:
     def score(item: Microbatch, batch: Any, output: Any, loss: Any) -> LossTrial:
         weights = None if recipe.weight is None else weights_of(recipe.weight(item.batch))
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        leaves = tree_tensors(output)
         tensors = map(hidden_states, leaves)
         sums = [int(checksum(to_local(tensor)).item()) for tensor in tensors]
         measured = _measured(loss, samples=item.size, batch=item.batch, weights=weights)

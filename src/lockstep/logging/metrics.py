@@ -18,11 +18,8 @@ import crc32c
 
 from lockstep.base.closing import Closing
 from lockstep.base.errors import DataError, RunDirectoryError, cannot_write
-from lockstep.base.files import MOST_BYTES, finite, lines_below, write_atomically
-from lockstep.logging.run_files import CHECKSUM
-
-RESERVED_NAMES = frozenset({"step", "time", "not_finite", CHECKSUM})
-"""Keys of a line of metrics.jsonl that are not metrics."""
+from lockstep.base.files import finite, lines_below, write_atomically
+from lockstep.logging.run_files import CHECKSUM, RESERVED_NAMES
 
 _FLUSH_SECONDS = 1.0
 
@@ -111,9 +108,7 @@ class StepRows(Closing):
 def drop_rows_after(step: int, path: Path) -> None:
     """Remove incomplete lines and rows after `step`."""
     kept = [
-        line.rstrip("\n")
-        for line in lines_below(path.parent, path.name, MOST_BYTES)
-        if _is_up_to(step, line)
+        line.rstrip("\n") for line in lines_below(path.parent, path.name) if _is_up_to(step, line)
     ]
     write_atomically(path, "".join(f"{line}\n" for line in kept))
 

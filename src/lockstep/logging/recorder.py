@@ -20,7 +20,7 @@ from lockstep.comm.agreed_errors import on_rank_0
 from lockstep.comm.mesh import full_tensor
 from lockstep.comm.world import World
 from lockstep.logging.loggers import Logger, Loggers
-from lockstep.logging.metrics import RESERVED_NAMES, MetricsLog
+from lockstep.logging.metrics import MetricsLog
 from lockstep.logging.progress import Progress
 from lockstep.logging.run_directory import (
     Holder,
@@ -29,7 +29,7 @@ from lockstep.logging.run_directory import (
     is_followed,
     note_followed,
 )
-from lockstep.logging.run_files import default_run_path, numbered
+from lockstep.logging.run_files import RESERVED_NAMES, default_run_path, numbered
 from lockstep.plan import Plan
 from lockstep.saving import Resume
 

@@ -15,7 +15,6 @@ from typing import Any
 from lockstep.base.errors import RunDirectoryError
 from lockstep.base.files import (
     MOST_BITS,
-    MOST_BYTES,
     NUMBER,
     check_kinds,
     lines_below,
@@ -32,6 +31,8 @@ RUN, RESULT, METRICS, RANKS, EXPERTS, EVENTS = (
 )
 CHECKSUM = "gradient_checksum"
 """The gradient's checksum, the only text value in metrics.jsonl: 16 hexadecimal digits."""
+RESERVED_NAMES = frozenset({"step", "time", "not_finite", CHECKSUM})
+"""Keys of a line of metrics.jsonl that are not metrics."""
 _RUN_KINDS = {
     "recipe": dict, "plan": {"text": str}, "world_size": int, "checkpoints": str,
     "place_in_script": int,
@@ -61,7 +62,7 @@ def read_rows(
     if not is_there(folder, name):
         return
     with readable(folder / name):
-        for line in lines_below(folder, name, MOST_BYTES):
+        for line in lines_below(folder, name):
             try:
                 row = json.loads(line)
                 is_valid = isinstance(row, dict) and is_count(row["step"]) and fits(row)

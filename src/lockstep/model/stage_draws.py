@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.base.contents import is_users_file
 from lockstep.base.errors import RecipeError
-from lockstep.base.torch_private import tree_leaves
+from lockstep.base.nested import tree_tensors
 from lockstep.model.random_functions import draws
 
 _LIKE = "_lockstep_like"
@@ -94,7 +94,7 @@ class StageDraws(TorchFunctionMode):
 def _drawn(args: Any, kwargs: Any) -> Iterator[Tensor | Size | tuple[int, ...]]:
     """Two or more integer arguments are a tensor size. The meaning of a single integer is
     unknown."""
-    yield from (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+    yield from tree_tensors((args, kwargs))
     for each in (*args, kwargs.get("size"), args):
         is_size = isinstance(each, tuple | list) and all(type(one) is int for one in each)
         if is_size and (isinstance(each, Size) or len(each) > 1):

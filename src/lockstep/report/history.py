@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lockstep.logging.run_files import CHECKSUM
+from lockstep.logging.run_files import RESERVED_NAMES
 from lockstep.pages.chart import Series
 
 RunState = Literal["ended", "running", "unfinished", "preempted", "failed"]
@@ -19,7 +19,6 @@ PHASES = ("step", "data", "compute", "communication")
 
 MOST_SERIES = 1000
 """Largest number of metrics that are read. A page has a chart for each metric."""
-_NOT_METRICS = frozenset({"step", "time", "not_finite", CHECKSUM})
 LARGEST = 1e290
 _MOST = 2**53
 """Largest integer that JavaScript represents exactly."""
@@ -208,7 +207,7 @@ def metric_curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
         curves.progress.append((row["time"], step))
         not_finite = row.get("not_finite", {})
         for name, value in row.items():
-            if name in _NOT_METRICS:
+            if name in RESERVED_NAMES:
                 continue
             if name not in curves.series and len(curves.series) == MOST_SERIES:
                 curves.left_out.add(name)

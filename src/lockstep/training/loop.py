@@ -130,7 +130,7 @@ def set_up_loop(training: Training, options: LoopOptions) -> Batching:
     training.epoch_of = None if data is None or isinstance(data, Stream) else batching.epoch
     training.run.total_steps = batching.steps
     if (pipeline := training.modules[0].parallel.pipeline) is not None:
-        pipeline.exchange = training.exchange if assignment.slices else None
+        pipeline.forwards.exchange = training.exchange if assignment.slices else None
         rounds = [
             len(assignment.with_dummies(batching.max_microbatches, rank))
             for rank in range(assignment.ranks)

@@ -9,10 +9,9 @@ from lockstep.audit.finding import Area, AreaResult, Cause
 from lockstep.audit.records import Records, first_line
 from lockstep.base.errors import first_few
 from lockstep.evidence.rows import Row
-from lockstep.evidence.tensors import finite_projection, sketch_difference
+from lockstep.evidence.tensors import BATCHNORM_BUFFERS, finite_projection, sketch_difference
 
 DRIFT_TOLERANCE = 1e-5
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def check_replicas(records: Records) -> AreaResult:
@@ -139,7 +138,9 @@ def _statistics(rows: Iterable[Row]) -> dict[tuple[object, ...], list[Row]]:
 
 
 def _check_buffers(result: AreaResult, rows: Sequence[Row], line: str) -> None:
-    names = [name for name in rows[0]["buffers"] if name.rpartition(".")[2] not in STATISTICS]
+    names = [
+        name for name in rows[0]["buffers"] if name.rpartition(".")[2] not in BATCHNORM_BUFFERS
+    ]
     worst, name = _worst(rows, "buffers", names)
     if worst > DRIFT_TOLERANCE:
         step = rows[0]["index"]

@@ -12,14 +12,13 @@ from itertools import count
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from lockstep.base.errors import MismatchError
+from lockstep.base.nested import tree_tensors
 from lockstep.base.torch_private import (
     TorchDispatchMode,
     resolve_process_group,
     schema,
-    tree_leaves,
 )
 from lockstep.base.words import listed
 from lockstep.comm.active_calls import CollectiveCall, announce
@@ -134,7 +133,7 @@ def _described(call: CollectiveCall, given: Mapping[str, Any]) -> str:
 
 
 def _tensors(given: Mapping[str, Any]) -> str:
-    tensors = [each for each in tree_leaves(list(given.values())) if isinstance(each, Tensor)]
+    tensors = tree_tensors(list(given.values()))
     return ", ".join(
         f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in tensors
     )

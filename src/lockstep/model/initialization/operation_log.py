@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.base.torch_private import storage_address, tree_leaves, tree_map
+from lockstep.base.nested import tree_tensors
+from lockstep.base.torch_private import storage_address, tree_map
 from lockstep.keys import key as key_of
 
 
@@ -172,7 +173,7 @@ class OperationLog:
                 (args, kwargs),
             )
         torch.set_default_dtype(entry.dtype)
-        outputs = tensor_leaves(entry.func(*args, **kwargs))
+        outputs = tree_tensors(entry.func(*args, **kwargs))
         for view, output in zip(entry.outputs, outputs, strict=True):
             if view is None:
                 continue
@@ -180,10 +181,6 @@ class OperationLog:
                 values[view.storage] = output.untyped_storage()
             else:
                 view.of(self._value(view.storage, values)).copy_(output)
-
-
-def tensor_leaves(tree: Any) -> list[Any]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _is_dense(view: StorageView) -> bool:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base.errors import LockstepError
+from lockstep.base.nested import tree_tensors
 from lockstep.base.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -22,7 +23,6 @@ from lockstep.model.initialization.operation_log import (
     OperationLog,
     OperationSeeds,
     StorageView,
-    tensor_leaves,
 )
 
 DRAWN = "normal uniform exponential random log_normal cauchy geometric bernoulli"
@@ -83,7 +83,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
 
     def values(self, tree: Any) -> Any:
         """Replace each fake tensor in `tree` by its value, computed from the log."""
-        views = [self.view(item) for item in tensor_leaves(tree) if _is_fake(item)]
+        views = [self.view(item) for item in tree_tensors(tree) if _is_fake(item)]
         values = iter(self.log.replay(views))
         return tree_map(lambda item: next(values) if _is_fake(item) else item, tree)
 
@@ -98,7 +98,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
             raise
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = tensor_leaves((args, kwargs))
+        tensors = tree_tensors((args, kwargs))
         given = _generator(args, kwargs)
         number = self.seeds.next() if _draws(func) and given is None else None
         if not any(map(_is_fake, tensors)) and (tensors or _is_empty(func, args, kwargs)):
@@ -142,7 +142,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
     def _record(
         self, func: Any, args: Any, kwargs: Any, out: Any, number: int | None, state: Tensor | None
     ) -> None:
-        inputs = tensor_leaves((args, kwargs))
+        inputs = tree_tensors((args, kwargs))
         written = [self.view(tensor) for tensor in _written(func, args, kwargs)]
         outputs, new = self._outputs(out)
         if not written and not new:
@@ -169,7 +169,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
     def _outputs(self, out: Any) -> tuple[tuple[StorageView | None, ...], set[int]]:
         outputs: list[StorageView | None] = []
         new: set[int] = set()
-        for tensor in tensor_leaves(out):
+        for tensor in tree_tensors(out):
             if tensor.device.type != "cpu":
                 raise CannotDefer(f"it makes a tensor on the device {tensor.device}")
             if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
@@ -217,7 +217,7 @@ def _draws(func: Any) -> bool:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     positions, names = _writes(func)
-    return tensor_leaves(
+    return tree_tensors(
         (
             [args[place] for place in positions if place < len(args)],
             [kwargs[name] for name in names if name in kwargs],

@@ -39,7 +39,6 @@ from lockstep.model.pipeline.stages import Stages, schedule_calls
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.separate_parts import PartLeaf
 from lockstep.model.shard import gathered_parameters
-from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.plan import Schedule
 
 
@@ -61,11 +60,11 @@ class Pipeline:
         self.world = pipeline
         self.schedule = schedule
         self._group = pipeline.group or dist.group.WORLD
-        self._forwards = StageForwards(model, stages, pipeline.rank, streams, together)
-        self.modules = [nn.ModuleList(self._forwards.parts[stage]) for stage in self._forwards.own]
+        self.forwards = StageForwards(model, stages, pipeline.rank, streams, together)
+        self.modules = [nn.ModuleList(self.forwards.parts[stage]) for stage in self.forwards.own]
         self._failure = PipelineFailure(pipeline)
         self.raise_on_all_ranks = self._failure.raise_on_all_ranks
-        self._discovery = BoundaryDiscovery(model, self._forwards, pipeline, self._failure)
+        self._discovery = BoundaryDiscovery(model, self.forwards, pipeline, self._failure)
         self.try_forward = self._discovery.try_forward
         self._after: Callable[[int], object] = lambda _: None
         self.on_gradient: Callable[[int, int], None] | None = None
@@ -84,18 +83,10 @@ class Pipeline:
         self._results: dict[int, Any] = {}
         self._rows: dict[int, list[Sequence[Tensor | float]]] = {}
 
-    @property
-    def exchange(self) -> SyncBatchNormExchange | None:
-        return self._forwards.exchange
-
-    @exchange.setter
-    def exchange(self, exchange: SyncBatchNormExchange | None) -> None:
-        self._forwards.exchange = exchange
-
     def watch(self, around: Around, after: Callable[[int], object]) -> None:
         """`run` calls `after` after each forward, in the order of microbatches. `run` does not call
         `after` for dummy microbatches. `around` and `after` take the stage's index in `modules`."""
-        self._forwards.around, self._after = around, after
+        self.forwards.around, self._after = around, after
 
     @property
     def last_rank(self) -> int:
@@ -111,7 +102,7 @@ class Pipeline:
         return len(self.stages.ranges) - 1
 
     def parts_by_stage(self) -> dict[int, list[nn.Module]]:
-        return self._forwards.parts
+        return self.forwards.parts
 
     def run(self, microbatches: Sequence[PipelineMicrobatch], columns: int = 1) -> Tensor:
         """Compute forward and backward of all microbatches. Returns every microbatch's
@@ -168,7 +159,7 @@ class Pipeline:
             0,
             *(place for place, (one, other) in enumerate(pairwise(kinds), 1) if one != other),
         ]
-        for world in self._forwards.lockstep_ranks:
+        for world in self.forwards.lockstep_ranks:
             starts = sorted(set(chain(*world.gather_values(starts))))
         return starts
 
@@ -182,9 +173,9 @@ class Pipeline:
         for stage in stages:
             stage.first, stage.routes = start, self._routes[start:stop]
             stage.losses = schedule_losses(run)
-            stage.around = lambda chunk: self._forwards.computing(self._microbatches[start + chunk])
+            stage.around = lambda chunk: self.forwards.computing(self._microbatches[start + chunk])
             stage.on_missing_gradient = partial(self._missing_gradient, stage.stage_index)
-            local = self._forwards.own.index(stage.stage_index)
+            local = self.forwards.own.index(stage.stage_index)
             stage.on_gradient = (
                 None if self.on_gradient is None else partial(self.on_gradient, local)
             )
@@ -192,9 +183,9 @@ class Pipeline:
         try:
             run.step(target=torch.arange(stop - start) if backward else None, return_outputs=False)
         except RuntimeError:
-            if not self._forwards.lockstep_ranks or self._failure.error is None:
+            if not self.forwards.lockstep_ranks or self._failure.error is None:
                 raise
-        if self._forwards.lockstep_ranks and self._failure.error is not None:
+        if self.forwards.lockstep_ranks and self._failure.error is not None:
             raise self._failure.error  # instead of the error that torch has raised from it
         for stage in stages:
             stage.release()
@@ -207,7 +198,7 @@ class Pipeline:
         stages = [
             VariableShapeStage(
                 _StageModule(
-                    self._forwards.parts[stage],
+                    self.forwards.parts[stage],
                     self._leaves_of(local),
                     partial(self._expert_leaves_of, local),
                     partial(self._forward, stage, local),
@@ -223,7 +214,7 @@ class Pipeline:
                 ),
                 group=self._group,
             )
-            for local, stage in enumerate(self._forwards.own)
+            for local, stage in enumerate(self.forwards.own)
         ]
         if schedule in ONE_STAGE_A_RANK:
             kind = ONE_STAGE_A_RANK[schedule if backward else "gpipe"]
@@ -257,16 +248,16 @@ class Pipeline:
             return self._compute(stage, local, index, received)
         except Exception as error:
             self._failure.error = self._failure.error or error
-            if self._forwards.lockstep_ranks:
+            if self.forwards.lockstep_ranks:
                 raise
             return self._zeros_with_gradient(stage, index, received)
 
     def _compute(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
         microbatch, route = self._microbatches[index], self._routes[index]
         is_last, has_backward = stage == len(route), torch.is_grad_enabled()
-        with self._forwards.around(local), self._forwards.computing(microbatch):
+        with self.forwards.around(local), self.forwards.computing(microbatch):
             microbatch.before()
-            value = self._forwards.output(stage, microbatch, received, route)
+            value = self.forwards.output(stage, microbatch, received, route)
             if is_last:
                 value = microbatch.score(value)
         term = microbatch.term()

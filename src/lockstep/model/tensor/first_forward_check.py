@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
+from lockstep.base.nested import tree_tensors
 from lockstep.base.torch_private import (
     BatchNormBase,
     disable_current_modes,
@@ -30,7 +31,6 @@ from lockstep.base.torch_private import (
 )
 from lockstep.model.running_statistics import self_updating
 from lockstep.model.tensor.marks import is_sharded
-from lockstep.model.tensor.operators import tree_tensors
 from lockstep.model.tensor.sharded_logits import gather_full
 from lockstep.model.trial import trial
 

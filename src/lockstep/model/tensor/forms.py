@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
+from lockstep.base.nested import tree_tensors
 from lockstep.base.torch_private import (
     FakeTensor,
     TorchDispatchMode,
@@ -35,7 +36,6 @@ from lockstep.model.tensor.operators import (
     Kind,
     kind_of_operator,
     tensors_of,
-    tree_tensors,
 )
 from lockstep.model.tensor.sharded_dims import check_drawn, shards_of
 

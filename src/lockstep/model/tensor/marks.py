@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.model.tensor.operators import tree_tensors
+from lockstep.base.nested import tree_tensors
 
 MARK = "_lockstep_mark"
 ONE = -1

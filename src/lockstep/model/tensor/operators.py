@@ -9,8 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lockstep.base.torch_private import tree_leaves
-
 Kind = Literal[
     "keeps", "moves", "exact", "by place", "by rows", "adds tokens", "product", "unknown"
 ]
@@ -142,7 +140,3 @@ def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
         elif isinstance(item, list | tuple):
             tensors += [member for member in item if isinstance(member, Tensor)]
     return tensors
-
-
-def tree_tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.nested import tree_tensors
 from lockstep.base.torch_private import base_of
 from lockstep.model.tensor.elementwise import mapped
 from lockstep.model.tensor.forms import PLAIN, OperatorRecord, OperatorRecorder, apart
@@ -21,7 +22,6 @@ from lockstep.model.tensor.marks import (
     marked,
     set_mark,
 )
-from lockstep.model.tensor.operators import tree_tensors
 from lockstep.model.tensor.sharded_dims import check_drawn, shards_of
 
 MOST = 10_000

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.nested import tree_tensors
 from lockstep.base.torch_private import FakeTensor
 from lockstep.model.tensor.elementwise import mapped
 from lockstep.model.tensor.marks import (
@@ -27,7 +28,7 @@ from lockstep.model.tensor.marks import (
     sharded_dim,
     strides_of_twice,
 )
-from lockstep.model.tensor.operators import Kind, tensors_of, tree_tensors
+from lockstep.model.tensor.operators import Kind, tensors_of
 
 FAILS = (
     *(RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AssertionError),

@@ -50,6 +50,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
+from lockstep.base.nested import tree_tensors
 from lockstep.base.torch_private import (
     checkpoints_saved_tensors,
     function_of,
@@ -73,7 +74,7 @@ from lockstep.model.tensor.marks import (
     set_mark,
     sharded_dim,
 )
-from lockstep.model.tensor.operators import tensors_of, tree_tensors
+from lockstep.model.tensor.operators import tensors_of
 from lockstep.model.tensor.shard_tracking import ShardTracking
 from lockstep.model.tensor.sharded_dims import check_drawn
 from lockstep.model.tensor.sharded_logits import ShardedLogits, gather_full

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.base.dtypes import dtype_name
-from lockstep.base.torch_private import ITEM, tree_leaves
+from lockstep.base.nested import tree_tensors
+from lockstep.base.torch_private import ITEM
 from lockstep.planner.trace import ALIGNED, Kind, Operation, Phase
 from lockstep.planner.tracing.torch_fakes import flop_registry
 
@@ -32,8 +33,8 @@ def kernel(
     name = function.overloadpacket.__name__
     if name in WITHOUT_KERNEL or function.is_view or function.namespace == "prim":
         return None
-    read = [each for each in tree_leaves([arguments, dict(keywords)]) if isinstance(each, Tensor)]
-    written = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+    read = tree_tensors([arguments, dict(keywords)])
+    written = tree_tensors(result)
     if not (tensors := [*written, *read]):
         return None
     flops = _flops(function, arguments, keywords, result)

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from lockstep.base.dtypes import TensorSpec, torch_dtype
 from lockstep.base.errors import CheckpointError
-from lockstep.base.torch_private import is_distributed, tree_leaves
+from lockstep.base.nested import tree_tensors
+from lockstep.base.torch_private import is_distributed
 
 EXECUTION = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
 """Fields of a param group that the trained model does not depend on."""
@@ -218,7 +219,7 @@ def _own_states(optimizer: Optimizer) -> tuple[dict[Any, Any], dict[str, Any]]:
     for key, values in kept.items():
         optimizer.state[key].clear()
         optimizer.state[key].update(values)
-    if any(is_distributed(leaf) for leaf in tree_leaves(more) if isinstance(leaf, Tensor)):
+    if any(map(is_distributed, tree_tensors(more))):
         raise CheckpointError(
             f"{type(optimizer).__name__}.state_dict() returns sharded tensors besides 'state';"
             " their shards are saved by parameter; return them in 'state', by parameter, or use"

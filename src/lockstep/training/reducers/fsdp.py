@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import PlanError, RecipeError
+from lockstep.base.nested import tree_tensors
 from lockstep.base.torch_private import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -166,9 +167,7 @@ class FsdpReducer:
 
     def _check_stage(self, group: nn.Module, inputs: Any, output: Any) -> None:
         if is_fsdp_root(group) and torch.is_grad_enabled():
-            self._check_uses(
-                group, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            )
+            self._check_uses(group, tree_tensors(output))
 
     def _check_uses(self, root: nn.Module, outputs: Sequence[Tensor]) -> None:
         """Check that weights gathered in autocast's precision are used only in matrix products and

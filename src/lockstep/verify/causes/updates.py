@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from lockstep.evidence.tensors import EXACT, PROJECTIONS, Vector, exact_ratio
+from lockstep.evidence.tensors import BATCHNORM_BUFFERS, EXACT, PROJECTIONS, Vector, exact_ratio
 from lockstep.verify.causes.evidence import Evidence, stacked, update
 from lockstep.verify.causes.gradients import sums_by_rank
 
@@ -16,7 +16,6 @@ NORM_TOLERANCE = 0.2
 WRONG_UPDATE = 0.05
 """Relative error of an update above which rounding is not the cause, if the gradients agree a
 hundred times better."""
-_BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def clipping(evidence: Evidence) -> str:
@@ -120,7 +119,7 @@ def buffer(evidence: Evidence) -> str:
     wrong = {difference.rank for difference in evidence.of("buffers")}
     on_all = len(wrong) == len(evidence.plan.ranks) > 1
     where = "every rank" if on_all else f"rank {first.rank}"
-    if first.name.rpartition(".")[2] in _BATCHNORM_BUFFERS:
+    if first.name.rpartition(".")[2] in BATCHNORM_BUFFERS:
         return (
             f"BatchNorm statistics out of sync: the running statistics on {where} are not those of"
             " all microbatches in their order; they were updated from the rank's own microbatches"
