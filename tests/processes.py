@@ -73,6 +73,15 @@ def started(line: Sequence[str], **keywords: Any) -> Iterator[subprocess.Popen[A
             pass
 
 
+def worker(launcher: int, rank: int) -> int:
+    """Return the process id of a launcher's worker."""
+    return next(
+        child.pid
+        for child in psutil.Process(launcher).children()
+        if child.environ().get("RANK") == str(rank)
+    )
+
+
 def write_stacks_when_asked() -> None:
     """Install a handler: on `DUMP_SIGNAL` this process writes the stacks of all its threads."""
     if _stacks is None:

@@ -12,10 +12,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import run_files
-from processes import started
+from processes import started, worker
 
 pytestmark = pytest.mark.forks
 
@@ -66,14 +65,6 @@ def wait_for_steps(run_dir: Path, launcher: subprocess.Popen[str]) -> None:
     ):
         assert launcher.poll() is None
         time.sleep(0.005)
-
-
-def worker(launcher: int, rank: int) -> int:
-    return next(
-        child.pid
-        for child in psutil.Process(launcher).children()
-        if child.environ().get("RANK") == str(rank)
-    )
 
 
 @pytest.mark.parametrize(

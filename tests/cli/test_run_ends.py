@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import run_files
-from processes import ran, started
+from processes import ran, started, worker
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 ENDLESS = Path(__file__).parent.parent / "scripts" / "endless.py"
@@ -121,14 +121,6 @@ def test_a_run_that_is_ended_saves_and_says_so_and_gives_its_directory_up(
     assert saved.startswith(f"step-{last['step']:08d}-")
     assert last["step"] > 0
     assert os.listdir(run / "checkpoints") == [saved]
-
-
-def worker(launcher: int, rank: int) -> int:
-    return next(
-        child.pid
-        for child in psutil.Process(launcher).children()
-        if child.environ().get("RANK") == str(rank)
-    )
 
 
 @pytest.mark.parametrize("plan", [pytest.param("replicate=2", marks=pytest.mark.slow), "shard=2"])

@@ -15,10 +15,17 @@ import pytest
 from lockstep.launch.failures import Ending
 from lockstep.launch.machines import Machines
 from lockstep.launch.recovery.channel import inherited
+from lockstep.launch.recovery.in_place import InPlace
 from lockstep.launch.run_workers import run_workers
 from lockstep.options import RunOptions
 
 Starter = Callable[..., Ending]
+
+
+@pytest.fixture
+def no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spare process imports torch."""
+    monkeypatch.setattr(InPlace, "keep_spare", lambda *_: None)
 
 
 @pytest.fixture

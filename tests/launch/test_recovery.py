@@ -13,7 +13,8 @@ import pytest
 from lockstep.launch import worker_processes
 from lockstep.launch.failures import Ending
 from lockstep.launch.recovery import in_place
-from lockstep.launch.recovery.in_place import InPlace
+
+pytestmark = pytest.mark.usefixtures("no_spare")
 
 Starter = Callable[..., Ending]
 
@@ -65,12 +66,6 @@ def lose_a_peer():
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-@pytest.fixture(autouse=True)
-def no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A spare process imports torch."""
-    monkeypatch.setattr(InPlace, "keep_spare", lambda *_: None)
 
 
 def script(attempt: str, train: str = "train(7)") -> str:

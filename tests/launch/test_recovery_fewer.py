@@ -9,14 +9,11 @@ import pytest
 from launch.test_recovery import script, starts
 
 from lockstep.launch.failures import Ending
-from lockstep.launch.recovery.in_place import InPlace, is_quick
+from lockstep.launch.recovery.in_place import is_quick
+
+pytestmark = pytest.mark.usefixtures("no_spare")
 
 Starter = Callable[..., Ending]
-
-
-@pytest.fixture(autouse=True)
-def no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InPlace, "keep_spare", lambda *_: None)
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,11 @@ from launch.test_recovery import script, starts
 
 from lockstep.launch.failures import Ending
 from lockstep.launch.machines import Machines
-from lockstep.launch.recovery.in_place import InPlace
 from lockstep.launch.rendezvous import ElasticRendezvous
 
+pytestmark = pytest.mark.usefixtures("no_spare")
+
 Starter = Callable[..., Ending]
-
-
-@pytest.fixture(autouse=True)
-def no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InPlace, "keep_spare", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
