@@ -3,6 +3,7 @@ several processes."""
 
 from __future__ import annotations
 
+import json
 import os
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lockstep.checkpoint.images import open_images
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.manifest import BLOCK_BYTES, DamagedError
+from lockstep.checkpoint.manifest import BLOCK_BYTES, FORMAT, DamagedError, _hash
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.saver import Saver, SaveResult
 from lockstep.comm.mesh import Mesh, full_tensor
@@ -30,6 +31,13 @@ SHAPES = {
 TYPES = {"rows": torch.bfloat16, "step": torch.int64, "columns": torch.bool}
 PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "few": Shard(0), "large": Shard(0)}
 ATTEMPT = "00c0ffee"
+
+
+def with_right_hash(content: object) -> bytes:
+    """A manifest of any content."""
+    text = json.dumps(content, separators=(",", ":"))
+    checksum = _hash(FORMAT, text.encode())
+    return f'{{"format":{FORMAT},"blake3":"{checksum}","content":{text}}}\n'.encode()
 
 
 def values(seed: int) -> dict[str, Tensor]:

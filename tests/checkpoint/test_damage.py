@@ -3,7 +3,6 @@ saved, and nothing is executed."""
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import random
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.states import ATTEMPT, save, values
+from checkpoint.states import ATTEMPT, save, values, with_right_hash
 from processes import ran
 from torch import Tensor
 
@@ -331,19 +330,11 @@ def test_nothing_in_a_checkpoint_is_executed(pool: WorkerPool, tmp_path: Path) -
         {"files": {"a": None}},
         {"files": {"a": {"bytes": "x", "blocks": 1, "shards": {}}}, "step": 1},
     ):
-        (place / MANIFEST).write_bytes(hashed(content))
+        (place / MANIFEST).write_bytes(with_right_hash(content))
         assert loaded(folder, name, truth).startswith("damaged: the manifest cannot be parsed")
     (place / MANIFEST).write_bytes(b"[" * 200_000)
     assert loaded(folder, name, truth).startswith("damaged: the manifest cannot be parsed")
     assert not flag.exists()
-
-
-def hashed(content: object) -> bytes:
-    """Any content as a manifest's, with the right hash."""
-    from lockstep.checkpoint.manifest import FORMAT, _hash
-
-    text = json.dumps(content, separators=(",", ":"))
-    return f'{{"format":{FORMAT},"blake3":"{_hash(FORMAT, text.encode())}","content":{text}}}\n'.encode()
 
 
 def test_a_writer_that_ended_between_two_saves_is_replaced_and_closed(tmp_path: Path) -> None:

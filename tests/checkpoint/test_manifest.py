@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from checkpoint.states import with_right_hash
 from hypothesis import given
 
 from lockstep.checkpoint.manifest import (
     BLOCK_BYTES,
-    FORMAT,
     BlockHashes,
     DamagedError,
     FileEntry,
     Manifest,
     UnknownFormatError,
-    _hash,
     hash_blocks,
     hash_bytes,
 )
@@ -101,12 +99,6 @@ def test_a_block_hash_depends_on_its_bytes() -> None:
 
 
 RIGHT = {"bytes": 100, "blocks": ["00" * 16], "shards": [["a", "float32", [4], [0], [4], 50]]}
-
-
-def forged(content: object) -> bytes:
-    """A manifest of any content, with the right hash."""
-    text = json.dumps(content, separators=(",", ":"))
-    return f'{{"format":{FORMAT},"blake3":"{_hash(FORMAT, text.encode())}","content":{text}}}\n'.encode()
 
 
 def content(files: Any, **fields: Any) -> dict[str, Any]:
@@ -237,12 +229,12 @@ def entry(*shards: Any, **fields: Any) -> dict[str, Any]:
 )
 def test_a_forged_manifest_is_damage(given: object, says: str) -> None:
     with pytest.raises(DamagedError, match=says):
-        Manifest.decode(forged(given))
+        Manifest.decode(with_right_hash(given))
 
 
 def test_a_full_tensor_may_be_in_several_files() -> None:
     found = Manifest.decode(
-        forged(content({"part-0.safetensors": RIGHT, "part-1.safetensors": RIGHT}))
+        with_right_hash(content({"part-0.safetensors": RIGHT, "part-1.safetensors": RIGHT}))
     )
     assert len(found.files) == 2
 

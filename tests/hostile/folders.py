@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import run_files
+from checkpoint.states import with_right_hash
 from report.run_directories import whole
 
-from lockstep.checkpoint.manifest import FORMAT, FileEntry, Manifest, _hash, hash_blocks
+from lockstep.checkpoint.manifest import FileEntry, Manifest, hash_blocks
 from lockstep.checkpoint.saved_model import read_safetensors
 from lockstep.checkpoint.tensor_shards import FileLayout, TensorShard
 from lockstep.cli.target import fingerprint_of_saved
@@ -156,14 +157,6 @@ def _write_checkpoint(folder: Path, step: int) -> None:
     (folder / "manifest.json").write_bytes(manifest.encode())
 
 
-def forged(content: object) -> bytes:
-    """A manifest of any content, with the right hash."""
-    text = json.dumps(content, separators=(",", ":")).encode()
-    return (
-        f'{{"format":{FORMAT},"blake3":"{_hash(FORMAT, text)}","content":'.encode() + text + b"}\n"
-    )
-
-
 class Mutator:
     """Changes a run directory at random, and puts it back."""
 
@@ -274,7 +267,7 @@ class Mutator:
     def _manifest(self, data: bytes, chance: random.Random) -> bytes:
         try:
             content = json.loads(data)["content"]
-            changed = forged(mutated(content, chance))
+            changed = with_right_hash(mutated(content, chance))
         except (ValueError, LookupError, TypeError, RecursionError):
             return data
         self.is_forged = True
@@ -288,7 +281,7 @@ class Mutator:
             data = path.read_bytes()
             found = hash_blocks(memoryview(data))
             content["files"][path.name] |= {"bytes": len(data), "blocks": list(found.blocks)}
-            manifest.write_bytes(forged(content))
+            manifest.write_bytes(with_right_hash(content))
         except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError):
             return
         self.is_forged = True

@@ -16,7 +16,8 @@ from typing import Any
 
 import forked
 import pytest
-from hostile.folders import forged, mutated, write_run
+from checkpoint.states import with_right_hash
+from hostile.folders import mutated, write_run
 from hostile.fuzz import Fuzz
 from hypothesis import HealthCheck, given, settings, strategies as st
 from processes import ran
@@ -76,14 +77,14 @@ def test_any_manifest_is_right_or_damage(random: Any, value: Any, kind: int) -> 
     else:
         content["files"]["rank-0.safetensors"]["shards"] = value
     try:
-        text = forged(content)
+        text = with_right_hash(content)
     except (RecursionError, ValueError, UnicodeEncodeError):
         return
     with suppress(DamagedError):
         Manifest.decode(text)
 
 
-MANIFEST = forged(
+MANIFEST = with_right_hash(
     {
         "step": 1,
         "metadata": {"plan": "shard=2", "score": {"metric": "loss", "mode": "min", "value": 1.0}},

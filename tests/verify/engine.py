@@ -7,15 +7,16 @@ It writes its traces with the real `Tracer`, as a session does.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.assignment import contiguous_range
 from lockstep.data.digests import sample_digests
+from lockstep.evidence.tolerance import MeasuredRounding
 from lockstep.evidence.trace import Trace, read_traces
 from lockstep.evidence.tracer import Tracer
 from lockstep.keys import key
@@ -304,3 +305,14 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterable[tuple
         for what, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 yield f"{name}/{what}", value
+
+
+def with_rounding(
+    kind: Callable[..., Any], folder: Path, **given: Any
+) -> tuple[Trace, MeasuredRounding]:
+    """Return the reference of a class of engines, and its rounding."""
+    reference = kind(folder / "reference", **given).run()
+    perturbed = [
+        kind(folder / f"perturbed-{noise}", noise=noise, **given).run() for noise in range(3)
+    ]
+    return reference, MeasuredRounding(reference, perturbed)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 from verify import context_faults as faults
 from verify.context_engine import ContextEngine
+from verify.engine import with_rounding
 
 from lockstep.evidence.tolerance import MeasuredRounding
 from lockstep.evidence.trace import Trace
@@ -94,17 +95,7 @@ FAULTS = [
 def right(tmp_path_factory: pytest.TempPathFactory) -> Right:
     """Return a function that makes the reference and its rounding, once for each engine."""
 
-    @cache
-    def made(kind: type[ContextEngine]) -> tuple[Trace, MeasuredRounding]:
-        folder = tmp_path_factory.mktemp("right")
-        reference = kind(folder / "reference", steps=STEPS).run()
-        perturbed = [
-            kind(folder / f"perturbed-{noise}", steps=STEPS, noise=noise).run()
-            for noise in range(3)
-        ]
-        return reference, MeasuredRounding(reference, perturbed)
-
-    return made
+    return cache(lambda kind: with_rounding(kind, tmp_path_factory.mktemp("right"), steps=STEPS))
 
 
 def compared(

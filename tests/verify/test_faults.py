@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from verify import faults
-from verify.engine import Engine, Network
+from verify.engine import Engine, Network, with_rounding
 
 from lockstep.evidence.tolerance import MeasuredRounding
 from lockstep.evidence.trace import Trace
@@ -183,13 +183,7 @@ def right(
     def made(
         kind: type[Engine] = Engine, seed: int = 0, steps: int = 3
     ) -> tuple[Trace, MeasuredRounding]:
-        folder = tmp_path_factory.mktemp("right")
-        reference = kind(folder / "reference", seed=seed, steps=steps).run()
-        perturbed = [
-            kind(folder / f"perturbed-{noise}", seed=seed, steps=steps, noise=noise).run()
-            for noise in range(3)
-        ]
-        return reference, MeasuredRounding(reference, perturbed)
+        return with_rounding(kind, tmp_path_factory.mktemp("right"), seed=seed, steps=steps)
 
     return made
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from verify.engine import FEATURES, TOKENS, Engine
+from verify.engine import FEATURES, TOKENS, Engine, with_rounding
 
 from lockstep.evidence.tolerance import MeasuredRounding
 from lockstep.evidence.trace import Trace
@@ -83,17 +83,9 @@ def row_parallel(kind: type[Engine], bias_times: float = 1.0) -> type[Engine]:
 def right(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[type[Engine], int], tuple[Trace, MeasuredRounding]]:
-    @cache
-    def made(kind: type[Engine], seed: int) -> tuple[Trace, MeasuredRounding]:
-        folder = tmp_path_factory.mktemp("right")
-        reference = kind(folder / "reference", seed=seed, steps=4).run()
-        perturbed = [
-            kind(folder / f"perturbed-{noise}", seed=seed, steps=4, noise=noise).run()
-            for noise in range(3)
-        ]
-        return reference, MeasuredRounding(reference, perturbed)
-
-    return made
+    return cache(
+        lambda kind, seed: with_rounding(kind, tmp_path_factory.mktemp("right"), seed=seed, steps=4)
+    )
 
 
 @pytest.mark.parametrize(
