@@ -230,21 +230,6 @@ class Listed(Block):
         return x + sum(weights[..., e, None] * each(x) for e, each in enumerate(self.experts))  # type: ignore[no-any-return]
 
 
-class Dropping(Block):
-    """Drops in the experts; the remedy drops after them."""
-
-    def __init__(self, *, outside: bool = False) -> None:
-        super().__init__()
-        self.outside = outside
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)
-        weights, index = self.router(tokens).softmax(-1).topk(2)
-        if self.outside:
-            return F.dropout(self.experts(tokens, index, weights), 0.1, self.training).view_as(x)
-        return self.experts(tokens, index, weights).view_as(x)  # type: ignore[no-any-return]
-
-
 def listed() -> nn.Module:
     return Generator(Listed)
 

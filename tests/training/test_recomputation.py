@@ -521,7 +521,6 @@ def squares(output: Tensor, batch: Any) -> Tensor:
     return (output - batch[2]).pow(2).mean()
 
 
-OF_OUTPUTS = {"inputs": lambda: features, "loss": lambda: squares}
 OF_BATCH = {"inputs": lambda: features, "loss": lambda: None, "batch_loss": gathered}
 OF_STREAM = {"data": stream}
 Case = tuple[str, dict[str, Any], int]

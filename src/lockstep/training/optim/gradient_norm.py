@@ -14,6 +14,7 @@ from lockstep.base import accelerator
 from lockstep.base.torch_private import own_parameters
 from lockstep.comm.mesh import Mesh, divided_over, shard_dim_over, to_local
 from lockstep.comm.world import World
+from lockstep.model.tensor.sliced import tree_sum
 
 PIECE_ELEMENTS = 2**15 - 1
 """Maximum number of elements that torch sums in one thread on a CPU, and thus in a fixed order."""
@@ -221,10 +222,7 @@ def _slices_of_row(gradient: Tensor, slices: int) -> int:
 
 
 def _sum_of_slices(squares: Tensor, slices: int) -> Tensor:
-    parts = list(squares.reshape(-1, slices).unbind(1))
-    while len(parts) > 1:
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
+    return tree_sum(squares.reshape(-1, slices).unbind(1))
 
 
 class StageRows:
