@@ -10,12 +10,10 @@ import pytest
 
 from lockstep.base.loop_flow import (
     Helper,
-    carried_into_loss,
-    kept_by_methods,
+    flow_of_loop,
+    flow_of_methods,
     loop_at,
     set_anew,
-    used_by_loss,
-    used_by_methods,
 )
 
 CARRIED = {
@@ -135,12 +133,12 @@ def loop(body: str, *, head: str = "for step in session.steps(data):") -> ast.Fo
 
 @pytest.mark.parametrize("name", CARRIED)
 def test_a_value_that_goes_into_a_later_loss_is_found(name: str) -> None:
-    assert carried_into_loss(loop(CARRIED[name])) == [name]
+    assert flow_of_loop(loop(CARRIED[name])).carried == [name]
 
 
 @pytest.mark.parametrize("name", NOT_CARRIED)
 def test_other_variables_are_not(name: str) -> None:
-    assert carried_into_loss(loop(NOT_CARRIED[name])) == []
+    assert flow_of_loop(loop(NOT_CARRIED[name])).carried == []
 
 
 def test_the_target_may_be_a_tuple() -> None:
@@ -148,7 +146,7 @@ def test_the_target_may_be_a_tuple() -> None:
         "step.backward(loss(number, scale))\nscale *= 2",
         head="for number, step in enumerate(session.steps(data)):",
     )
-    assert carried_into_loss(found) == ["scale"]
+    assert flow_of_loop(found).carried == ["scale"]
 
 
 def test_the_loop_is_found_by_its_line() -> None:
@@ -165,7 +163,7 @@ def test_loops_of_the_examples_are_right() -> None:
     for file in Path(__file__).parents[2].glob("examples/**/*.py"):
         for each in ast.walk(ast.parse(file.read_text())):
             if isinstance(each, ast.For) and ".steps(" in ast.unparse(each.iter):
-                names |= set(carried_into_loss(each))
+                names |= set(flow_of_loop(each).carried)
     assert names == {"rollouts.rows"}
 
 
@@ -262,27 +260,27 @@ FEATURES = """
 def test_the_attributes_that_methods_keep_and_return_are_found(
     sources: list[str], names: set[str], expected: dict[str, bool]
 ) -> None:
-    assert kept_by_methods(map(textwrap.dedent, sources), names) == expected
+    assert flow_of_methods(map(textwrap.dedent, sources), names).kept == expected
 
 
 def test_what_the_loss_uses_need_not_be_changed_by_the_loop() -> None:
     body = "scale = 1\nstep.backward(pool.query(model(x)) * scale)\nlog(history)"
-    assert used_by_loss(loop(body)) == ["model", "pool", "pool.query", "x"]
+    assert flow_of_loop(loop(body)).used == ["model", "pool", "pool.query", "x"]
 
 
 def test_a_method_that_was_called_before_hides_no_other_that_the_loss_uses() -> None:
     body = "statistics.update(x)\nstep.backward(statistics.scaled(y))"
     used = ["statistics", "statistics.scaled", "statistics.update", "x", "y"]
-    assert used_by_loss(loop(body)) == used
+    assert flow_of_loop(loop(body)).used == used
 
 
 @pytest.mark.parametrize("method", ["clear", "reset"])
 def test_what_is_emptied_carries_nothing(method: str) -> None:
     body = f"episodes.{method}()\nepisodes.add(x)\nstep.backward(episodes.mean())"
-    assert carried_into_loss(loop(body)) == []
-    assert used_by_loss(loop(body)) == ["x"]
+    assert flow_of_loop(loop(body)).carried == []
+    assert flow_of_loop(loop(body)).used == ["x"]
     later = f"if x:\n    episodes.{method}()\nepisodes.add(x)\nstep.backward(episodes.mean())"
-    assert carried_into_loss(loop(later)) == ["episodes"]
+    assert flow_of_loop(loop(later)).carried == ["episodes"]
     assert "episodes" not in set_anew(loop(body))
 
 
@@ -307,7 +305,7 @@ def helper_of(source: str, *, is_method: bool = False) -> Helper:
     ],
 )
 def test_a_buffer_that_is_overwritten_before_it_is_read(body: str, expected: list[str]) -> None:
-    assert carried_into_loss(loop(body)) == expected
+    assert flow_of_loop(loop(body)).carried == expected
     assert ("buffer" in set_anew(loop(body))) == (not expected and "self" not in body)
 
 
@@ -324,7 +322,7 @@ def test_a_buffer_that_is_overwritten_before_it_is_read(body: str, expected: lis
     ],
 )
 def test_an_environment_that_is_reset_in_an_expression(body: str, *, uses: bool) -> None:
-    assert ("env" in used_by_loss(loop(body))) == uses
+    assert ("env" in flow_of_loop(loop(body)).used) == uses
 
 
 CRITERION = """
@@ -353,13 +351,13 @@ class Criterion:
     ],
 )
 def test_an_item_of_what_an_object_returns(body: str, expected: list[str]) -> None:
-    used = used_by_loss(loop(body))
+    used = flow_of_loop(loop(body)).used
     names = {
         each.removeprefix("criterion").removeprefix(".")
         for each in used
         if each.startswith("criterion")
     }
-    assert sorted(kept_by_methods([CRITERION], names)) == expected
+    assert sorted(flow_of_methods([CRITERION], names).kept) == expected
 
 
 STATS = """
@@ -388,8 +386,8 @@ class Stats:
     ],
 )
 def test_an_attribute_of_an_object_of_an_object(name: str, expected: list[str]) -> None:
-    assert sorted(kept_by_methods([STATS], {name})) == expected
-    assert "other.mean" in used_by_methods([STATS], {"scaled"})
+    assert sorted(flow_of_methods([STATS], {name}).kept) == expected
+    assert "other.mean" in flow_of_methods([STATS], {"scaled"}).used
 
 
 @pytest.mark.parametrize(
@@ -415,7 +413,7 @@ def test_an_attribute_of_an_object_of_an_object(name: str, expected: list[str]) 
     ],
 )
 def test_a_helper_that_gets_the_step(body: str, helper: str, expected: list[str]) -> None:
-    assert carried_into_loss(loop(body), {"one": helper_of(helper)}) == expected
+    assert flow_of_loop(loop(body), {"one": helper_of(helper)}).carried == expected
 
 
 def test_a_method_that_gets_the_step_passes_it_on() -> None:
@@ -423,4 +421,4 @@ def test_a_method_that_gets_the_step_passes_it_on() -> None:
         "self.one": helper_of("def one(self, s): self.two(s, self.mean)", is_method=True),
         "self.two": helper_of("def two(self, s, x): s.backward(x); self.mean = 1", is_method=True),
     }
-    assert carried_into_loss(loop("self.one(step)"), helpers) == ["self", "self.mean"]
+    assert flow_of_loop(loop("self.one(step)"), helpers).carried == ["self", "self.mean"]

@@ -16,7 +16,7 @@ from torch import nn
 from training.subjects import each_of, rows, sgd
 
 import lockstep as ls
-from lockstep.base.loop_flow import kept_by_methods
+from lockstep.base.loop_flow import flow_of_methods
 from lockstep.hooks.carried_variables import code_of
 from lockstep.testing.pool import WorkerPool
 
@@ -440,6 +440,6 @@ def test_a_class_whose_file_is_being_edited_has_no_code(
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "being_edited", module)
     spec.loader.exec_module(module)
-    assert kept_by_methods(code_of(module.Pool), {"add"}) == {"n": False}
+    assert flow_of_methods(code_of(module.Pool), {"add"}).kept == {"n": False}
     file.write_text("class Pool(:\n    def add(self\n")
-    assert kept_by_methods(code_of(module.Pool), {"add"}) == {}
+    assert flow_of_methods(code_of(module.Pool), {"add"}).kept == {}

@@ -36,6 +36,27 @@ Helpers = Mapping[str, Helper]
 """Maps the path of a helper in the loop, such as `self.train_step`, to the helper."""
 
 
+class LoopFlow(NamedTuple):
+    """Variables of a loop that affect the loss."""
+
+    used: list[str]
+    """All of them. `criterion.[0]` is the first item of a tuple that `criterion` returns."""
+    carried: list[str]
+    """Those that the loop's body changes, such as `baseline` or `self.baseline`."""
+
+
+class MethodsFlow(NamedTuple):
+    """Attributes of an object whose methods are followed."""
+
+    kept: dict[str, bool]
+    """The attributes through which the methods carry values from one call to the next, such as
+    `mean` or `ema.mean`. Maps an attribute to True if the methods only set its items."""
+    used: set[str]
+    """Attributes that affect the loss."""
+    assigned: set[str]
+    """Names of attributes that a method other than `__init__` assigns."""
+
+
 def loop_at(source: str, line: int) -> ast.For | None:
     try:
         tree = ast.parse(source)
@@ -85,17 +106,9 @@ def steps_passed(call: ast.Call, helper: Helper, steps: Set[str]) -> set[str]:
     return {name for name, each in values if isinstance(each, ast.Name) and each.id in steps}
 
 
-def carried_into_loss(loop: ast.For, helpers: Helpers | None = None) -> list[str]:
-    """Return the variables that the loop's body changes and that affect the loss of the next step,
-    such as `baseline` or `self.baseline`."""
+def flow_of_loop(loop: ast.For, helpers: Helpers | None = None) -> LoopFlow:
     flow = _flow_of(loop, helpers)
-    return sorted(flow.used & flow.changed)
-
-
-def used_by_loss(loop: ast.For, helpers: Helpers | None = None) -> list[str]:
-    """Return the variables that affect the loss. `criterion.[0]` is the first item of a tuple that
-    `criterion` returns."""
-    return sorted(_flow_of(loop, helpers).used)
+    return LoopFlow(sorted(flow.used), sorted(flow.used & flow.changed))
 
 
 def assigned(body: ast.AST) -> set[str]:
@@ -108,24 +121,19 @@ def assigned(body: ast.AST) -> set[str]:
     return own.union(*map(assigned, ast.iter_child_nodes(body)))
 
 
-def assigned_by_methods(sources: Iterable[str]) -> set[str]:
-    return set[str]().union(*map(assigned, filter(None, map(_parsed, sources))))
-
-
-def kept_by_methods(sources: Iterable[str], names: Set[str]) -> dict[str, bool]:
-    """Return the attributes through which an object's methods carry values from one call to the
-    next, such as `mean` or `ema.mean`. Maps an attribute to True if the methods only set its
-    items. `names` are the attributes that the loss uses, `[0]` for an item of what a call returns,
-    and "" for the whole object."""
-    methods = _methods_of(tuple(sources))
+def flow_of_methods(sources: Iterable[str], names: Set[str]) -> MethodsFlow:
+    """Follow values through the methods of a class. `names` are the attributes that the loss uses,
+    `[0]` for an item of what a call returns, and "" for the whole object."""
+    code = tuple(sources)
+    methods = _methods_of(code)
     used = _used_by(methods, names)
     kept = {name for flow in methods.values() for name in flow.kept}
     filled = {name for flow in methods.values() for name in flow.filled}
-    return {name: name not in kept for name in kept | filled if _is_in(name, used)}
-
-
-def used_by_methods(sources: Iterable[str], names: Set[str]) -> set[str]:
-    return _used_by(_methods_of(tuple(sources)), names)
+    return MethodsFlow(
+        {name: name not in kept for name in kept | filled if _is_in(name, used)},
+        used,
+        set[str]().union(*map(assigned, filter(None, map(_parsed, code)))),
+    )
 
 
 def _used_by(methods: Mapping[str, _Flow], names: Set[str]) -> set[str]:

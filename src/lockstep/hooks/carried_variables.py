@@ -19,12 +19,11 @@ from torch.optim import Optimizer
 from lockstep.base.contents import Reader, attributes, digest_parts, is_users
 from lockstep.base.errors import first_few
 from lockstep.base.loop_flow import (
+    LoopFlow,
+    MethodsFlow,
     assigned,
-    assigned_by_methods,
-    carried_into_loss,
-    kept_by_methods,
-    used_by_loss,
-    used_by_methods,
+    flow_of_loop,
+    flow_of_methods,
 )
 from lockstep.base.torch_private import tree_leaves, version
 from lockstep.comm.mesh import to_local
@@ -74,11 +73,10 @@ class CarriedVariables(ControlHook):
 
     def __init__(self) -> None:
         self._steps = 0
-        self._carried: list[str] = []
-        self._used: list[str] = []
+        self._flow = LoopFlow([], [])
         self._assigned: set[str] = set()
         self._code: dict[type, tuple[str, ...]] = {}
-        self._kept: dict[str, tuple[dict[str, bool], set[str], set[str]]] = {}
+        self._methods: dict[str, MethodsFlow] = {}
         self._seen: dict[str, _Seen] = {}
         self._changes, self._writes = Counter[str](), Counter[str]()
         self._told: set[str] = set()
@@ -90,11 +88,10 @@ class CarriedVariables(ControlHook):
         frame = frame_of_script()
         if self._steps == 0 and (loop := loop_of(frame)) is not None:
             helpers = helpers_of(loop, {**frame.f_globals, **local_variables(frame)})
-            self._carried = carried_into_loss(loop, helpers)
-            self._used = used_by_loss(loop, helpers)
+            self._flow = flow_of_loop(loop, helpers)
             bodies = [loop, *(each.code for each in helpers.values())]
             self._assigned = set[str]().union(*map(assigned, bodies))
-        variables = {**frame.f_globals, **local_variables(frame)} if self._used else {}
+        variables = {**frame.f_globals, **local_variables(frame)} if self._flow.used else {}
         seen = dict(self._look(variables, run))
         for name, now in seen.items():
             if (before := self._seen.get(name)) is not None:
@@ -111,17 +108,19 @@ class CarriedVariables(ControlHook):
         saved = {id(each) for each in run.training.stateful.values()}
         saved |= {id(each.model) for each in run.training.modules}
         trained_here = {id(each) for one in run.training.modules for each in one.model.parameters()}
-        for name in dict.fromkeys(each.partition(".[")[0] for each in self._used):
+        for name in dict.fromkeys(each.partition(".[")[0] for each in self._flow.used):
             if name in self._told:  # a long buffer takes a while to read
                 continue
             value = _value_of(variables, name, saved)
             if trained := [each for each in _trained(value) if id(each) not in trained_here]:
                 yield name, _Seen(_OF_TRAINED, trained, [version(each) for each in trained])
-            elif name in self._carried and (seen := _seen_in(value, _OF_VARIABLES)) is not None:
+            elif (
+                name in self._flow.carried and (seen := _seen_in(value, _OF_VARIABLES)) is not None
+            ):
                 is_compared = isinstance(value, _NUMBERS) or _is_scalar(value)
                 may_drop = name.rpartition(".")[2] not in self._assigned
                 yield name, seen._replace(is_compared=is_compared, may_drop=may_drop)
-            yield from self._look_into(name, value, self._used, saved)
+            yield from self._look_into(name, value, self._flow.used, saved)
 
     def _look_into(
         self, name: str, value: Any, used: Iterable[str], saved: Set[int]
@@ -130,20 +129,15 @@ class CarriedVariables(ControlHook):
         that the loss uses."""
         if not is_users(type(value).__module__) or isinstance(value, Optimizer | Tensor):
             return
-        if name not in self._kept:
+        if name not in self._methods:
             names = {
                 each.removeprefix(name).removeprefix(".") for each in used if _is_of(each, name)
             }
             if (kind := type(value)) not in self._code:
                 self._code[kind] = tuple(code_of(kind))
-            code = self._code[kind]
-            self._kept[name] = (
-                kept_by_methods(code, names),
-                used_by_methods(code, names),
-                assigned_by_methods(code),
-            )
-        kept, inner, anew = self._kept[name]
-        for each, only_items in kept.items():
+            self._methods[name] = flow_of_methods(self._code[kind], names)
+        methods = self._methods[name]
+        for each, only_items in methods.kept.items():
             item = _value_of(attributes(value), each, saved)
             if item is None and "." in each:  # such as `buffer.data`
                 each = each.partition(".")[0]
@@ -154,10 +148,10 @@ class CarriedVariables(ControlHook):
             if only_items and _is_by_name(item):
                 continue  # as attributes that are set, such as the outputs of layers
             if (seen := _seen_in(item, _OF_OBJECTS)) is not None:
-                yield path, seen._replace(may_drop=each not in anew)
+                yield path, seen._replace(may_drop=each not in methods.assigned)
             elif name.count(".") < _MOST_LEVELS:
                 yield from self._look_into(
-                    path, item, {f"{name}.{one}" for one in inner}, saved | {id(value)}
+                    path, item, {f"{name}.{one}" for one in methods.used}, saved | {id(value)}
                 )
 
     def _tell(self, run: Run) -> None:
