@@ -63,13 +63,11 @@ def trains(
         changed = {"optimizer": sgd, **changes, **late()}
         if changed.keys().isdisjoint({"steps", "epochs"}):
             changed["steps"] = 2
+        made = [each() for each in hooks]
         result = ls.train(
-            recipe(**changed),
-            hooks=[each() for each in hooks],
-            run_dir=folder,
-            plan=plan,
-            allow_change=allow_change,
+            recipe(**changed), hooks=made, run_dir=folder, plan=plan, allow_change=allow_change
         )
+        assert all(each.has_acted for each in made if isinstance(each, At))
         return result.fingerprint, result.loss
 
     return train
@@ -99,11 +97,12 @@ def at(act: Callable[[Any], object], step: int = 1) -> Callable[[], ls.Hook]:
 
 class At(ls.Hook):
     def __init__(self, act: Callable[[Any], object], step: int) -> None:
-        self.act, self.at = act, step
+        self.act, self.at, self.has_acted = act, step, False
 
     def after_step(self, run: Any) -> None:
         if run.step == self.at:
             self.act(run)
+            self.has_acted = True
 
 
 class AtStart(ls.Hook):
@@ -212,6 +211,39 @@ def entropy_loss(model: nn.Module, batch: Sequence[Tensor]) -> Any:
     return ls.Loss(entropy_sum(model, batch).total, (batch[2] != -100).sum())
 
 
+def own_labels(batch: Sequence[Tensor]) -> Tensor:
+    return batch[2].argmax(1).masked_fill(batch[1][:, 0] > 0, -100)
+
+
+def own_entropy(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[1]), own_labels(batch))
+
+
+def own_entropy_sum(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+    return ls.Sum(F.cross_entropy(model(batch[1]), own_labels(batch), reduction="sum"))
+
+
+def own_labels_counted(batch: Sequence[Tensor]) -> Tensor:
+    return (own_labels(batch) != -100).sum()
+
+
+def own_entropy_loss(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+    return ls.Loss(own_entropy_sum(model, batch).total, own_labels_counted(batch))
+
+
+class ByAttribute:
+    """The loss over samples, as an object that raises an error for attributes it lacks."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __call__(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        return squared_error(model, batch)
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.error(name)
+
+
 def labels_counted(batch: Sequence[Tensor]) -> Tensor:
     return (batch[2] != -100).sum()
 
@@ -298,6 +330,25 @@ LOSSES = [
         trains(data=labelled(), loss=entropy),
         "or ls.Loss(total, weight)",
         trains(data=labelled(), loss=entropy_loss),
+    ),
+    Remedy(
+        trains(loss=own_entropy),
+        "return ls.Sum(total) with Recipe.weight = batch -> the number of these labels",
+        trains(loss=own_entropy_sum, weight=own_labels_counted),
+        by_one_rank=True,
+        allow=["loss", "weight"],
+    ),
+    Remedy(
+        trains(loss=own_entropy),
+        "the number of these labels, or ls.Loss(total, weight)",
+        trains(loss=own_entropy_loss),
+        by_one_rank=True,
+        allow=["loss"],
+    ),
+    Remedy(
+        trains(late=lambda: {"loss": ByAttribute(RuntimeError)}),
+        "raise AttributeError(name) there",
+        trains(loss=ByAttribute(AttributeError)),
     ),
     Remedy(
         trains(data=labelled(), loss=no_label),
@@ -1124,7 +1175,9 @@ MODELS = [
     ),
     Remedy(trains(at(replaced)), "change values in place", trains(at(overwritten))),
     Remedy(
-        trains(at(half)), "call run.freeze(name)", trains(at(lambda run: run.freeze("2.weight")))
+        trains(at(half), steps=3),  # refused after its step 1, from which the remedy goes on
+        "call run.freeze(name)",
+        trains(at(lambda run: run.freeze("2.weight"), step=2), steps=3),
     ),
     Remedy(
         trains(at(lambda run: run.freeze(f"{2 * run.rank}.*"))),
