@@ -79,6 +79,21 @@ CARRIED = {
             step.backward(loss(x) * scale)
         table[0] = 0.5
     """,
+    "drawn": """
+        for x in step.microbatches():
+            step.backward(loss(x) * drawn)
+            log(drawn := 0.9 * drawn)
+    """,
+    "matched": """
+        match next(kinds):
+            case "first":
+                matched = 0.9 * matched
+        step.backward(loss(x) * matched)
+    """,
+    "state.ema": """
+        step.backward(loss(x) * getattr(state, "ema"))
+        setattr(state, "ema", 0.9 * state.ema)
+    """,
     "temperature": """
         while heating(x):
             temperature += 0.1
@@ -302,6 +317,9 @@ def helper_of(source: str, *, is_method: bool = False) -> Helper:
         ("buffer[:n] += x; step.backward(model(buffer[:n]))", ["buffer"]),
         ("buffer[next(k)] = x; step.backward(buffer[next(k)])", ["buffer"]),
         ("if n: buffer[:n] = x\nstep.backward(buffer[:n])", ["buffer"]),
+        ("buffer['x'], buffer['y'] = x, y; step.backward(buffer['x'] + buffer['y'])", []),
+        ("buffer[-1], buffer[1] = x, y; step.backward(buffer[-1] + buffer[1])", ["buffer"]),
+        ("buffer['x'], buffer[n] = x, y; step.backward(buffer['x'])", ["buffer"]),
     ],
 )
 def test_a_buffer_that_is_overwritten_before_it_is_read(body: str, expected: list[str]) -> None:
@@ -319,6 +337,16 @@ def test_a_buffer_that_is_overwritten_before_it_is_read(body: str, expected: lis
         ("x = env.reset() if done else env.x; step.backward(model(x))", True),
         ("x = env.step(0); step.backward(model(x))", True),
         ("if done: x = env.reset()\nstep.backward(model(env.step(1)))", True),
+        (
+            "done = True\nfor _ in range(3):\n    if done: x = env.reset()\n"
+            "    x, done = env.step(x)\nstep.backward(x)",
+            False,
+        ),
+        (
+            "done = True\nfor _ in range(3):\n    x, done = env.step(x)\n"
+            "    if done: x = env.reset()\nstep.backward(x)",
+            True,
+        ),
     ],
 )
 def test_an_environment_that_is_reset_in_an_expression(body: str, *, uses: bool) -> None:
@@ -417,8 +445,43 @@ def test_a_helper_that_gets_the_step(body: str, helper: str, expected: list[str]
 
 
 def test_a_method_that_gets_the_step_passes_it_on() -> None:
-    helpers = {
-        "self.one": helper_of("def one(self, s): self.two(s, self.mean)", is_method=True),
-        "self.two": helper_of("def two(self, s, x): s.backward(x); self.mean = 1", is_method=True),
-    }
-    assert flow_of_loop(loop("self.one(step)"), helpers).carried == ["self", "self.mean"]
+    one = helper_of("def one(self, s): self.two(s, self.mean)", is_method=True)
+    one.helpers["self.two"] = helper_of(
+        "def two(self, s, x): s.backward(x); self.mean = 1", is_method=True
+    )
+    assert flow_of_loop(loop("own.one(step)"), {"own.one": one}).carried == ["own.mean"]
+    one.code.name = "__call__"
+    assert flow_of_loop(loop("own(step)"), {"own": one}).carried == ["own.mean"]
+
+
+@pytest.mark.parametrize(
+    ("body", "helper", "expected"),
+    [
+        (
+            "step.backward(one(m, x))",
+            "def one(m, x):\n    m.x = 0.9 * m.x\n    return m.x",
+            ["m.x"],
+        ),
+        ("one(m, x); step.backward(m.x)", "def one(m, x): m.x = 0.9 * m.x", ["m.x"]),
+        ("one(m['x'], 1); step.backward(m['x'])", "def one(m, x): m.append(x)", ["m"]),
+        ("m = one(m); step.backward(m)", "def one(x): return x + 1", ["m"]),
+        ("step.compute(inputs, one)", "def one(x):\n    global m\n    m += x\n    return m", ["m"]),
+        ("step.backward(one(*m)); m += 1", "def one(x, *, y): return y", ["m"]),
+        ("step.backward(one(x, m)); m += 1", "def one(x, *y): return y", ["m"]),
+        (
+            "step.backward(one(3, m)); m += 1",
+            "def one(n, x): return one(n - 1, x) if n else x",
+            ["m"],
+        ),
+        ("one(m, x); step.backward(m.x)", "def one(m, x): m.x = x", []),
+        ("one(m); step.backward(m.x)", "def one(m): m.reset()", []),
+        ("one(m); step.backward(m.x)", "def one(m):\n    m = m.first\n    m.reset()", ["m"]),
+        ("step.backward(one(m, x))", "def one(m, x):\n    m.append(x)\n    return x", []),
+        ("loss, m.x = one(m, x); step.backward(loss)", "def one(m, x): return x, 0.9 * m.x", []),
+        ("m = one(x); step.backward(m)", "def one(x): return m(x)", []),
+        ("m['x'] = x; step.backward(one(m['x']))", "def one(x): return x", []),
+    ],
+)
+def test_a_function_of_the_script(body: str, helper: str, expected: list[str]) -> None:
+    own = {"loss", "m"} if "def one(x): return m(x)" in helper else set[str]()
+    assert flow_of_loop(loop(body), {"one": helper_of(helper)}, own).carried == expected

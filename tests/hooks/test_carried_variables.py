@@ -256,6 +256,151 @@ def train_and_keep(step: ls.Step, model: nn.Module, state: Ema) -> None:
     state.value = 0.9 * state.value + 0.1 * train_step(step, model, state)
 
 
+def train_alone(step: ls.Step, model: nn.Module) -> float:
+    return train_step(step, model, Ema())
+
+
+class Trainer:
+    """Trains a step, and returns a running loss for a log."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.running, self.scale = model, 0.0, 0.0
+
+    def __call__(self, step: ls.Step, *, scales: bool) -> float:
+        for _, x, y in step.microbatches():
+            loss = self.loss(x, y)
+            self.running = 0.9 * self.running + 0.1 * loss.item()
+            if scales:
+                self.scale = 0.9 * self.scale + 0.1 * loss.item()
+            step.backward(loss)
+        return self.running
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = ((self.model(x) - y) ** 2).mean() * (1.0 + self.scale)
+        return loss
+
+    @staticmethod
+    def scaled(step: ls.Step, model: nn.Module, state: Ema) -> None:
+        train_and_keep(step, model, state)
+
+
+RUNNING = 0.0
+
+
+def logged(loss: torch.Tensor, log: list[float]) -> torch.Tensor:
+    log.append(loss.item())
+    return loss
+
+
+def keep_running(loss: torch.Tensor) -> None:
+    global RUNNING
+    RUNNING = 0.9 * RUNNING + 0.1 * loss.item()
+
+
+def times_running(loss: torch.Tensor) -> torch.Tensor:
+    return loss * (1.0 + RUNNING)
+
+
+class Schedule:
+    """A weight that the loop sets, and the loss reads through a method."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def weight(self) -> float:
+        return 1.0 + self.value
+
+
+class RunningScale(nn.Module):
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.zeros(()))
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        scaled = loss * (1.0 + self.scale.item())
+        self.scale = 0.9 * self.scale + 0.1 * loss.detach()
+        return scaled
+
+
+class InPlace:
+    def __init__(self) -> None:
+        self.scales = torch.zeros(2)
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        scaled = loss * (1.0 + self.scales[0].item())
+        self.scales[0] = 0.9 * self.scales[0].item() + 0.1 * loss.item()
+        return scaled
+
+
+def with_functions(run_dir: str, kind: str, plan: str) -> list[Any]:
+    """The names of the events, and the variables that they name."""
+    state, schedule, anew = Ema(), Schedule(), Schedule()
+    module, tensor, log = RunningScale(), InPlace(), list[float]()
+    with ls.Session(run_dir=run_dir, plan=plan) as session:
+        model, optimizer = session.prepare(lambda: nn.Linear(6, 3), sgd)
+        trainer = Trainer(model)
+        for step in session.steps(rows(48), global_batch=8, microbatch=2, steps=17):
+            if kind == "called":
+                step.log({"running": trainer(step, scales=True)})
+            elif kind == "called for a log":
+                step.log({"running": trainer(step, scales=False)})
+            elif kind == "static":
+                Trainer.scaled(step, model, state)
+            elif kind == "helper of a helper":
+                step.log({"latest": train_alone(step, model)})
+            else:
+                anew.value = step.index / 17
+                for _, x, y in step.microbatches():
+                    loss = ((model(x) - y) ** 2).mean()
+                    loss = logged(loss, log)
+                    if kind == "function":
+                        loss = times_running(loss)
+                        keep_running(loss)
+                    if kind == "set anew":
+                        loss = loss * anew.weight()
+                    if kind == "buffer":
+                        loss = module(loss)
+                    if kind == "in place":
+                        loss = tensor.scaled(loss)
+                    if kind == "method":
+                        loss = loss * schedule.weight()
+                        schedule.value = 0.9 * schedule.value + 0.1 * loss.item()
+                    step.backward(loss)
+                step.log({"mean": sum(log) / len(log)})
+            step.commit(optimizer)
+    told = run_files.events(Path(run_dir), "loss-keeps-state", "variables-not-saved")
+    return [[each["event"], each.get("variables")] for each in told]
+
+
+FUNCTIONS = {
+    "called": ["trainer.scale"],
+    "static": ["state.value"],
+    "function": ["RUNNING"],
+    "method": ["schedule.value"],
+    "buffer": ["module.scale"],
+    "in place": ["tensor.scales"],
+    "called for a log": [],
+    "helper of a helper": [],
+    "set anew": [],
+    "none": [],
+}
+
+
+def each_function(run_dir: str, plan: str) -> list[Any]:
+    return each_of(with_functions, run_dir, [(kind, plan) for kind in FUNCTIONS])
+
+
+def test_functions_methods_and_buffers_are_followed(pool: WorkerPool, tmp_path: Path) -> None:
+    alone = each_function(str(tmp_path / "one"), "replicate=1")
+    assert alone == [[[LOST, names]] if names else [] for names in FUNCTIONS.values()]
+    several = pool.run(2, each_function, str(tmp_path / "two"), "replicate=2,numerics=bitwise")[0]
+    for names, told in zip(FUNCTIONS.values(), several, strict=True):
+        expected = f"LossError: the loss uses {names[0]}, which the loop carries" if names else []
+        assert told[: len(expected)] == expected
+
+
 def with_code_of_ones_own(run_dir: str, kind: str, plan: str) -> list[Any]:
     """The names of the events, and the variables that they name."""
     statistics, recent, staging, criterion = Statistics(), Recent(), Staging(), Logging()

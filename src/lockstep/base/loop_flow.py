@@ -7,9 +7,10 @@ import ast
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
+from itertools import takewhile
 from typing import NamedTuple
 
 _SINKS = ("backward", "compute")
@@ -17,6 +18,10 @@ _FILLS = ("zero_", "fill_", "copy_")
 _EMPTIES = ("clear", "reset")
 _TEXTS = ("__init__", "__repr__", "__str__")
 _LENGTHS = ("len", "size")
+_CONSTANT = re.compile(r"\[('[^']*'|\d+)\]")
+_IS_TRUE = "[is True]"
+"""Follows a variable that a statement has set to True, in a name among the origins. Is forgotten as
+an item of the variable, such as `buffer[:n]`."""
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 # variable -> the variables whose values at the beginning of the step may have been used to compute
@@ -25,15 +30,20 @@ Origins = dict[str, frozenset[str]]
 _NONE = frozenset[str]()
 
 
-class Helper(NamedTuple):
-    """A function of the script that a loop calls with the step."""
+@dataclass(eq=False)
+class Helper:
+    """A function of the script that a loop or another helper uses."""
 
     code: ast.FunctionDef
-    is_method: bool
-
-
-Helpers = Mapping[str, Helper]
-"""Maps the path of a helper in the loop, such as `self.train_step`, to the helper."""
+    is_method: bool = False
+    module: str | None = None
+    """Name of the module whose variables are the function's globals. None for the script."""
+    closed_over: Set[str] = _NONE
+    """Variables of the loop's function that the helper reads or sets."""
+    helpers: dict[str, Helper] = field(default_factory=dict)
+    """Maps the path of a helper in the function, such as `self.train_step`, to the helper."""
+    flows: dict[frozenset[str], _Flow] = field(default_factory=dict)
+    """For each set of parameters that hold a step: the function's flow."""
 
 
 class LoopFlow(NamedTuple):
@@ -43,6 +53,8 @@ class LoopFlow(NamedTuple):
     """All of them. `criterion.[0]` is the first item of a tuple that `criterion` returns."""
     carried: list[str]
     """Those that the loop's body changes, such as `baseline` or `self.baseline`."""
+    kept: Set[str] = _NONE
+    """Variables whose new value depends on the one before, whether they affect the loss or not."""
 
 
 class MethodsFlow(NamedTuple):
@@ -76,39 +88,50 @@ def _around(node: ast.AST, line: int) -> Iterator[ast.AST]:
 
 def set_anew(loop: ast.For) -> set[str]:
     """Return the variables that the loop's body sets before it reads them."""
-    flow = _flow_of(loop)
+    flow = _Flow(steps_of(loop))
+    flow.run(loop.body)
     return flow.changed - flow.read - (flow.filled - flow.staged)
-
-
-def helpers_called(body: ast.AST, steps: Set[str]) -> Iterator[ast.Call]:
-    """Yield the calls that pass on a step. `steps` are the names of variables that hold it."""
-    for each in ast.walk(body):
-        if isinstance(each, ast.Call) and not steps.isdisjoint(_names_passed(each)):
-            yield each
 
 
 def steps_of(loop: ast.For) -> set[str]:
     return {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
 
 
-def _parameters_of(call: ast.Call, helper: Helper) -> dict[str, ast.expr]:
-    """Return the values of the helper's parameters."""
-    owner = [call.func.value] if helper.is_method and isinstance(call.func, ast.Attribute) else []
-    arguments = helper.code.args
+def passed_to(call: ast.Call, helper: Helper) -> dict[str, ast.expr]:
+    """Return the values of the helper's parameters. Those that unpacked arguments may set have all
+    arguments as their value."""
+    arguments, given = helper.code.args, list(call.args)
+    if helper.is_method:  # `trainer.train_step(step)`, or `trainer(step)`
+        own = call.func
+        if isinstance(own, ast.Attribute) and own.attr == helper.code.name:
+            own = own.value
+        given.insert(0, own)
     names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+    rest = [each.arg for each in (arguments.vararg, arguments.kwarg) if each is not None]
+    if any(isinstance(each, ast.Starred) for each in given) or any(
+        each.arg is None for each in call.keywords
+    ):
+        rest += [*names, *(each.arg for each in arguments.kwonlyargs)]
+    everything = ast.Tuple([*given, *(each.value for each in call.keywords)])
+    in_order = takewhile(lambda each: not isinstance(each, ast.Starred), given)
     by_name = {each.arg: each.value for each in call.keywords if each.arg is not None}
-    return dict(zip(names, [*owner, *call.args], strict=False)) | by_name
+    return dict.fromkeys(rest, everything) | dict(zip(names, in_order, strict=False)) | by_name
 
 
 def steps_passed(call: ast.Call, helper: Helper, steps: Set[str]) -> set[str]:
     """Return the names of the helper's parameters that hold a step."""
-    values = _parameters_of(call, helper).items()
+    values = passed_to(call, helper).items()
     return {name for name, each in values if isinstance(each, ast.Name) and each.id in steps}
 
 
-def flow_of_loop(loop: ast.For, helpers: Helpers | None = None) -> LoopFlow:
-    flow = _flow_of(loop, helpers)
-    return LoopFlow(sorted(flow.used), sorted(flow.used & flow.changed))
+def flow_of_loop(
+    loop: ast.For, helpers: Mapping[str, Helper] | None = None, variables: Set[str] = _NONE
+) -> LoopFlow:
+    """Follow values through a loop. `variables` are the names of a function's local variables,
+    which hide those of its module."""
+    flow = _Flow(steps_of(loop), helpers=helpers, variables=variables)
+    flow.run(loop.body)
+    return LoopFlow(sorted(flow.used), sorted(flow.used & flow.changed), flow.kept)
 
 
 def assigned(body: ast.AST) -> set[str]:
@@ -121,12 +144,15 @@ def assigned(body: ast.AST) -> set[str]:
     return own.union(*map(assigned, ast.iter_child_nodes(body)))
 
 
-def flow_of_methods(sources: Iterable[str], names: Set[str]) -> MethodsFlow:
+def flow_of_methods(
+    sources: Iterable[str], names: Set[str], *, is_called: bool = True
+) -> MethodsFlow:
     """Follow values through the methods of a class. `names` are the attributes that the loss uses,
-    `[0]` for an item of what a call returns, and "" for the whole object."""
+    `[0]` for an item of what a call returns, and "" for the whole object. `is_called` is False if
+    the object is only called as a helper."""
     code = tuple(sources)
     methods = _methods_of(code)
-    used = _used_by(methods, names)
+    used = _used_by(methods, names, [name for name in methods if is_called and _is_operator(name)])
     kept = {name for flow in methods.values() for name in flow.kept}
     filled = {name for flow in methods.values() for name in flow.filled}
     return MethodsFlow(
@@ -136,8 +162,7 @@ def flow_of_methods(sources: Iterable[str], names: Set[str]) -> MethodsFlow:
     )
 
 
-def _used_by(methods: Mapping[str, _Flow], names: Set[str]) -> set[str]:
-    operators = [name for name in methods if _is_operator(name)]
+def _used_by(methods: Mapping[str, _Flow], names: Set[str], operators: Sequence[str]) -> set[str]:
     items = [f"{name}.{each}" for name in operators for each in names if each.startswith("[")]
     left = [*names, *(items if items and "" not in names else operators)]
     used = set[str]()
@@ -173,7 +198,8 @@ def _methods_in(source: str) -> Iterator[tuple[str, _Flow]]:
             own = each.args.args[0].arg
             flow = _Flow(_bound_by(each) - {own}, own)
             flow.run(each.body)
-            for paths in (flow.used, flow.kept, flow.filled, *flow.items.values()):
+            flow.returns |= flow.used
+            for paths in (flow.returns, flow.kept, flow.filled, *flow.items.values()):
                 attributes = {one.removeprefix(f"{own}.") for one in paths}
                 paths.clear()
                 paths |= attributes
@@ -191,30 +217,32 @@ def _is_operator(name: str) -> bool:
     return name == "forward" or (name.startswith("__") and name not in _TEXTS)
 
 
-def _flow_of(loop: ast.For, helpers: Helpers | None = None) -> _Flow:
-    flow = _Flow(steps_of(loop), helpers=helpers)
-    flow.run(loop.body)
-    return flow
-
-
 class _Flow:
     """Follows values through the statements of a loop or method. Assumes that each nested loop runs
     at least once."""
 
     def __init__(
-        self, given: set[str], own: str | None = None, helpers: Helpers | None = None
+        self,
+        given: Set[str],
+        own: str | None = None,
+        helpers: Mapping[str, Helper] | None = None,
+        variables: Set[str] = _NONE,
     ) -> None:
         self._given, self._own, self._helpers = given, own, helpers or {}
+        self._variables = variables
         self.used: set[str] = set()
+        self.returns: set[str] = set()
         self.items = defaultdict[int, set[str]](set)
-        """For each item of the tuples that a method returns, the attributes used to compute it."""
+        """For each item of the tuples that a function returns, the variables used to compute
+        it."""
         self.read: set[str] = set()
         self.changed: set[str] = set()
+        self.assigned: set[str] = set()
         self.kept: set[str] = set()
         self.filled: set[str] = set()
         self.staged: set[str] = set()
         """Variables of which an item is read that was set before, as `buffer[:n]`."""
-        self._origins: Origins = dict.fromkeys(given, _NONE)
+        self.origins: Origins = dict.fromkeys(given, _NONE)
         self._decides: frozenset[str] = _NONE  # origins of the conditions around a statement
 
     def run(self, body: Iterable[ast.stmt]) -> None:
@@ -222,23 +250,27 @@ class _Flow:
             self._statement(each)
 
     def returned(self, item: str) -> set[str]:
-        """Return the attributes that affect what a method returns, or the `[0]` of it."""
+        """Return the variables that affect what a function returns, or the `[0]` of it."""
         parts = [each for place, each in self.items.items() if item in ("", f"[{place}]")]
-        return self.used.union(*parts)
+        return self.returns.union(*parts)
 
     def _statement(self, each: ast.stmt) -> None:
         if isinstance(each, _FUNCTION):
-            before = dict(self._origins)
-            self._origins |= dict.fromkeys(_bound_by(each), _NONE)
+            before = dict(self.origins)
+            self.origins |= dict.fromkeys(_bound_by(each), _NONE)
             self.run(each.body)
-            self._origins = {**before, each.name: self._of(each)}
+            self.origins = {**before, each.name: self._of(each)}
         elif isinstance(each, ast.For):
             self._look_for_sinks(each.iter)
             self._repeat(each.body, {each.target: each.iter})
         elif isinstance(each, ast.While):
             self._branches(each.test, [each.body], repeated=True)
+        elif isinstance(each, ast.If) and f"{path_of(each.test)} {_IS_TRUE}" in self.origins:
+            self.run(each.body)
         elif isinstance(each, ast.If):
             self._branches(each.test, [each.body, each.orelse])
+        elif isinstance(each, ast.Match):
+            self._branches(each.subject, [[], *(case.body for case in each.cases)])
         elif isinstance(each, ast.With):
             for item in each.items:
                 self._look_for_sinks(item.context_expr)
@@ -255,9 +287,9 @@ class _Flow:
         for call in ast.walk(each):
             if isinstance(call, ast.Call) and (emptied := _emptied_by(call)) is not None:
                 owner = ast.unparse(emptied)
-                if sum(owner in _prefixes(path) for path in _paths(each, ())) == 1:
+                if sum(owner in _prefixes(path) for path in self._paths(each, ())) == 1:
                     self._of(call.func)  # calling a model does not change its attributes
-                    self._set(emptied, _NONE)
+                    self._set_path(owner, _NONE)
         self._look_for_sinks(each)
         if isinstance(each, ast.Assign):
             for target in each.targets:
@@ -272,22 +304,34 @@ class _Flow:
             self._of(each)
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        called = _path(value.func) if isinstance(value, ast.Call) else None
-        origins = self._of(value)
+        called = path_of(value.func) if isinstance(value, ast.Call) else None
+        call, origins = self._call_of_helper(value), self._of(value)
         is_taken_apart = isinstance(target, ast.Tuple) and not any(
             isinstance(each, ast.Starred) for each in target.elts
         )
-        if called not in origins or not isinstance(target, ast.Tuple) or not is_taken_apart:
+        if not isinstance(target, ast.Tuple) or not is_taken_apart:
             self._set(target, origins)
+            if isinstance(value, ast.Constant) and value.value is True:
+                self.origins[f"{path_of(target)} {_IS_TRUE}"] = _NONE
             return
         for place, each in enumerate(target.elts):
-            self._set(each, origins - {called} | {f"{called}.[{place}]"})
+            item = f"[{place}]"
+            if call is not None:
+                self._set(each, _NONE.union(*map(self._value, self._returned(call, item))))
+            elif called in origins:
+                self._set(each, origins - {called} | {f"{called}.{item}"})
+            else:
+                self._set(each, origins)
 
     def _called(self, call: ast.Call) -> None:
         called = call.func
-        owner = _path(called.value) if isinstance(called, ast.Attribute) else None
-        if owner is not None and isinstance(called, ast.Attribute) and called.attr in _FILLS:
-            self._set(called.value, _NONE.union(*map(self._of, call.args)))
+        owner = path_of(called.value) if isinstance(called, ast.Attribute) else None
+        if self._call_of_helper(call) is not None:
+            self._of(call)
+        elif (name := _attribute_named(call, "setattr")) is not None:
+            self._set(name, self._of(call.args[2]))
+        elif owner is not None and isinstance(called, ast.Attribute) and called.attr in _FILLS:
+            self._set_path(owner, _NONE.union(*map(self._of, call.args)))
         elif owner is not None and owner != self._own and _emptied_by(call) is None:
             self.kept |= self._value(owner) & {owner}
             self._put(owner, self._of(call))
@@ -299,23 +343,22 @@ class _Flow:
     ) -> None:
         self._look_for_sinks(test)
         outer, self._decides = self._decides, self._decides | self._of(test)
-        before, after = dict(self._origins), list[Origins]()
+        before, after = dict(self.origins), list[Origins]()
         for body in bodies:
-            self._origins = dict(before)
+            self.origins = dict(before)
             self._repeat(body, {}) if repeated else self.run(body)
-            after.append(self._origins)
-        self._origins = self._merged_origins(after)
+            after.append(self.origins)
+        self.origins = self._merged_origins(after)
         self._decides = outer
 
     def _repeat(self, body: list[ast.stmt], targets: dict[ast.expr, ast.expr]) -> None:
-        before = dict(self._origins)
+        after = list[Origins]()
         for _ in range(2):
             for target, value in targets.items():
                 self._set(target, self._of(value))
             self.run(body)
-            after = self._origins
-            self._origins = self._merged_origins([before, after])
-        self._origins = after
+            after.append(dict(self.origins))
+        self.origins = self._merged_origins(after)
 
     def _merged_origins(self, several: list[Origins]) -> Origins:
         names = {name for each in several for name in each}
@@ -332,74 +375,137 @@ class _Flow:
         elif isinstance(target, ast.Starred):
             self._set(target.value, origins)
         elif isinstance(target, ast.Subscript):
-            if (owner := _path(target.value)) is not None:
+            if (owner := path_of(target.value)) is not None:
                 if ast.unparse(target.slice) in (":", "..."):
-                    self._set(target.value, origins)
+                    self._set_path(owner, origins)
                 else:
                     self.filled.add(owner)
                     self.kept |= origins & {owner}
                     origins |= self._of(target.slice)
+                    others = self._other_items(owner, target.slice)
                     self._put(owner, origins, reads=False)
+                    self.origins |= others
                     if _is_the_same_again(target.slice):
-                        self._origins[ast.unparse(target)] = origins | self._decides
-        elif (path := _path(target)) is not None:
-            self.changed.add(path)
-            self._forget_items(path)
-            self._origins = {
-                name: each
-                for name, each in self._origins.items()
-                if not name.startswith(f"{path}.")
-            }
-            self._origins[path] = origins | self._decides
-            self.kept |= origins & {path}
+                        self.origins[ast.unparse(target)] = origins | self._decides
+        elif (path := path_of(target)) is not None:
+            self.assigned.add(path)
+            self._set_path(path, origins)
+
+    def _set_path(self, path: str, origins: frozenset[str]) -> None:
+        self.changed.add(path)
+        self._forget_items(path)
+        self.origins = {
+            name: each for name, each in self.origins.items() if not name.startswith(f"{path}.")
+        }
+        self.origins[path] = origins | self._decides
+        self.kept |= origins & {path}
 
     def _put(self, path: str, origins: frozenset[str], *, reads: bool = True) -> None:
         self.changed.add(path)
         self.read |= self._value(path) if reads else _NONE
         self._forget_items(path)
-        self._origins[path] = self._value(path) | origins | self._decides
+        self.origins[path] = self._value(path) | origins | self._decides
+
+    def _other_items(self, path: str, index: ast.expr) -> Origins:
+        """Return the known items that setting the item at a constant index does not change."""
+        if not _CONSTANT.fullmatch(f"[{ast.unparse(index)}]"):
+            return {}
+        items = {name.removeprefix(path): name for name in self.origins if name.startswith(path)}
+        return {
+            name: self.origins[name] for item, name in items.items() if _CONSTANT.fullmatch(item)
+        }
 
     def _forget_items(self, path: str) -> None:
         """Forget the items that were set, such as `path[:n]` and `buffer[:path]`."""
         named = re.compile(rf"\b{re.escape(path)}\b")
-        for name in [each for each in self._origins if "[" in each and named.search(each)]:
-            del self._origins[name]
+        for name in [each for each in self.origins if "[" in each and named.search(each)]:
+            del self.origins[name]
 
     def _look_for_sinks(self, node: ast.AST) -> None:
         for each in ast.walk(node):
-            if isinstance(each, ast.Call) and _path(each.func) in self._helpers:
-                self._follow(each, str(_path(each.func)))
-            if not self._is_sink(each):
-                continue
-            if isinstance(each, ast.Return | ast.Yield) and isinstance(each.value, ast.Tuple):
-                for place, item in enumerate(each.value.elts):
-                    self.items[place] |= self._of(item) | self._decides
-            else:
+            if isinstance(each, ast.NamedExpr):
+                self._set(each.target, self._of(each.value))
+            if (call := self._call_of_helper(each)) is not None:
+                self._follow(call)
+            if isinstance(each, ast.Return | ast.Yield | ast.YieldFrom):
+                if isinstance(each.value, ast.Tuple):
+                    for place, item in enumerate(each.value.elts):
+                        self.items[place] |= self._of(item) | self._decides
+                else:
+                    self.returns |= self._of(each) | self._decides
+            elif self._is_sink(each):
                 self.used |= self._of(each) | self._decides
 
-    def _follow(self, call: ast.Call, path: str) -> None:
-        """Follow the values through a helper that gets the step."""
-        helper = self._helpers[path]
-        steps = steps_passed(call, helper, self._given)
-        inner = {name: each for name, each in self._helpers.items() if name != path}
-        flow, values = _Flow(steps, helpers=inner), _parameters_of(call, helper)
-        flow.run(helper.code.body)
-        own = _own_names(helper.code)
+    def _call_of_helper(self, node: ast.AST) -> ast.Call | None:
+        """Return the call of a helper. If the helper is passed on (`step.compute(inputs, loss)`), a
+        call whose arguments are unknown."""
+        if isinstance(node, ast.Call):
+            return node if path_of(node.func) in self._helpers else None
+        if isinstance(node, ast.Name | ast.Attribute) and path_of(node) in self._helpers:
+            return ast.Call(node, [], [])
+        return None
 
-        def of_caller(path: str) -> list[str]:
-            name, dot, attribute = path.partition(".")
-            if name not in values:
-                return [] if name in own else [path]
-            return [f"{each}{dot}{attribute}" for each in _paths(values[name], ())]
+    def _inside(self, call: ast.Call) -> tuple[_Flow, Helper, dict[str, ast.expr]]:
+        """Return a helper's flow, the helper, and the values of its parameters."""
+        helper = self._helpers[str(path_of(call.func))]
+        steps = frozenset(steps_passed(call, helper, self._given))
+        if steps not in helper.flows:
+            own = _own_names(helper.code)
+            # the flow of a function that calls itself is unfinished where it is asked for here
+            helper.flows[steps] = flow = _Flow(steps, helpers=helper.helpers, variables=own)
+            flow.run(helper.code.body)
+        return helper.flows[steps], helper, passed_to(call, helper)
 
-        for each in chain.from_iterable(map(of_caller, flow.used)):
-            self.used |= self._value(each) | self._decides
-        for each in chain.from_iterable(map(of_caller, flow.changed)):
-            self._put(each, _NONE)
+    def _returned(self, call: ast.Call, item: str = "") -> Iterator[str]:
+        """Yield the paths that affect what a call of a helper returns, or the `[0]` of it."""
+        flow, helper, values = self._inside(call)
+        for path in flow.returned(item):
+            yield from self._as_here(path, helper, values, self.origins)
+
+    def _as_here(
+        self,
+        path: str,
+        helper: Helper,
+        values: Mapping[str, ast.expr],
+        items: Container[str] = (),
+    ) -> Iterator[str]:
+        """Yield the paths that a helper's path has where it is called."""
+        name, dot, attribute = path.partition(".")
+        if name in values:
+            value = path_of(values[name])
+            for each in self._paths(values[name], items) if value is None else [value]:
+                yield f"{each}{dot}{attribute}"
+        elif name not in _own_names(helper.code):
+            if name in helper.closed_over or (
+                helper.module is None and name not in self._variables
+            ):
+                yield path
+            elif helper.module is not None:
+                yield f"{helper.module}.{path}"
+
+    def _follow(self, call: ast.Call) -> None:
+        """Follow the values that a helper gives to the loss, and those that it changes."""
+        flow, helper, values = self._inside(call)
+
+        def origins_of(paths: Iterable[str]) -> frozenset[str]:
+            here = (
+                one for path in paths for one in self._as_here(path, helper, values, self.origins)
+            )
+            return _NONE.union(*map(self._value, here))
+
+        self.used |= origins_of(flow.used) | (self._decides if flow.used else _NONE)
+        changed = {path: origins_of(flow.origins.get(path, ())) for path in flow.changed}
+        for path, origins in changed.items():
+            name = path.partition(".")[0]
+            # a parameter that the helper assigns is another variable than the caller's
+            is_same = name not in values or path_of(values[name]) is not None
+            for each in self._as_here(path, helper, values):
+                if is_same and not (path in values and path in flow.assigned):
+                    self._set_path(each, origins)
+                else:
+                    self._put(each, origins)
 
     def _is_sink(self, node: ast.AST) -> bool:
-        if self._own is not None and isinstance(node, ast.Return | ast.Yield):
-            return True
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             return False
         owner = node.func.value
@@ -407,16 +513,35 @@ class _Flow:
         return node.func.attr in _SINKS and (is_step or self._own is not None)
 
     def _of(self, node: ast.AST) -> frozenset[str]:
-        paths = list(_paths(node, self._origins))
+        paths = list(self._paths(node, self.origins))
         self.staged |= {path.partition("[")[0] for path in paths if "[" in path}
         found = _NONE.union(*map(self._value, paths))
         self.read |= found
         return found
 
+    def _paths(self, node: ast.AST, items: Container[str]) -> Iterator[str]:
+        """Yield the paths that an expression reads. `items` contains the known items of
+        containers, such as `buffer[:n]`."""
+        if (path := path_of(node)) is not None:
+            yield path
+            if (call := self._call_of_helper(node)) is not None:
+                yield from self._returned(call)
+            return
+        if isinstance(node, ast.Subscript) and (item := ast.unparse(node)) in items:
+            yield item
+            return
+        if isinstance(node, ast.Call) and self._call_of_helper(node) is not None:
+            yield from self._returned(node)
+            return
+        bound = _bound_by(node)
+        for each in ast.iter_child_nodes(node):
+            paths = self._paths(each, items)
+            yield from (path for path in paths if path.partition(".")[0] not in bound)
+
     def _value(self, path: str) -> frozenset[str]:
         parts = path.split(".")
         for length in range(len(parts), 0, -1):
-            if (known := self._origins.get(owner := ".".join(parts[:length]))) is not None:
+            if (known := self.origins.get(owner := ".".join(parts[:length]))) is not None:
                 # in `statistics.update(x); statistics.mean`, the object is still the one before
                 return known | self._at_first(path) if owner in known else known
         return self._at_first(path)
@@ -450,7 +575,7 @@ def _emptied_by(call: ast.Call) -> ast.expr | None:
     called = call.func
     if not isinstance(called, ast.Attribute) or called.attr not in _EMPTIES:
         return None
-    return called.value if _path(called.value) is not None else None
+    return called.value if path_of(called.value) is not None else None
 
 
 def _is_the_same_again(index: ast.expr) -> bool:
@@ -459,26 +584,23 @@ def _is_the_same_again(index: ast.expr) -> bool:
     return all(getattr(each, "id", getattr(each, "attr", "")) in _LENGTHS for each in calls)
 
 
-def _path(node: ast.AST) -> str | None:
+def path_of(node: ast.AST) -> str | None:
     if isinstance(node, ast.Name):
         return node.id
-    if isinstance(node, ast.Attribute) and (owner := _path(node.value)) is not None:
+    if isinstance(node, ast.Attribute) and (owner := path_of(node.value)) is not None:
         return f"{owner}.{node.attr}"
-    return None
+    named = _attribute_named(node, "getattr")
+    return None if named is None else path_of(named)
 
 
-def _paths(node: ast.AST, items: Container[str]) -> Iterator[str]:
-    """Yield the paths that an expression reads. `items` contains the known items of containers,
-    such as `buffer[:n]`."""
-    if (path := _path(node)) is not None:
-        yield path
-        return
-    if isinstance(node, ast.Subscript) and (item := ast.unparse(node)) in items:
-        yield item
-        return
-    bound = _bound_by(node)
-    for each in ast.iter_child_nodes(node):
-        yield from (path for path in _paths(each, items) if path.partition(".")[0] not in bound)
+def _attribute_named(node: ast.AST, function: str) -> ast.Attribute | None:
+    """Return the attribute of a call such as `getattr(state, "ema")`."""
+    if not isinstance(node, ast.Call) or path_of(node.func) != function or len(node.args) < 2:
+        return None
+    owner, name, *_ = node.args
+    if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
+        return None
+    return ast.Attribute(owner, name.value)
 
 
 def _bound_by(node: ast.AST) -> set[str]:

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,10 +25,11 @@ from lockstep.base.loop_flow import (
     assigned,
     flow_of_loop,
     flow_of_methods,
+    steps_of,
 )
 from lockstep.base.torch_private import tree_leaves, version
 from lockstep.comm.mesh import to_local
-from lockstep.hooks.loop_variables import frame_of_script, helpers_of, local_variables, loop_of
+from lockstep.hooks.loop_variables import Helpers, frame_of_script, local_variables, loop_of
 from lockstep.hooks.loss_check import report_state
 from lockstep.training.checksum import checksum
 from lockstep.training.hook import ControlHook
@@ -74,6 +76,8 @@ class CarriedVariables(ControlHook):
     def __init__(self) -> None:
         self._steps = 0
         self._flow = LoopFlow([], [])
+        self._called: set[str] = set()
+        self._modules: Mapping[str, ModuleType] = {}
         self._assigned: set[str] = set()
         self._code: dict[type, tuple[str, ...]] = {}
         self._methods: dict[str, MethodsFlow] = {}
@@ -87,11 +91,16 @@ class CarriedVariables(ControlHook):
             return
         frame = frame_of_script()
         if self._steps == 0 and (loop := loop_of(frame)) is not None:
-            helpers = helpers_of(loop, {**frame.f_globals, **local_variables(frame)})
-            self._flow = flow_of_loop(loop, helpers)
-            bodies = [loop, *(each.code for each in helpers.values())]
-            self._assigned = set[str]().union(*map(assigned, bodies))
-        variables = {**frame.f_globals, **local_variables(frame)} if self._flow.used else {}
+            helpers = Helpers(frame)
+            known = {**frame.f_globals, **local_variables(frame)}
+            used = helpers.used_by(loop, steps_of(loop), known)
+            self._flow = flow_of_loop(loop, used, helpers.local_names)
+            self._called = {path for path, each in used.items() if each.code.name == "__call__"}
+            self._modules = helpers.modules
+            self._assigned = set[str]().union(*map(assigned, [loop, *helpers.codes()]))
+        variables: dict[str, Any] = {}
+        if self._flow.used:
+            variables = {**self._modules, **frame.f_globals, **local_variables(frame)}
         seen = dict(self._look(variables, run))
         for name, now in seen.items():
             if (before := self._seen.get(name)) is not None:
@@ -135,13 +144,15 @@ class CarriedVariables(ControlHook):
             }
             if (kind := type(value)) not in self._code:
                 self._code[kind] = tuple(code_of(kind))
-            self._methods[name] = flow_of_methods(self._code[kind], names)
-        methods = self._methods[name]
-        for each, only_items in methods.kept.items():
-            item = _value_of(attributes(value), each, saved)
+            is_called = name not in self._called
+            self._methods[name] = flow_of_methods(self._code[kind], names, is_called=is_called)
+        methods, own = self._methods[name], _attributes(value)
+        by_loop = [each for each in methods.used if f"{name}.{each}" in self._flow.kept]
+        for each, only_items in (dict.fromkeys(by_loop, False) | methods.kept).items():
+            item = _value_of(own, each, saved)
             if item is None and "." in each:  # such as `buffer.data`
                 each = each.partition(".")[0]
-                item = _value_of(attributes(value), each, saved)
+                item = _value_of(own, each, saved)
             path = f"{name}.{each}"
             if path in self._told:
                 continue
@@ -161,7 +172,8 @@ class CarriedVariables(ControlHook):
             for name, seen in self._seen.items()
             if self._changes[name] + self._writes[name] > 1
         }
-        lost = [name for name in mine if self._changes[name] > 1]
+        # tensors of variables that are changed in place are reported by ReplicaAudit
+        lost = [name for name in mine if self._changes[name] > 1 or "." in name]
         everyone = run.context.world.gather_values((mine, lost))
         names = sorted({name for found, _ in everyone for name in found} - self._told)
         differing = [
@@ -201,8 +213,12 @@ def _value_of(variables: Mapping[str, Any], path: str, saved: Set[int]) -> Any:
     for each in names:
         if isinstance(value, nn.Module | Optimizer) or id(value) in saved:
             return None
-        value = getattr(value, "__dict__", {}).get(each)
+        value = attributes(value).get(each)
     return None if isinstance(value, Optimizer) or id(value) in saved else value
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    return attributes(value) | (value._buffers if isinstance(value, nn.Module) else {})
 
 
 def _trained(value: Any) -> list[Tensor]:

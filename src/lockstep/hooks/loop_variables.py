@@ -10,25 +10,20 @@ import sys
 import textwrap
 import tokenize
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from contextlib import suppress
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.base.contents import is_users, is_users_file
-from lockstep.base.loop_flow import (
-    Helper,
-    helpers_called,
-    loop_at,
-    set_anew,
-    steps_of,
-    steps_passed,
-)
+from lockstep.base.contents import is_users, is_users_file, variables_of
+from lockstep.base.loop_flow import Helper, loop_at, passed_to, path_of, set_anew, steps_passed
 from lockstep.base.torch_private import version
 
 _OWN_REFERENCES = 3
+_MOST_LEVELS = 8
+"""Maximum number of functions that call each other and are followed."""
 
 
 class LoopVariables:
@@ -83,34 +78,96 @@ def loop_of(frame: FrameType) -> ast.For | None:
     return loop_at("".join(lines), frame.f_lineno - first + 1)
 
 
-def helpers_of(loop: ast.For, variables: Mapping[str, Any]) -> dict[str, Helper]:
-    """Return the script's functions that get the loop's step, from the loop or from each other."""
-    helpers: dict[str, Helper] = {}
-    left: list[tuple[ast.AST, set[str], Mapping[str, Any]]] = [(loop, steps_of(loop), variables)]
-    while left:
-        body, steps, known = left.pop()
-        for call in helpers_called(body, steps):
-            path = ast.unparse(call.func)
-            found, is_method = _function_at(path, known)
-            if path in helpers or found is None or not is_users(found.__module__):
+class Helpers:
+    """Finds the script's functions that a loop uses, and those that they use. Methods are found
+    only if they get the loop's step."""
+
+    def __init__(self, frame: FrameType) -> None:
+        code, self._globals = frame.f_code, frame.f_globals
+        self._cells = {*code.co_cellvars, *code.co_freevars}
+        self.local_names = {*code.co_varnames, *self._cells}
+        """The variables of the loop's function, which hide those of its module."""
+        self._found: dict[Any, Helper] = {}
+        self.modules: dict[str, ModuleType] = {}
+        """The modules of functions from other files, by the last part of their names."""
+
+    def used_by(
+        self, body: ast.AST, steps: Set[str], variables: Mapping[str, Any], level: int = 0
+    ) -> dict[str, Helper]:
+        """Return the helpers that `body` uses, by their paths. `steps` are the names of variables
+        that hold the step."""
+        helpers: dict[str, Helper] = {}
+        nodes = list(ast.walk(body))
+        inner = {each.name for each in nodes if isinstance(each, ast.FunctionDef)}
+        calls = [each for each in nodes if isinstance(each, ast.Call)]
+        names = [each for each in nodes if isinstance(each, ast.Name | ast.Attribute)]
+        for call in (*calls, *(ast.Call(each, [], []) for each in names)):
+            path = path_of(call.func)
+            if path is None or path in helpers or path.partition(".")[0] in inner:
                 continue
-            # the source file is missing, or was edited since the function was defined
-            with suppress(OSError, TypeError, SyntaxError, tokenize.TokenError):
-                code = ast.parse(textwrap.dedent(inspect.getsource(found))).body[0]
-                if isinstance(code, ast.FunctionDef):
-                    helpers[path] = helper = Helper(code, is_method)
-                    own = steps_passed(call, helper, steps)
-                    left.append((code, own, {**known, **found.__globals__}))
-    return helpers
+            function, is_method = _function_at(path, variables)
+            code = None if function is None or level == _MOST_LEVELS else _code_of(function)
+            if function is None or code is None:
+                continue
+            own = steps_passed(call, Helper(code, is_method), steps)
+            free = {*function.__code__.co_freevars}
+            if not own and (is_method or not free <= self._cells):
+                continue
+            values = {
+                name: _value_at(path_of(each), variables)
+                for name, each in passed_to(call, Helper(code, is_method)).items()
+            }
+            key = (function, is_method, *own, *((name, id(each)) for name, each in values.items()))
+            if key not in self._found:
+                module = None
+                if function.__globals__ is not self._globals:
+                    module = function.__module__.rpartition(".")[2]
+                    self.modules[module] = sys.modules[function.__module__]
+                self._found[key] = helper = Helper(code, is_method, module, free & self._cells)
+                known = {**variables_of(function), **values}
+                helper.helpers |= self.used_by(code, own, known, level + 1)
+            helpers[path] = self._found[key]
+        return helpers
+
+    def codes(self) -> list[ast.FunctionDef]:
+        return [each.code for each in self._found.values()]
+
+
+def _code_of(function: FunctionType) -> ast.FunctionDef | None:
+    if not is_users(function.__module__):
+        return None
+    # the source file is missing, or was edited since the function was defined
+    with suppress(OSError, TypeError, SyntaxError, tokenize.TokenError):
+        code = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        return code if isinstance(code, ast.FunctionDef) else None
+    return None
+
+
+def _value_at(path: str | None, variables: Mapping[str, Any]) -> Any:
+    name, *names = (path or "").split(".")
+    value = variables.get(name)
+    for each in names:
+        value = inspect.getattr_static(value, each, None)
+    return value
 
 
 def _function_at(path: str, variables: Mapping[str, Any]) -> tuple[FunctionType | None, bool]:
-    """Return the function at a path such as `trainer.train_step`. True for a method."""
-    name, *names = path.split(".")
-    owner, value = None, variables.get(name)
-    for each in names:
-        owner, value = value, inspect.getattr_static(value, each, None)
-    is_method = bool(names) and not isinstance(owner, ModuleType)
+    """Return the function at a path such as `trainer.train_step`, or the `__call__` of an object.
+    True if it is a method, whose first argument is the object or class."""
+    value, is_method = _value_at(path, variables), False
+    if "." in path:
+        owner, _, name = path.rpartition(".")
+        holder = _value_at(owner, variables)
+        is_method = isinstance(value, classmethod) or (
+            not isinstance(value, staticmethod)
+            and not isinstance(holder, type | ModuleType)
+            and name not in getattr(holder, "__dict__", {})
+        )
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    elif not isinstance(value, FunctionType | type):
+        value, is_method = inspect.getattr_static(type(value), "__call__", None), True
+    value = inspect.unwrap(value) if isinstance(value, FunctionType) else None
     return (value, is_method) if isinstance(value, FunctionType) else (None, False)
 
 
