@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
+from worlds import all_ranks
 
 from lockstep.base.errors import LockstepError, PlanError, RecipeError, UserError, named_error
 from lockstep.comm.agreed_errors import on_rank_0, raise_on_all_ranks
-from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool
 
 Told = list[str]
@@ -15,8 +13,7 @@ Told = list[str]
 
 def agreed() -> list[Told]:
     """What each of several calls raises on this rank, or returns."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(rank, size, rank, size, torch.device("cpu"), owns_group=False)
+    world = all_ranks()
 
     def fail(*ranks: int) -> int:
         if world.rank in ranks:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiers import tier
 from torch import Tensor, distributed
+from worlds import all_ranks
 
 from comm.test_hierarchical import on_hosts
 from lockstep.comm.compressed_sum import CompressedAllReduce, Rounding, Senders
@@ -29,8 +30,8 @@ def given(length: int, rank: int) -> Tensor:
 def summed(name: str, through: str, keeps: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
     """For each of `LENGTHS` the sum, that of what is exact, and what this rank has left. All of
     them are under way at once."""
-    rank, size = distributed.get_rank(), distributed.get_world_size()
-    world = World(rank, size, rank, size, torch.device("cpu"), owns_group=False)
+    world = all_ranks()
+    rank, size = world.rank, world.size
     memory = SharedMemoryGroup.create() if through == "memory" else None
     assert memory is None or isinstance(memory, SharedMemoryGroup)
     senders = Senders(world.group, rank, size, memory, None)

@@ -8,11 +8,11 @@ import warnings
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from torch import Tensor, distributed
+from torch import Tensor
+from worlds import all_ranks
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
-from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool
 from lockstep.tree import Counter, Node, cover, fold
 
@@ -63,8 +63,8 @@ def leaves(count: int, length: int) -> list[Tensor]:
 def ordered_sums(speeds: tuple[float, ...]) -> list[list[Tensor]]:
     """For each count of microbatches the sum of each length, all of a count under way at once."""
     warnings.simplefilter("error")  # every rank would show it
-    rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    world = World(rank, world_size, rank, world_size, torch.device("cpu"), owns_group=False)
+    world = all_ranks()
+    rank, world_size = world.rank, world.size
     found = []
     for count in COUNTS:
         shares = nodes_of(count, world_size, speeds)

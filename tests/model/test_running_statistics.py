@@ -24,12 +24,12 @@ from training.subjects import (
     squared_error,
     state_of,
 )
+from worlds import ALONE
 
 import lockstep as ls
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import Mesh
-from lockstep.comm.world import World
 from lockstep.model.running_statistics import RunningStatistics, SelfUpdatingBuffers
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
@@ -345,7 +345,7 @@ def test_a_reentrant_checkpoint_is_refused_where_gradients_are_sent_amid_the_bac
 def test_where_a_gpu_decides_a_step_that_is_not_applied_leaves_the_statistics_alone(
     momentum: float | None,
 ) -> None:
-    mesh = Mesh.of(World(0, 1, 0, 1, torch.device("cpu"), owns_group=False), Plan(replicate=1))
+    mesh = Mesh.of(ALONE, Plan(replicate=1))
     norm = nn.BatchNorm1d(2, momentum=momentum)
     statistics = RunningStatistics(norm, mesh)
     seen = []

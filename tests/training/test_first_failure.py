@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from training.subjects import recipe
+from worlds import ALONE
 
 import lockstep as ls
 from lockstep.base.errors import DataError
 from lockstep.comm import first_failure
 from lockstep.comm.first_failure import FirstFailure
-from lockstep.comm.world import World
 from lockstep.hooks.hang import watchdog
 from lockstep.testing.pool import WorkerPool
 
@@ -93,5 +92,5 @@ def test_a_store_that_does_not_answer_ends_no_run_late(monkeypatch: pytest.Monke
     store.set_timeout(timedelta(seconds=1))
     monkeypatch.setattr(first_failure, "default_store", lambda: store)
     monkeypatch.setattr(first_failure, "MOST_SECONDS", 0.05)
-    world = World(0, 1, 0, 1, torch.device("cpu"), owns_group=False)
+    world = ALONE
     assert FirstFailure(world).cause(wait_seconds=0.0) is None

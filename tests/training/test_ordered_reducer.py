@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from worlds import ALONE
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh
-from lockstep.comm.world import World
 from lockstep.plan import Plan
 from lockstep.recomputed import Computed
 from lockstep.training.reducers.agreement import StepAgreement
@@ -17,7 +17,7 @@ from lockstep.training.reducers.ordered import OrderedReducer
 
 def test_a_microbatch_recomputed_after_the_sum_has_its_own_gradient() -> None:
     """The third rank decides when gradients have been summed."""
-    world = World(0, 1, 0, 1, torch.device("cpu"), owns_group=False)
+    world = ALONE
     weight = nn.Parameter(torch.tensor([1.0, 2.0]))
     mesh = Mesh.of(world, Plan(replicate=1))
     reducer = OrderedReducer(

@@ -72,9 +72,16 @@ def zero(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return model(batch[1]).sum() * 0 + 1
 
 
-def test_without_a_metric_it_follows_the_loss_of_the_evaluation(tmp_path: Path) -> None:
+def with_tensor(model: nn.Module) -> Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), foreach=False)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, with_tensor])
+def test_without_a_metric_it_follows_the_loss_of_the_evaluation(
+    tmp_path: Path, optimizer: Any
+) -> None:
     given = recipe(
-        optimizer=sgd,
+        optimizer=optimizer,
         steps=4,
         loss=zero,
         schedule=halving,
@@ -98,20 +105,3 @@ def test_it_is_refused_without_evaluations(tmp_path: Path, evaluation: Any) -> N
             recipe(optimizer=sgd, schedule=halving, evaluation=evaluation),
             run_dir=str(tmp_path / "run"),
         )
-
-
-def test_a_rate_of_a_tensor_is_followed_too(tmp_path: Path) -> None:
-    def with_tensor(model: nn.Module) -> Optimizer:
-        return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), foreach=False)
-
-    given = recipe(
-        optimizer=with_tensor,
-        steps=4,
-        loss=zero,
-        schedule=halving,
-        evaluation=ls.Evaluation(data=rows(8), every=1),
-    )
-    ls.train(given, run_dir=str(tmp_path / "run"), log_every=1)
-    assert [row["lr"] for row in learned(tmp_path / "run") if "lr" in row] == pytest.approx(
-        [0.1, 0.1, 0.05, 0.025]
-    )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from worlds import ALONE
 
 from lockstep.base.errors import CheckpointError, RunDirectoryError
 from lockstep.comm.world import World
@@ -54,7 +55,7 @@ def test_the_time_left_of_a_resumed_run_counts_the_steps_of_this_start_alone(
     monkeypatch.setattr(recorder, "Progress", partial(Progress, clock=lambda: now[0]))
     each = Recorder(
         str(tmp_path),
-        World(0, 1, 0, 1, torch.device("cpu"), owns_group=False),
+        ALONE,
         resume="auto",
         launched=None,
     )
@@ -69,7 +70,7 @@ def test_the_time_left_of_a_resumed_run_counts_the_steps_of_this_start_alone(
 
 def paths_of(runs: list[tuple[str | None, str | None]], **options: Any) -> list[str]:
     """The directories of runs of one process: (the script's, the launcher's) of each."""
-    world = World(0, 1, 0, 1, torch.device("cpu"), owns_group=False)
+    world = ALONE
     paths = []
     for given, launched in runs:
         each = Recorder(given, world, resume="auto", launched=launched, **options)

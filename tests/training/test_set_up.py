@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from worlds import ALONE
 
 from lockstep.base.errors import LaunchError
 from lockstep.comm.mesh import Mesh
-from lockstep.comm.world import World
 from lockstep.plan import Plan
 from lockstep.training.set_up import NEWEST_TESTED_TORCH, check_torch, remarks, untested_torch
 
@@ -59,7 +58,7 @@ def test_selective_checkpointing_of_compiled_code_is_said_to_recompute_everythin
     text: str, is_said: bool
 ) -> None:
     plan = Plan.parse(text).resolve(1)
-    mesh = Mesh.of(World(0, 1, 0, 1, torch.device("cpu"), owns_group=False), plan)
+    mesh = Mesh.of(ALONE, plan)
     assert (
         "selective-as-full" in [remark.event for remark in remarks(plan, mesh, "fp32")]
     ) is is_said

@@ -5,22 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.comm.world import World
-
 WORDS, WIDTH, HEADS, LONGEST = 50, 24, 6, 64
-
-
-def axis() -> World:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return World(rank, size, rank, size, torch.device("cpu"), owns_group=False)
-
-
-def alone() -> World:
-    return World(0, 1, 0, 1, torch.device("cpu"), owns_group=False)
 
 
 class Block(nn.Module):

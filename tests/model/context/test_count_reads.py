@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from worlds import ALONE
 
 from lockstep.base.errors import RecipeError
 from lockstep.comm.world import World
@@ -29,7 +30,6 @@ from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.host_reads import Noting, PartReads
 from lockstep.sequence import chunks_of
 
-ALONE = World(0, 1, 0, 1, torch.device("cpu"), owns_group=False)
 LAYOUTS = [TokenLayout(12, 2, cast(World, SimpleNamespace(rank=r, size=2))) for r in range(2)]
 
 NOTED: dict[str, Callable[[Tensor], Any]] = {

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from model.context.models import GPT, WORDS, alone, axis, shifted_before, shifting, text
+from model.context.models import GPT, WORDS, shifted_before, shifting, text
 from model.tensor.models import mesh_of
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from worlds import ALONE, all_ranks
 
 from lockstep.base.errors import LossError, RecipeError
 from lockstep.comm.mesh import Mesh, full_tensor
@@ -100,8 +101,8 @@ def far_off(cases: tuple[str, ...], chunks: int) -> dict[str, float]:
     found, mesh = {}, mesh_of(shard=dist.get_world_size())
     for number, name in enumerate(cases):
         case, loss = CASES[name], (shifting, shifted_before)[number % 2]
-        total, gradients = step(axis(), case, loss, chunks, mesh)
-        truth, expected = step(alone(), case, loss, chunks, mesh)
+        total, gradients = step(all_ranks(), case, loss, chunks, mesh)
+        truth, expected = step(ALONE, case, loss, chunks, mesh)
         off = [
             ((one - other).norm() / other.norm()).item()
             for one, other in zip(gradients, expected, strict=True)
@@ -133,7 +134,7 @@ def of_documents(positions: str, attention: str, exchange: str) -> float:
     batch["labels"][:, 1:][batch["document"].diff(dim=1) != 0] = -100
     cut = SequenceCut(
         model,
-        axis(),
+        all_ranks(),
         Sequence(chunks=7, documents=lambda batch: batch["document"]),
         exchange,  # type: ignore[arg-type]
     )
@@ -194,7 +195,7 @@ def most_logits(ranks: int) -> dict[str, int]:
         if kind == "chunked":
             chunk_logits(model, "head")
         sequence = Sequence(chunks=4, documents=lambda batch: batch["document"])
-        cut = SequenceCut(model, axis() if ranks > 1 else alone(), sequence)
+        cut = SequenceCut(model, all_ranks() if ranks > 1 else ALONE, sequence)
         with Largest() as largest:
             cut.check((batch["words"],), shifting, batch)
             if kind == "chunked":
@@ -239,8 +240,8 @@ def kept(world: World, exchange: str) -> int:
 
 
 def shares_kept() -> list[float]:
-    alone_too = kept(alone(), "auto")
-    return [kept(axis(), exchange) / alone_too for exchange in ("keys", "heads")]
+    alone_too = kept(ALONE, "auto")
+    return [kept(all_ranks(), exchange) / alone_too for exchange in ("keys", "heads")]
 
 
 def test_ranks_keep_their_share_of_the_activations(pool: WorkerPool) -> None:
@@ -266,7 +267,7 @@ def captions_as_long_as_images() -> tuple[list[float], str, list[float]]:
     def errors_of(lengths: list[int], image: Tensor) -> list[float]:
         torch.manual_seed(0)
         model = Captions(dropout=0.0)
-        cut, found = SequenceCut(model, axis(), Sequence(chunks=4)), []
+        cut, found = SequenceCut(model, all_ranks(), Sequence(chunks=4)), []
         for tokens in lengths:
             batch = text(2, tokens)
             arguments = (batch["words"], image)
@@ -311,7 +312,7 @@ def weights_as_long_as_texts() -> tuple[list[float], str]:
     ) -> list[float]:
         torch.manual_seed(0)
         model, found = GPT(dropout=0.0), []
-        cut = SequenceCut(model, axis(), Sequence(chunks=4))
+        cut = SequenceCut(model, all_ranks(), Sequence(chunks=4))
         for tokens in lengths:
             batch = {"words": text(2, tokens)["words"], "weights": weights}
             arguments = (batch["words"],)
@@ -319,7 +320,7 @@ def weights_as_long_as_texts() -> tuple[list[float], str]:
                 cut.check(arguments, loss, batch)
             with torch.no_grad():
                 part = cut.loss(loss, cut.run(arguments, batch), batch)
-                found.append(float(part - loss(model(*arguments), batch) / axis().size))
+                found.append(float(part - loss(model(*arguments), batch) / all_ranks().size))
         return found
 
     try:

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from model.context.models import axis
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from worlds import ALONE, all_ranks
 
-from lockstep.comm.world import World
 from lockstep.model.context.exchange import (
     TokenLayout,
     attend_by_heads,
@@ -56,10 +55,9 @@ def gradients(layout: TokenLayout, how: str, key_heads: int) -> list[Tensor]:
 
 
 def compared(how: str, key_heads: int, chunks: int) -> float:
-    world = axis()
-    alone = World(0, 1, 0, 1, torch.device("cpu"), owns_group=False)
+    world = all_ranks()
     found = gradients(TokenLayout(TOKENS, chunks, world), how, key_heads)
-    truth = gradients(TokenLayout(TOKENS, chunks, alone), how, key_heads)
+    truth = gradients(TokenLayout(TOKENS, chunks, ALONE), how, key_heads)
     return max(
         ((one - other).norm() / other.norm()).item()
         for one, other in zip(found, truth, strict=True)
@@ -116,7 +114,7 @@ def costs(how: str, key_heads: int, chunks: int) -> dict[str, int]:
         broadcasted,
     )
     try:
-        layout = TokenLayout(TOKENS, chunks, axis())
+        layout = TokenLayout(TOKENS, chunks, all_ranks())
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             gradients(layout, how, key_heads)
     finally:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from worlds import ALONE
 
 from lockstep.comm.world import World
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.host_reads import HostReads, Noting, PartReads, noting
 
-ALONE = World(0, 1, 0, 1, torch.device("cpu"), owns_group=False)
 PARTS = [torch.full((6, 4), value) for value in (0.5, -0.5)]
 """Tokens of two ranks."""
 

@@ -15,7 +15,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from model.context.families import family
-from model.context.models import axis
 from model.context.test_transformers import (
     CASES,
     CPU,
@@ -29,6 +28,7 @@ from model.context.test_transformers import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import varlen
+from worlds import all_ranks
 
 from lockstep.base import accelerator
 from lockstep.comm.world import World
@@ -198,7 +198,7 @@ def attended(
 def distances(kernel: str) -> tuple[set[str], float]:
     """Return the kernels of attention over a GPU of this kind, and its largest difference from the
     attention of a CPU."""
-    layout, chosen, most = TokenLayout(IDS.shape[1], 8, axis()), dict[str, str](), 0.0
+    layout, chosen, most = TokenLayout(IDS.shape[1], 8, all_ranks()), dict[str, str](), 0.0
     gradients = torch.enable_grad() if kernel == "varlen" else torch.no_grad()
     for exchange in ("keys", "heads"):
         for is_causal in (True, False):
@@ -244,7 +244,7 @@ def distances_of_families(
     kernel: str, families: tuple[str, ...]
 ) -> tuple[dict[str, set[str]], float]:
     """Return the kernels of each family for each case, and the largest difference from a CPU."""
-    world, found, most = axis(), dict[str, set[str]](), 0.0
+    world, found, most = all_ranks(), dict[str, set[str]](), 0.0
     for name in families:
         model = family(name, torch.float64)
         open_transformers(model)

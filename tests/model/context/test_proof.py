@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from model.context.models import GPT, alone, axis, shifted_before, shifting, text
+from model.context.models import GPT, shifted_before, shifting, text
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from worlds import ALONE, all_ranks
 
 from lockstep.base.errors import LossError, RecipeError, UserError
 from lockstep.model.context.cut import SequenceCut
@@ -176,7 +177,7 @@ def plans_refused() -> dict[str, str]:
         options = {"sequence": Sequence(chunks=4), **options}
         batch = text(2, options.pop("tokens", 64))
         torch.manual_seed(0)
-        cut = SequenceCut(make(), axis(), **options)
+        cut = SequenceCut(make(), all_ranks(), **options)
         try:
             cut.check((batch["words"],), shifting, batch)
             cut.run((batch["words"],), batch)
@@ -201,7 +202,7 @@ def refusals() -> dict[str, str]:
     found = {}
     for name, (make, _) in MADE.items():
         torch.manual_seed(0)
-        cut = SequenceCut(make(), axis(), Sequence(chunks=4))
+        cut = SequenceCut(make(), all_ranks(), Sequence(chunks=4))
         state = [each.clone() for each in cut._model.state_dict().values()]
         torch.manual_seed(3)
         before = torch.default_generator.get_state()
@@ -265,7 +266,7 @@ def scaled(output: Any, batch: Any) -> Tensor:
 
 def test_a_term_that_is_not_for_each_token_counts_once() -> None:
     batch = text(2, 37)
-    layout = TokenLayout(37, 8, replace(alone(), size=2))
+    layout = TokenLayout(37, 8, replace(ALONE, size=2))
     output = torch.zeros(2, 37, 50), torch.ones(3)
     assert find_shift(scaled, output, batch, BatchCut(layout, 1, [True, True])) == 1
     with pytest.raises(LossError, match=r"a term of a tensor of shape \(3,\)"):
@@ -297,7 +298,7 @@ def by_itself() -> dict[str, Any]:
 )
 def test_a_term_that_is_no_number_is_named(value: Any, name: Any) -> None:
     batch, output = text(2, 37), torch.zeros(2, 37, 50)
-    cut = BatchCut(TokenLayout(37, 8, replace(alone(), size=2)), 1, [True, True])
+    cut = BatchCut(TokenLayout(37, 8, replace(ALONE, size=2)), 1, [True, True])
     refusal = pytest.raises(LossError, match=rf"term {name!r} of the loss is .* \(an? ")
     with refusal:
         find_shift(lambda *_: value, output, batch, cut)
@@ -312,7 +313,7 @@ def test_names_of_terms_need_not_be_of_one_type() -> None:
 
 def test_labels_longer_than_the_output_are_refused() -> None:
     words = torch.randint(50, (2, 38))
-    layout = TokenLayout(37, 8, replace(alone(), size=2))
+    layout = TokenLayout(37, 8, replace(ALONE, size=2))
 
     def loss(output: Tensor, batch: Tensor) -> Tensor:
         return shifted_before(output, {"labels": batch[:, 1:]})
@@ -331,7 +332,7 @@ def test_the_shift_of_a_loss_is_found(
     loss: Callable[[Tensor, Any], Any], shift: int | str, ranks: int, chunks: int
 ) -> None:
     batch = text(2, 37)
-    layout = TokenLayout(37, chunks, replace(alone(), size=ranks))
+    layout = TokenLayout(37, chunks, replace(ALONE, size=ranks))
     output = torch.zeros(2, 37, 50)
     if isinstance(shift, int):
         assert find_shift(loss, output, batch, BatchCut(layout, 1, [True, True])) == shift
@@ -354,7 +355,7 @@ def all_detached(output: Tensor, batch: Any) -> Any:
 
 
 def test_a_part_without_labels_has_a_gradient_of_zeros() -> None:
-    batch, layout = text(2, 37), TokenLayout(37, 8, replace(alone(), size=2))
+    batch, layout = text(2, 37), TokenLayout(37, 8, replace(ALONE, size=2))
     batch["labels"][:, :-2] = -100
     output = torch.randn(2, layout.counts[1], 50, requires_grad=True)
 
@@ -381,7 +382,7 @@ def shift_of_one_label(only: int) -> tuple[int | None, int]:
     """Each text has one label, and a loop makes a loss for each step."""
     batch = text(2, 64)
     batch["labels"][:, :only], batch["labels"][:, only + 1 :] = -100, -100
-    cut = SequenceCut(GPT(), axis(), Sequence(chunks=4))
+    cut = SequenceCut(GPT(), all_ranks(), Sequence(chunks=4))
     loss = Shifting()
     cut.check((batch["words"],), loss, batch)
     output = cut.run((batch["words"],), batch)
@@ -399,4 +400,4 @@ def test_one_label_shows_the_shift(pool: WorkerPool, only: int) -> None:
 def test_positions_that_the_model_does_not_take_are_refused() -> None:
     said = r"Sequence.positions is 'places', but the model's forward takes words"
     with pytest.raises(RecipeError, match=said):
-        SequenceCut(GPT(), alone(), Sequence(positions="places"))
+        SequenceCut(GPT(), ALONE, Sequence(positions="places"))

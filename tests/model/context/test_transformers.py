@@ -13,9 +13,9 @@ import torch.distributed as dist
 from model.context.families import CONFIGS, WORDS, family
 from torch import Tensor, nn
 from torch.nn import functional as F
+from worlds import ALONE, all_ranks
 
 from lockstep.base.errors import PlanError, RecipeError
-from lockstep.comm.world import World
 from lockstep.model.context.active import ActiveSequence, activate, deactivate
 from lockstep.model.context.documents import Documents
 from lockstep.model.context.exchange import TokenLayout
@@ -27,7 +27,6 @@ TOKENS = torch.randint(WORDS, IDS.shape, generator=torch.Generator().manual_seed
 
 
 CPU = torch.device("cpu")
-ALONE = World(0, 1, 0, 1, CPU, owns_group=False)
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,7 @@ def taken(model: nn.Module) -> list[Tensor]:
 
 def distances_on_ranks(name: str, exchanges: tuple[str, ...]) -> dict[str, float]:
     """The largest relative difference of a gradient from one process, by case and exchange."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(rank, size, rank, size, CPU, owns_group=False)
+    world = all_ranks()
     model = family(name)
     truth = {case: one_by_one(model, ids) for case, ids in CASES.items()}
     open_transformers(model)
@@ -208,8 +206,7 @@ def test_a_mask_of_the_models_own_and_other_lengths_are_refused() -> None:
 
 
 def attention_dropout_on_ranks(exchange: str, key_heads: int) -> str:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    layout = TokenLayout(IDS.shape[1], 8, World(rank, size, rank, size, CPU, owns_group=False))
+    layout = TokenLayout(IDS.shape[1], 8, all_ranks())
     dropout = 0.0 if exchange == "heads" else 0.1
     model = family("llama", attention_dropout=dropout, num_key_value_heads=key_heads).train()
     open_transformers(model)

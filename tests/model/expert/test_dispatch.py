@@ -34,10 +34,10 @@ from model.expert.models import (
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
+from worlds import all_ranks
 
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.comm.mesh import Mesh, full_tensor
-from lockstep.comm.world import World
 from lockstep.model.block_wrappers import checkpoint_activations
 from lockstep.model.expert.divide import check_divisible, divide_experts
 from lockstep.model.expert.find import find_experts
@@ -72,14 +72,13 @@ def test_local_experts(counts: list[list[int]]) -> None:
 def divided(model: nn.Module, *, is_dummy: bool | None = None, bitwise: bool = False) -> nn.Module:
     """A copy of the model, with its experts divided over all ranks."""
     model = copy.deepcopy(model)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    world = World(rank, ranks, rank, ranks, torch.device("cpu"), owns_group=False)
-    mesh = Mesh.of(world, Plan(expert=ranks, transport="torch"))
+    world = all_ranks()
+    mesh = Mesh.of(world, Plan(expert=world.size, transport="torch"))
     assert mesh.torch_mesh is not None
     exchange = SyncBatchNormExchange()
     exchange.is_dummy = is_dummy
     experts = find_experts(model, None)
-    check_divisible(model, experts, ranks)
+    check_divisible(model, experts, world.size)
     divide_experts(
         model,
         experts,

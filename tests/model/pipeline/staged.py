@@ -13,6 +13,7 @@ import torch._subclasses.fake_tensor  # here, so that not every worker imports i
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from worlds import all_ranks
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import LossError
@@ -258,22 +259,11 @@ def on_one_process(name: str, sizes: list[int], dtype: torch.dtype) -> Found:
     }, records
 
 
-def world() -> World:
-    return World(
-        dist.get_rank(),
-        dist.get_world_size(),
-        dist.get_rank(),
-        dist.get_world_size(),
-        torch.device("cpu"),
-        owns_group=False,
-    )
-
-
 def staged(
     name: str, schedule: Schedule, dtype: torch.dtype, axis: World | None = None
 ) -> tuple[nn.Module, Pipeline, TiedGradients]:
     """This rank's part of a model, as a plan makes it. `axis`: the pipeline's ranks, None: all."""
-    axis = axis or world()
+    axis = axis or all_ranks()
     factory, patterns = MODELS[name]
     deferred = DeferredModel.build(factory, KEY)
     model = deferred.module
@@ -291,7 +281,7 @@ def staged(
 def in_two_pipelines(name: str, schedule: Schedule, steps: list[list[int]]) -> list[Any]:
     """Of each step, the gradients here, and what was said of all microbatches: values, weights,
     whether a flag was raised."""
-    mesh = Mesh.of(world(), Plan(replicate=2, pipeline=2, transport="torch"))
+    mesh = Mesh.of(all_ranks(), Plan(replicate=2, pipeline=2, transport="torch"))
     model, pipeline, tied = staged(name, schedule, torch.float32, mesh.axis("pipeline"))
     parameters = list(model.parameters())
     reducer = PostBackwardReducer(
@@ -405,7 +395,7 @@ def statistics(
 ) -> dict[str, Tensor]:
     """The buffers of this rank's part of the model after some steps. `watched`: changed at the end
     of each, not by the forwards."""
-    mesh = Mesh.of(world(), Plan(pipeline=dist.get_world_size()))
+    mesh = Mesh.of(all_ranks(), Plan(pipeline=dist.get_world_size()))
     watchers: list[RunningStatistics] = []
 
     @contextmanager

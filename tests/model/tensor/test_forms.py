@@ -11,17 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from worlds import ALONE
 
 from lockstep.base.errors import RecipeError
-from lockstep.comm.world import World
 from lockstep.model.tensor.marks import ONE, mark_sharded, sharded_dim
 from lockstep.model.tensor.operators import EXPONENTS
 from lockstep.model.tensor.sharded_features import ShardedFeatures, SlicedModel
 from lockstep.model.tensor.sliced import Slices
 
-ALONE = World(
-    rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"), owns_group=False
-)
 BATCH, TOKENS, HEADS, WIDTH = 2, 7, 4, 6
 Compute = Callable[[Tensor], Any]
 

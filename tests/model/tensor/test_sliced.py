@@ -9,19 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from worlds import ALONE
 
 from lockstep.base.errors import RecipeError
-from lockstep.comm.world import World
 from lockstep.model.shard import _pass_through_block
 from lockstep.model.tensor.apply import tensor_parallel
 from lockstep.model.tensor.elementwise import elementwise
 from lockstep.model.tensor.marks import Shard, is_sharded, mark_sharded
 from lockstep.model.tensor.sharded_dims import shards_of
 from lockstep.model.tensor.sliced import Slices, linear, of_heads
-
-ALONE = World(
-    rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"), owns_group=False
-)
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
