@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.states import ATTEMPT, save, values, with_right_hash
+from checkpoint.states import ATTEMPT, alone, save, values, with_right_hash
 from processes import ran
 from torch import Tensor
 
@@ -33,12 +33,7 @@ from lockstep.checkpoint.manifest import (
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage
 from lockstep.checkpoint.tensor_shards import TensorShard
-from lockstep.comm.world import World, join
 from lockstep.testing.pool import WorkerPool
-
-
-def alone() -> World:
-    return join(rank=0, size=1, local_rank=0, local_size=1)
 
 
 def loaded(folder: FolderStorage, name: CheckpointName, truth: dict[str, Tensor]) -> str:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from checkpoint import states
 from checkpoint.servers import Line, environment, s3
+from checkpoint.states import alone
 
 from lockstep.base.errors import RunDirectoryError
 from lockstep.checkpoint import object_store
@@ -33,7 +34,6 @@ from lockstep.checkpoint.manifest import (
 from lockstep.checkpoint.object_store import PART_BYTES, ObjectStorage, open_storage
 from lockstep.checkpoint.saver import SaveResult
 from lockstep.checkpoint.storage import CheckpointName, FolderStorage, Storage
-from lockstep.comm.world import join
 from lockstep.testing.pool import WorkerPool
 
 NAME = CheckpointName(40, "0000000a")
@@ -175,7 +175,7 @@ def test_reads_are_concurrent(monkeypatch: pytest.MonkeyPatch) -> None:
         storage, "read_into", lambda *given: (raise_on_all_ranks.wait() and 0) or read_into(*given)
     )
     assert check(storage, NAME) == []
-    CheckpointReader(storage, NAME).load_into({}, join(rank=0, size=1, local_rank=0, local_size=1))
+    CheckpointReader(storage, NAME).load_into({}, alone())
 
 
 def test_large_files_are_uploaded_in_parts(bucket: str) -> None:
@@ -228,9 +228,7 @@ def loaded(storage: Storage, name: CheckpointName) -> str:
     truth = states.values(name.step)
     state = {key: torch.zeros_like(value) for key, value in truth.items()}
     try:
-        CheckpointReader(storage, name).load_into(
-            state, join(rank=0, size=1, local_rank=0, local_size=1)
-        )
+        CheckpointReader(storage, name).load_into(state, alone())
     except DamagedError as error:
         return str(error)
     return "same" if all(torch.equal(state[key], truth[key]) for key in truth) else "other"

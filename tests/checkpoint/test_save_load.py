@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.states import ATTEMPT, here, load, save, values
+from checkpoint.states import ATTEMPT, alone, here, load, save, values
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lockstep.checkpoint.load import CheckpointReader
@@ -20,7 +20,6 @@ from lockstep.checkpoint.manifest import BLOCK_BYTES
 from lockstep.checkpoint.saver import Saver, SaveResult
 from lockstep.checkpoint.storage import MANIFEST, FolderStorage
 from lockstep.comm.mesh import Mesh
-from lockstep.comm.world import join
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 
@@ -87,7 +86,7 @@ def test_every_damage_is_named(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def test_saving_continues_in_the_background(tmp_path: Path) -> None:
-    world = join(rank=0, size=1, local_rank=0, local_size=1)
+    world = alone()
     saver = Saver(world, tmp_path, ATTEMPT)
     state = values(0)
     try:
@@ -107,7 +106,7 @@ def test_saving_continues_in_the_background(tmp_path: Path) -> None:
 
 
 def test_after_prepare_a_save_allocates_nothing(tmp_path: Path) -> None:
-    saver = Saver(join(rank=0, size=1, local_rank=0, local_size=1), tmp_path, ATTEMPT)
+    saver = Saver(alone(), tmp_path, ATTEMPT)
     state = values(0)
     try:
         saver.prepare(state)
@@ -129,7 +128,7 @@ def test_after_prepare_a_save_allocates_nothing(tmp_path: Path) -> None:
 
 
 def test_after_a_failed_save_a_new_process_writes(tmp_path: Path) -> None:
-    saver = Saver(join(rank=0, size=1, local_rank=0, local_size=1), tmp_path / "run", ATTEMPT)
+    saver = Saver(alone(), tmp_path / "run", ATTEMPT)
     (tmp_path / "run").touch()
     try:
         saver.save(1, values(1), values={}, metadata={})
@@ -183,7 +182,7 @@ def test_a_rank_reads_what_it_needs(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def test_a_conjugated_tensor_is_saved_and_loaded_as_its_values(tmp_path: Path) -> None:
-    world = join(rank=0, size=1, local_rank=0, local_size=1)
+    world = alone()
     saved = torch.randn(10_000, dtype=torch.complex64).conj()
     saver = Saver(world, tmp_path, ATTEMPT)
     try:
@@ -200,7 +199,7 @@ def test_a_conjugated_tensor_is_saved_and_loaded_as_its_values(tmp_path: Path) -
 
 def test_an_expanded_tensor_is_saved_and_loaded(tmp_path: Path) -> None:
     """Several of its elements are one place in memory: no copy_ writes to such a tensor."""
-    world = join(rank=0, size=1, local_rank=0, local_size=1)
+    world = alone()
     saved = {
         "rows": torch.randn(1, 6).expand(4, 6),
         "columns": torch.randn(3, 1).expand(3, 5),
