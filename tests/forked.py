@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 import psutil
 import torch
-from processes import write_stacks_when_asked
+from processes import LOCKSTEP, write_stacks_when_asked
 
 from lockstep.audit.probes.begin import AFTER, begin_watching
 from lockstep.audit.probes.install import after_import
@@ -49,7 +49,6 @@ from lockstep.recipe.parameters import declared
 from lockstep.testing.huge_pages import move_into_huge_pages
 
 TESTS = Path(__file__).parent
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 READ_AT_THE_START = ("PYTHON", "LD_", "TORCH_", "MALLOC_", "MKL_", "KMP_")
 """How the variables begin that Python, its libraries or torch read when they are started or
 imported."""

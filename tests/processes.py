@@ -8,6 +8,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from typing import Any
 
 import psutil
 
+LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 IGNORED_IN_THE_BACKGROUND = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 """Signals that `nohup`, or a shell that starts a job with `&`, has a process ignore. It passes that
 on to all that it starts."""

@@ -6,13 +6,11 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "elastic.py")
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 

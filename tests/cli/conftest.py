@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 import run_files
-from cli.agents import ENVIRONMENT, LOCKSTEP, SCRIPT, Agents
+from cli.agents import ENVIRONMENT, SCRIPT, Agents
+from processes import LOCKSTEP
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -13,9 +12,8 @@ from typing import Any
 
 import forked
 import psutil
-from processes import ran, started
+from processes import LOCKSTEP, ran, started
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = Path(__file__).parent.parent / "scripts" / "searched.py"
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,13 +15,12 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import ran, started
+from processes import LOCKSTEP, ran, started
 
 from lockstep.testing import audit as audit_in_a_test
 
 pytestmark = [pytest.mark.forks, pytest.mark.timeout(240)]
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 PARTS = """
 import os, sys, time
 import torch

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +15,10 @@ import forked
 import namespace
 import psutil
 import pytest
-from processes import ran, started
+from processes import LOCKSTEP, ran, started
 
 from lockstep.doctor.expected_results import COLLECTIVES, DATA_TYPES
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 for left in ("LOCKSTEP_RUN_DIR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
     ENVIRONMENT.pop(left, None)

@@ -13,7 +13,6 @@ import pytest
 import run_files
 from cli.agents import (
     ENVIRONMENT,
-    LOCKSTEP,
     SCRIPT,
     Agents,
     events,
@@ -23,7 +22,7 @@ from cli.agents import (
     worlds,
 )
 from doctor.network import Network, network
-from processes import ran, started
+from processes import LOCKSTEP, ran, started
 
 from lockstep.testing import leaks
 

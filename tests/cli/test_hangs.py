@@ -6,17 +6,15 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from processes import ran
+from processes import LOCKSTEP, ran
 
 from lockstep.launch.termination import HUNG_STATUS
 
 pytestmark = pytest.mark.forks
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 STALLS = Path(__file__).parent.parent / "scripts" / "stalls.py"
 LIMIT_SECONDS = 4
 

@@ -6,17 +6,15 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import run_files
-from processes import ran
+from processes import LOCKSTEP, ran
 from training.subjects import learned
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "killed.py")
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 ALONE = "replicate=1"

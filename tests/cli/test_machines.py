@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +16,10 @@ from pathlib import Path
 import pytest
 import run_files
 from doctor.network import Network, network
+from processes import LOCKSTEP
 
 pytestmark = pytest.mark.forks
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 RANKS, ELASTIC = str(SCRIPTS / "ranks.py"), str(SCRIPTS / "elastic.py")
 

@@ -12,14 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked import lockstep
-from processes import ran
+from processes import LOCKSTEP, ran
 from safetensors.numpy import save_file
 
 from lockstep import __version__
 from lockstep.cli import main
-
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
-
 
 BEFORE_WORKERS = [
     *(

@@ -4,17 +4,15 @@ the block and the microbatch. Without, they wait for minutes, or Gloo ends the p
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from processes import ran
+from processes import LOCKSTEP, ran
 
 from lockstep.base.errors import USER_ERROR_STATUS
 
 pytestmark = pytest.mark.forks
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = Path(__file__).parent.parent / "scripts" / "other_blocks.py"
 PLAN = "shard=2,transport=torch"
 NAMED = (

@@ -6,20 +6,18 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import run_files
-from processes import ran
+from processes import LOCKSTEP, ran
 from training.kept import run as undisturbed
 
 from lockstep.testing.pool import WorkerPool
 
 pytestmark = pytest.mark.forks
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "scarce.py")
 AT = 3
 AGAIN = re.compile(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import run_files
-from cli.searches import LOCKSTEP, SCRIPT, environment, lockstep, reported, searched
-from processes import started
+from cli.searches import SCRIPT, environment, lockstep, reported, searched
+from processes import LOCKSTEP, started
 
 pytestmark = [pytest.mark.command, pytest.mark.forks, pytest.mark.timeout(120)]
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import click
 import psutil
 import pytest
 from cli.agents import wait_for
-from processes import ran
+from processes import LOCKSTEP, ran
 
 from lockstep.base.errors import PlanError, UserError
 from lockstep.cli.plan import _Found, command, memory_bytes
@@ -23,7 +22,6 @@ from lockstep.planner.machines.hardware import parse_target
 from lockstep.planner.prediction import Ended, Outcome, Prediction
 from lockstep.planner.trace import Peak
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "planned.py")
 
 pytestmark = [pytest.mark.forks, pytest.mark.timeout(180)]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,11 +13,10 @@ from typing import Any
 
 import pytest
 import run_files
-from processes import started, worker
+from processes import LOCKSTEP, started, worker
 
 pytestmark = pytest.mark.forks
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 GPT = Path(__file__).parent.parent / "scripts" / "chaos.py"
 ENDLESS = GPT.with_name("endless.py")
 

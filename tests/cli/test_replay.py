@@ -6,15 +6,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import run_files
-from processes import ran
+from processes import LOCKSTEP, ran
 
 pytestmark = [pytest.mark.command, pytest.mark.forks]
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = """
 import sys, torch, lockstep as ls
 from torch.utils.data import TensorDataset

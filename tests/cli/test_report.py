@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import run_files
-from processes import ran
+from processes import LOCKSTEP, ran
 from report.run_directories import event, metrics, run_json, whole, write
 from training.kept import run
 
@@ -21,8 +21,6 @@ from lockstep.base.container import process_id_space
 from lockstep.testing.pool import WorkerPool
 
 pytestmark = pytest.mark.forks
-
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 
 
 def lockstep(*arguments: Any, folder: Path | None = None) -> subprocess.CompletedProcess[str]:

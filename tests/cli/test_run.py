@@ -7,19 +7,17 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from processes import ran, started
+from processes import LOCKSTEP, ran, started
 
 from lockstep.launch.worker_processes import KILL_SECONDS, PEER_FAILURES_SECONDS, STOP_SECONDS
 
 pytestmark = pytest.mark.forks
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 

@@ -14,9 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 import run_files
-from processes import ran, started, worker
+from processes import LOCKSTEP, ran, started, worker
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 ENDLESS = Path(__file__).parent.parent / "scripts" / "endless.py"
 FAILING_STAGE = ENDLESS.with_name("failing_stage.py")
 TWICE = ENDLESS.with_name("twice.py")

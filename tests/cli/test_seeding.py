@@ -14,9 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import ran
+from processes import LOCKSTEP, ran
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 DRAWS = str(Path(__file__).parent.parent / "scripts" / "draws.py")
 NOTEBOOK = """
 import json, os, random

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import run_files
-from processes import ran
+from processes import LOCKSTEP, ran
 
 pytestmark = [pytest.mark.forks, pytest.mark.command, pytest.mark.timeout(120)]
-LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
 SCRIPT = """
 import os
 import torch

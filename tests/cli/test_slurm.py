@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 import run_files
 from cluster import asked, cluster
-from processes import ran
+from processes import LOCKSTEP, ran
 
 pytestmark = pytest.mark.timeout(150)
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 ELASTIC, RANKS = str(SCRIPTS / "elastic.py"), str(SCRIPTS / "ranks.py")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import ran, started
+from processes import LOCKSTEP, ran, started
 
 from lockstep.cli.arguments import PlansCommand, rearranged
 from lockstep.cli.verify import command
@@ -22,7 +21,6 @@ from lockstep.cli.verify import command
 # a dozen processes that import torch, two at a time
 pytestmark = [pytest.mark.forks, pytest.mark.timeout(240)]
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 SCRIPT = str(SCRIPTS / "faults" / "train.py")
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
-from processes import ran
+from processes import LOCKSTEP, ran
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = Path(__file__).parent.parent / "scripts" / "recipes.py"
 PLANS = ["replicate=2", "replicate=3", "replicate=4"]
 BITWISE = ["replicate=2,numerics=bitwise", "replicate=3,numerics=bitwise"]

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from processes import ran
+from processes import LOCKSTEP, ran
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
@@ -106,7 +106,7 @@ def test_it_is_short_and_knows_the_public_face_alone(name: str) -> None:
 @pytest.mark.timeout(400)
 def test_it_passes_verify(tmp_path: Path, name: str) -> None:
     command = [
-        str(Path(sys.executable).parent / "lockstep"),
+        LOCKSTEP,
         "verify",
         str(COOKBOOK / f"{name}.py"),
     ]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import os
-import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
 
 import pytest
-from processes import ran
+from processes import LOCKSTEP, ran
 
 from lockstep.recipe.parameters import declared
 
@@ -67,7 +66,7 @@ def test_it_knows_the_public_face_alone() -> None:
 @pytest.mark.timeout(180)
 def test_a_short_search_of_it(tmp_path: Path) -> None:
     command = [
-        str(Path(sys.executable).parent / "lockstep"),
+        LOCKSTEP,
         "search",
         "--metric",
         "accuracy",
