@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -40,6 +41,7 @@ from lockstep.audit.probes.begin import AFTER, begin_watching
 from lockstep.audit.probes.install import after_import
 from lockstep.audit.request import AuditRequest
 from lockstep.audit.runner import SITE
+from lockstep.base import temporary_folder
 from lockstep.base.errors import install_excepthook
 from lockstep.base.garbage import freeze_for_good
 from lockstep.launch.recovery import rejoin
@@ -446,6 +448,9 @@ def _own_multiprocessing() -> None:
 
 def _run(body: Callable[[], object], own: list[str]) -> NoReturn:
     atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    temporary_folder._own = []
     _own_multiprocessing()
     random.seed()
     torch.seed()
@@ -460,6 +465,7 @@ def _run(body: Callable[[], object], own: list[str]) -> NoReturn:
         sys.modules.pop(name, None)
     vars(sys).pop("ps1", None)  # IPython sets it, and this process is no prompt
     sys.excepthook = sys.__excepthook__
+    threading.excepthook = threading.__excepthook__  # pytest's keeps them for its report
     install_excepthook()
     faulthandler.enable(2)  # this process's is written to a file that is closed here
     write_stacks_when_asked()
