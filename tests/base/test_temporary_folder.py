@@ -130,6 +130,23 @@ def test_a_signal_at_any_line_leaves_no_folder_when_the_process_ends(
     assert left, "without `remove_own_folders`, some would stay"
 
 
+def test_a_fork_that_exits_leaves_the_folder(tmp_path: Path) -> None:
+    program = (
+        "import os, sys\n"
+        "from lockstep.base.temporary_folder import locked_folder\n"
+        "with locked_folder() as folder:\n"
+        "    if (child := os.fork()) == 0:\n"
+        "        sys.exit()\n"
+        "    os.waitpid(child, 0)\n"
+        "    print(folder.is_dir())\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    line = [sys.executable, "-c", program]
+    ended = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr) == ("True\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_handler_that_raises_as_signals_are_blocked_leaves_none_blocked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

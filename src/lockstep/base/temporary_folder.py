@@ -36,6 +36,8 @@ class _OwnFolder:
         self._descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT)
         try_lock(self._descriptor, shared=True)
         unlocked.rename(self.path / _ALIVE)  # locked before another process can find it
+        # at the end of a fork, this finalizer would remove the folder
+        self._temporary._finalizer.detach()  # type: ignore[attr-defined]
 
     def remove(self) -> None:
         if os.getpid() != self._process:
