@@ -8,12 +8,12 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from processes import ran
+from processes import ran, reserved_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 GRACE_SECONDS = 40
@@ -72,9 +72,10 @@ def cluster(folder: Path, nodes: int) -> Iterator[None]:
             f" {', '.join(missing) or 'root'}"
         )
     before = os.environ.get("SLURM_CONF")
-    os.environ["SLURM_CONF"] = str(_configure(folder, nodes))
     try:
         with ExitStack() as stack:
+            port, *ports = [stack.enter_context(reserved_port()) for _ in range(1 + nodes)]
+            os.environ["SLURM_CONF"] = str(_configure(folder, port, ports))
             _start(stack, "munged", "--foreground", "--force", *_munge(folder))
             _start(stack, "slurmctld", "-D")
             for number in range(1, nodes + 1):
@@ -100,15 +101,14 @@ def asked(*line: str) -> str:
     return ran(line).stdout
 
 
-def _configure(folder: Path, nodes: int) -> Path:
+def _configure(folder: Path, port: int, ports: Sequence[int]) -> Path:
     host = socket.gethostname().partition(".")[0]
-    port, *ports = _free_ports(1 + nodes)
     lines = [
         f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={each} CPUs=2"
         " RealMemory=1000 Gres=gpu:2 State=UNKNOWN"
         for number, each in enumerate(ports, 1)
     ]
-    for name in ("state", *(f"spool.n{number}" for number in range(1, nodes + 1))):
+    for name in ("state", *(f"spool.n{number}" for number in range(1, len(ports) + 1))):
         (folder / name).mkdir()
     (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
@@ -132,14 +132,6 @@ def _munge(folder: Path) -> list[str]:
         "seed-file": "munge.seed",
     }
     return [f"--{option}={folder / name}" for option, name in names.items()]
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        return [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            for _ in range(count)
-        ]
 
 
 def _start(stack: ExitStack, *line: str) -> None:

@@ -21,7 +21,13 @@ import hypothesis
 import psutil
 import pytest
 import torch
-from processes import command_line, keep_stacks_in, let_signals_end_what_tests_start, stacks
+from processes import (
+    command_line,
+    keep_stacks_in,
+    let_signals_end_what_tests_start,
+    reserved_port,
+    stacks,
+)
 from tiers import LONGEST
 
 from lockstep.base import garbage
@@ -153,6 +159,12 @@ def nothing_is_frozen() -> Iterator[None]:
         gc.unfreeze()
         yield
     gc.freeze()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as number:
+        yield number
 
 
 @pytest.fixture(autouse=True)

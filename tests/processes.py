@@ -7,6 +7,7 @@ import faulthandler
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -82,6 +83,16 @@ def worker(launcher: int, rank: int) -> int:
         for child in psutil.Process(launcher).children()
         if child.environ().get("RANK") == str(rank)
     )
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port on which a server can listen if it sets SO_REUSEADDR, as servers do. It is bound, so
+    that the kernel gives it to nobody else."""
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("", 0))
+        yield bound.getsockname()[1]
 
 
 def write_stacks_when_asked() -> None:

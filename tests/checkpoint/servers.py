@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
+
+from processes import reserved_port
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "anyone",
@@ -21,11 +23,12 @@ CREDENTIALS = {
 @contextmanager
 def s3() -> Iterator[int]:
     """Gives its port. It has no buckets."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p"]
+    null = subprocess.DEVNULL
+    with (
+        reserved_port() as port,
+        subprocess.Popen([*command, str(port)], stdout=null, stderr=null) as server,
+    ):
         try:
             while not _answers(port):
                 assert server.poll() is None

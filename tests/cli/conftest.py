@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -32,11 +31,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Agents]:
+def agent(tmp_path: Path, port: int) -> Iterator[Agents]:
     """Start `lockstep run` as it would be on one of several machines; ended at the end of the
     test."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     started: list[subprocess.Popen[str]] = []
 
     def agent(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -288,7 +287,7 @@ def test_a_script_that_fails_later_shows_its_findings_and_its_error(folder: Path
 
 
 @pytest.mark.command
-def test_a_script_that_starts_its_own_processes_is_run_by_python(folder: Path) -> None:
+def test_a_script_that_starts_its_own_processes_is_run_by_python(folder: Path, port: int) -> None:
     text = """
 from parts import *
 import torch.multiprocessing as mp
@@ -301,8 +300,6 @@ def main(rank, size):
 if __name__ == "__main__":
     mp.spawn(main, args=(2,), nprocs=2)
 """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     status, report = found(folder, text, "--steps", "4", arguments=(str(port),))
     assert (status, report["processes"], report["steps"]) == (0, 2, 4), report
     (note,) = [note for note in report["notes"] if "starts the processes itself" in note]

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -66,13 +65,6 @@ def ended(
     with together(lines, folder, **variables) as started:
         said = [each.communicate() for each in started]
         return [(each.returncode, *text) for each, text in zip(started, said, strict=True)]
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        found: int = free.getsockname()[1]
-    return found
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -97,9 +96,9 @@ def test_the_remedies_help(tmp_path: Path) -> None:
 
 @pytest.mark.forks
 @pytest.mark.command
-def test_two_containers_of_one_host_are_told_that_they_share_no_memory(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def test_two_containers_of_one_host_are_told_that_they_share_no_memory(
+    tmp_path: Path, port: int
+) -> None:
     words = [
         "doctor",
         "--nproc",

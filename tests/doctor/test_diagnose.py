@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -90,7 +89,7 @@ def test_a_collective_that_does_not_end_does_not_hold_the_doctor_up(fault: str, 
 
 
 @pytest.mark.slow
-def test_a_machine_whose_clock_is_ahead_is_named(tmp_path: Path) -> None:
+def test_a_machine_whose_clock_is_ahead_is_named(tmp_path: Path, port: int) -> None:
     code = f"""
 import json, sys
 from dataclasses import asdict
@@ -99,8 +98,6 @@ from lockstep.launch.machines import Machines
 found = diagnose(nproc=1, machines=Machines(2, 2, "127.0.0.1", int(sys.argv[1])), worker=[{FAULTS!r}])
 print(json.dumps([found.status, [asdict(check) for check in found.checks]]))
 """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     environ = {**os.environ, "FAULT": "clock", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     started = [
         subprocess.Popen(

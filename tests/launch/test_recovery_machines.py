@@ -3,7 +3,6 @@ processes until all machines have met again."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,9 +33,8 @@ def notes_of_the_able(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ElasticRendezvous, "note_able", note_and_write)
 
 
-def on_two_machines(run: Starter, source: str, **given: Any) -> list[Ending]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        place = Machines(2, 2, "127.0.0.1", free.getsockname()[1])
+def on_two_machines(run: Starter, port: int, source: str, **given: Any) -> list[Ending]:
+    place = Machines(2, 2, "127.0.0.1", port)
     with ThreadPoolExecutor() as pool:
         both = [
             pool.submit(run, source, machines=place, recovery="in-place", **given) for _ in range(2)
@@ -45,10 +43,11 @@ def on_two_machines(run: Starter, source: str, **given: Any) -> list[Ending]:
 
 
 def test_the_workers_of_the_other_machine_keep_their_processes(
-    run: Starter, tmp_path: Path
+    run: Starter, tmp_path: Path, port: int
 ) -> None:
     endings = on_two_machines(
         run,
+        port,
         script("""
             if restarted("in_place"): return
             wait_until(lambda: all(map(times, range(4))))
@@ -64,9 +63,12 @@ def test_the_workers_of_the_other_machine_keep_their_processes(
     assert starts(tmp_path, 0)[0][1][3].startswith("rank 3 was killed by SIGKILL")
 
 
-def test_a_machine_without_a_worker_left_starts_new_ones(run: Starter, tmp_path: Path) -> None:
+def test_a_machine_without_a_worker_left_starts_new_ones(
+    run: Starter, tmp_path: Path, port: int
+) -> None:
     endings = on_two_machines(
         run,
+        port,
         script("""
             if restarted("in_place"): return
             wait_until(lambda: times(0) and times(1))
@@ -81,9 +83,10 @@ def test_a_machine_without_a_worker_left_starts_new_ones(run: Starter, tmp_path:
     assert [len(starts(tmp_path, rank)) for rank in range(2)] == [1, 2]
 
 
-def test_where_one_machine_cannot_all_start_again(run: Starter, tmp_path: Path) -> None:
+def test_where_one_machine_cannot_all_start_again(run: Starter, tmp_path: Path, port: int) -> None:
     endings = on_two_machines(
         run,
+        port,
         script(
             """
             if os.environ.get("LOCKSTEP_RESTARTED"):

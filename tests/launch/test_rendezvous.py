@@ -27,9 +27,7 @@ from lockstep.options import RunOptions
 
 
 @pytest.fixture
-def machines() -> Machines:
-    with socket.create_server(("127.0.0.2", 0)) as free:
-        port = free.getsockname()[1]
+def machines(port: int) -> Machines:
     return Machines(1, 2, "127.0.0.2", port)
 
 

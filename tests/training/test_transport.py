@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -106,14 +105,12 @@ ls.train(ls.Recipe(model=lambda: nn.Linear(2000, 2000), data=torch.utils.data.Te
 
 
 def trained_in_containers(
-    folder: Path, namespaces: Sequence[str]
+    folder: Path, port: int, namespaces: Sequence[str]
 ) -> list[subprocess.CompletedProcess[str]]:
     """The ends of two ranks of one run, each in a container of its own on this host."""
     shared = folder / "shared"
     shared.mkdir()
     (shared / "train.py").write_text(SCRIPT)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     place = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -153,9 +150,9 @@ def trained_in_containers(
 @pytest.mark.forks
 @pytest.mark.command
 def test_ranks_in_containers_of_one_host_exchange_through_gloo_and_are_told_the_remedy(
-    tmp_path: Path,
+    tmp_path: Path, port: int
 ) -> None:
-    for each in trained_in_containers(tmp_path, OWN_NAMESPACES):
+    for each in trained_in_containers(tmp_path, port, OWN_NAMESPACES):
         assert each.returncode == 0, each.stderr
         assert "run directory" not in each.stderr
     (reason,) = reasons(tmp_path / "shared" / "run").values()
@@ -169,11 +166,11 @@ def test_ranks_in_containers_of_one_host_exchange_through_gloo_and_are_told_the_
 @pytest.mark.forks
 @pytest.mark.command
 def test_ranks_in_containers_with_the_process_ids_of_their_host_share_memory(
-    tmp_path: Path,
+    tmp_path: Path, port: int
 ) -> None:
     """The remedy of the test above helps."""
     for each in trained_in_containers(
-        tmp_path, [each for each in OWN_NAMESPACES if each != "--pid"]
+        tmp_path, port, [each for each in OWN_NAMESPACES if each != "--pid"]
     ):
         assert each.returncode == 0, each.stderr
     assert reasons(tmp_path / "shared" / "run") == {}
