@@ -40,7 +40,7 @@ def wait_for_a_moment(process: subprocess.Popen[str], folder: Path, chance: rand
 
 def wait_until_nothing_runs(folder: Path) -> None:
     """The kernel ends what a search has started with it, each process after its parent."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while running := [each for each in left_of(folder) if each.startswith("process")]:
         assert time.monotonic() < deadline, running
         time.sleep(0.02)

@@ -210,7 +210,7 @@ def test_nothing_is_left_where_ranks_are_killed_while_it_is_made(
 
 def hang() -> Caught | None:
     """Ranks 1 and 2 of four never come; rank 3 does, and waits with rank 0."""
-    with shared_group(timeout=timedelta(seconds=0.5)) as group:
+    with shared_group(timeout=timedelta(seconds=4)) as group:
         found = (
             caught(group, lambda: group.all_reduce(torch.ones(10)))
             if group.rank in (0, 3)
@@ -226,8 +226,8 @@ def test_a_timeout_names_the_ranks_that_are_missing(pool: WorkerPool) -> None:
         kind, ranks, text, seconds = found
         assert kind == "PeersLate"
         assert ranks == (1, 2) or (ranks == (1,) and "saw it first" in text)
-        assert "within 0.5 s" in text
-        assert seconds >= 0.4
+        assert "within 4 s" in text
+        assert seconds >= 3.9
 
 
 def met_again(result: Caught | str) -> Caught | str:

@@ -18,7 +18,7 @@ import pytest
 from lockstep.base.container import process_id_space
 from lockstep.comm import segment
 from lockstep.comm.active_calls import CollectiveCall, open_entries
-from lockstep.hooks.hang import watchdog as module
+from lockstep.hooks.hang import snapshot as snapshot_module, watchdog as module
 from lockstep.hooks.hang.report import Hang, diagnose_hang, different_exchanges, enclosing
 from lockstep.hooks.hang.snapshot import (
     STACK_SIGNAL,
@@ -155,7 +155,10 @@ def test_a_rank_that_may_still_answer_is_waited_for(monkeypatch: pytest.MonkeyPa
     assert collected(math.inf, os.getpid()) == ({}, {1: silent})
 
 
-def test_a_process_that_writes_its_stack_late_is_waited_for() -> None:
+def test_a_process_that_writes_its_stack_late_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_WRITING_SECONDS", 60.0)
     writer = StackWriter()
     assert writer.descriptor is not None
     signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])  # in the child from its first moment

@@ -141,10 +141,10 @@ def train(run_dir: str, plans: dict[str, Sequence[str]]) -> list[tuple[str, str,
     return found
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_ranks_that_would_decide_differently_refuse_it(pool: WorkerPool, tmp_path: Path) -> None:
-    (one,) = pool.run(1, train, str(tmp_path / "1"), ALONE)
-    first, second = pool.run(2, train, str(tmp_path / "2"), PLANS, timeout_seconds=100)
+    (one,) = pool.run(1, train, str(tmp_path / "1"), ALONE, timeout_seconds=100)
+    first, second = pool.run(2, train, str(tmp_path / "2"), PLANS, timeout_seconds=200)
     assert first == second, "on all ranks"
     losses = {(plan, name): found for plan, name, found in one}
     assert isinstance(losses["replicate=1", "branch"], float), "one process decides by all tokens"

@@ -57,7 +57,7 @@ DUMP_SECONDS = 2.0
 DEATH_SECONDS = 0.05
 # Seconds to wait for further errors after the first. The rank that fails first may report last,
 # because its hooks first save a checkpoint, or wait for other ranks.
-CAUSE_SECONDS = 0.5
+CAUSE_SECONDS = 5.0
 NURSERY = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from lockstep.testing.worker"
     " import nursery; "
