@@ -3,15 +3,18 @@ starts in 0.1 s."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -260,6 +263,9 @@ def test_where_all_that_failed_lost_a_peer_the_cause_is_waited_for(
 ) -> None:
     monkeypatch.setattr(worker_processes, "FAILURES_SECONDS", 0.0)
     monkeypatch.setattr(worker_processes, "PEER_FAILURES_SECONDS", 30.0)
+    stalls = itertools.count(0.0, 10.0)
+    clock = SimpleNamespace(monotonic=lambda: next(stalls), sleep=time.sleep)
+    monkeypatch.setattr(worker_processes, "time", clock)
     ending = run("""
         if rank == 0: raise ConnectionResetError("Connection reset by peer")
         record = os.environ["TORCHELASTIC_ERROR_FILE"].replace("rank-1.torch", "rank-0.failure")
