@@ -62,8 +62,8 @@ class Environment(RunOptions):
         world_size = _count(environ, "WORLD_SIZE", 1)
         local_rank = _count(environ, "LOCAL_RANK", rank)
         local_world_size = _count(environ, "LOCAL_WORLD_SIZE", world_size)
-        _below(environ, "RANK", rank, "WORLD_SIZE", world_size)
-        _below(environ, "LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
+        _below("RANK", rank, "WORLD_SIZE", world_size)
+        _below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
         if local_world_size > world_size:
             raise LaunchError(
                 f"LOCAL_WORLD_SIZE={local_world_size} with WORLD_SIZE={world_size}; a machine's"
@@ -128,7 +128,7 @@ def _count(environ: Mapping[str, str], name: str, default: int) -> int:
     return default if text is None else non_negative_int(text, name)
 
 
-def _below(environ: Mapping[str, str], name: str, value: int, limit_name: str, limit: int) -> None:
+def _below(name: str, value: int, limit_name: str, limit: int) -> None:
     if value >= limit:
         raise LaunchError(
             f"{name}={value} with {limit_name}={limit}; ranks count from 0 to {limit_name} - 1;"

@@ -45,7 +45,7 @@ def rows(evidence: Evidence) -> str | None:
             if wrong.any():
                 layer = _Layer.of(evidence, name)
                 return _misplaced(expected, actual, wrong, name, where) or _lost(
-                    layer, expected, actual, wrong, where
+                    layer, expected, wrong, where
                 )
     return None
 
@@ -97,7 +97,7 @@ def _misplaced(
     )
 
 
-def _lost(layer: _Layer, expected: LayerTrace, found: LayerTrace, wrong: Wrong, where: str) -> str:
+def _lost(layer: _Layer, expected: LayerTrace, wrong: Wrong, where: str) -> str:
     at = f"{where} the input of {layer.name!r} and its choices are right, and its output is wrong"
     for experts in layer.groups():
         chose = np.isin(expected.choices, experts).any(1)
