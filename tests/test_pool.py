@@ -441,7 +441,7 @@ def test_a_nursery_that_dies_is_replaced(capfd: pytest.CaptureFixture[str]) -> N
         assert pool.run(1, sum_of_ranks) == [0.0]
 
 
-def test_a_closed_pool_has_left_nothing(tmp_path: Path) -> None:
+def test_a_closed_pool_has_left_nothing() -> None:
     before = leaks.take()
     with WorkerPool(max_workers=2) as pool:
         pool.run(2, sum_of_ranks)

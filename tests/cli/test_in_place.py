@@ -238,9 +238,7 @@ def test_a_script_that_was_edited_meanwhile_is_not_mixed_in(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_session_before_the_training_makes_all_start_again(
-    tmp_path: Path, undisturbed: str
-) -> None:
+def test_a_session_before_the_training_makes_all_start_again(tmp_path: Path) -> None:
     ended = train(tmp_path / "folder", "replicate=2", 2, "measures", "1", "13")
     (restarted,) = Ended(ended.run.with_name("run-2"), "", "").events("restarted")
     assert (

@@ -398,7 +398,7 @@ def test_workers_run_from_a_thread_too(run: Starter) -> None:
 
 
 @pytest.mark.command
-def test_a_worker_that_cannot_be_started_stops_the_others(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_be_started_stops_the_others() -> None:
     started: list[subprocess.Popen[bytes]] = []
 
     def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -334,7 +334,7 @@ def test_where_the_replacement_does_not_come_to_its_training_the_run_goes_on(
 
 
 def test_one_error_of_a_replacement_is_one_recovery_more(
-    run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    run: Starter, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ending = run(
         script(

@@ -71,7 +71,7 @@ def test_the_others_go_on_until_a_process_that_takes_long_joins(
 
 
 def test_without_a_process_that_takes_long_and_fails_the_others_go_on(
-    run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    run: Starter, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ending = run(
         script(

@@ -173,7 +173,7 @@ def test_the_report_of_a_crash_in_native_code_ends_without_its_colon(tmp_path: P
     )
 
 
-def test_the_first_failure_is_kept_with_the_last_line_of_its_traceback(tmp_path: Path) -> None:
+def test_the_first_failure_is_kept_with_the_last_line_of_its_traceback() -> None:
     text = (
         'Traceback:\n  File "a.py", line 1, in <module>\n    f()\n  File "a.py", line 3, in f\n   '
         " raise ValueError(1)\nValueError: 1\n"

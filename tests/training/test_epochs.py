@@ -110,7 +110,7 @@ def test_each_loop_of_a_session_counts_its_own_epochs_on_any_number_of_ranks(
     assert rest == expected[-len(rest) :]
 
 
-def stream(tmp_path: Path, **changes: Any) -> ls.Recipe:
+def stream(**changes: Any) -> ls.Recipe:
     samples = list(rows(16))
     data = ls.Stream(lambda shard, epoch, start: iter(samples[start:]), shards=2)
     return recipe(data=data, global_batch=4, microbatch=2, steps=2, **changes)
@@ -118,18 +118,18 @@ def stream(tmp_path: Path, **changes: Any) -> ls.Recipe:
 
 def test_data_without_a_length_has_no_epochs(tmp_path: Path) -> None:
     hook = Epochs()
-    ls.train(stream(tmp_path), run_dir=str(tmp_path / "run"), hooks=[hook])
+    ls.train(stream(), run_dir=str(tmp_path / "run"), hooks=[hook])
     assert hook.before == [None, None]
     assert hook.ends == []
     with pytest.raises(
         CheckpointError, match=r"every='epoch'.*no epochs; give a number of\s+steps"
     ):
-        ls.train(stream(tmp_path), run_dir=str(tmp_path / "save"), saving=ls.Saving(every="epoch"))
+        ls.train(stream(), run_dir=str(tmp_path / "save"), saving=ls.Saving(every="epoch"))
     evaluation = ls.Evaluation(data=rows(4), every="epoch")
     with pytest.raises(RecipeError, match=r"every='epoch'.*no epochs; give a number of\s+steps"):
-        ls.train(stream(tmp_path, evaluation=evaluation), run_dir=str(tmp_path / "evaluate"))
+        ls.train(stream(evaluation=evaluation), run_dir=str(tmp_path / "evaluate"))
     ls.train(
-        stream(tmp_path, evaluation=ls.Evaluation(data=rows(4), every=2)),
+        stream(evaluation=ls.Evaluation(data=rows(4), every=2)),
         run_dir=str(tmp_path / "remedy"),
         saving=ls.Saving(every="10m"),
     )

@@ -127,7 +127,7 @@ def test_no_more_processes_run_at_once_than_there_are_slots(
         assert sum(size for start, stop, size in spans if start <= now < stop) <= 2
 
 
-def test_a_run_that_times_out_is_ended(runner: Callable[..., Runner], tmp_path: Path) -> None:
+def test_a_run_that_times_out_is_ended(runner: Callable[..., Runner]) -> None:
     progress: list[str] = []
     program = (
         "import os, sys, time; print(os.getpid(), flush=True); print('stuck', file=sys.stderr,"

@@ -112,7 +112,7 @@ def test_any_tensor_is_summarized_and_saved(tmp_path: Path, tensor: Tensor) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["one.safetensors"]
 
 
-def test_numbers_that_are_not_finite_are_infinitely_far(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_infinitely_far() -> None:
     line = json.dumps(summarize_tensor("w", torch.tensor([1.0, math.inf])))
     broken = TensorSummary.from_json(json.loads(line))
     assert math.isinf(distance(broken, summarized("w", torch.ones(2))))
