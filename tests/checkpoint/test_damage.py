@@ -193,7 +193,10 @@ def test_a_save_killed_at_every_twentieth_of_its_length(tmp_path: Path) -> None:
         assert there[-1].step == (step if ended.error is None else there[-1].step)
         for name in there[-2:]:
             assert loaded(folder, name, states[name.step]) == "same"
-        killed += there[-1].step != step
+        if there[-1].step == step:  # the machine is faster than it was
+            length *= twentieth / 20
+        else:
+            killed += 1
         folder.remove_uncommitted()
         assert hidden(tmp_path) == []
         for name in there[:-1]:
