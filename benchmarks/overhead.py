@@ -13,6 +13,10 @@ loader workers, and run in the same processes on the same process group. In the 
 `ls.train` trains the MLP with one more hook of the user, which counts steps. `wide` is an MLP
 1024-4096-1024, clipped.
 
+In these processes `ls.train` has made glibc keep freed memory, so the hand-written loops keep their
+memory too. In a process of its own, the loop of `wide` returns memory to the system in each step
+and faults it in again. `make peers` compares loops in processes of their own.
+
 The sides alternate within a run, so that other load on the machine affects all of them: one step of
 `ls.train` and then one of each loop with the GPT; 100 steps with the MLP, whose steps are so short
 that one at a time would measure cold caches. Rank 0 measures the wall time. (`bitwise` alternates
