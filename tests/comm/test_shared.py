@@ -228,13 +228,14 @@ def look_at_a_wait() -> tuple[list[CollectiveCall], list[CollectiveCall], list[C
             group.all_reduce(torch.ones(2))
             begun = group.start_all_gather(output, torch.ones(3))
             seen.append(active_calls())
-            looking = threading.Thread(
-                target=lambda: (
-                    time.sleep(0.3),
-                    seen.append(active_calls()),
-                    distributed.send(torch.ones(1), 1),
-                )
-            )
+
+            def look() -> None:
+                while not (found := active_calls()):
+                    time.sleep(0.01)
+                seen.append(found)
+                distributed.send(torch.ones(1), 1)
+
+            looking = threading.Thread(target=look)
             looking.start()
             begun.wait()
             looking.join()

@@ -369,8 +369,8 @@ def test_a_loss_after_the_training_has_ended_is_no_recovery_in_place(
             "train(7)\n"
             "rejoin.close(failed=False)\n"
             "if why := restarted('not_in_place'): Path(f'why-{rank}').write_text(why)\n"
-            "elif rank == 1: time.sleep(0.3); die()\n"
-            "else: time.sleep(60)",
+            "elif rank == 1: wait_until(lambda: Path('closed').exists()); die()\n"
+            "else: Path('closed').touch(); time.sleep(60)",
         ),
         max_restarts=1,
         recovery="in-place",

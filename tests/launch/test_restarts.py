@@ -80,7 +80,10 @@ def test_a_rank_that_lost_its_peer_is_not_the_reason(
     ending = run(
         f"""
         if not {FIRST}: sys.exit(0)
-        if rank == 0: raise ConnectionResetError("Connection reset by peer")
+        if rank == 0:
+            while not os.path.exists("rank-1"): pass
+            raise ConnectionResetError("Connection reset by peer")
+        open("rank-1", "w").close()
         time.sleep(0.5)
         raise ValueError("the cause")
         """,
@@ -165,7 +168,7 @@ def test_what_no_restart_mends_is_not_tried_again(
 def test_one_that_saves_when_another_fails_is_waited_for_before_all_start_again(
     run: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.2)
+    monkeypatch.setattr(worker_processes, "STOP_SECONDS", 1.5)
     ending = run(
         f"""
         from lockstep.launch.worker_files import defer_kill
@@ -175,7 +178,7 @@ def test_one_that_saves_when_another_fails_is_waited_for_before_all_start_again(
             os.kill(os.getpid(), signal.SIGKILL)
         def save(*_):
             with defer_kill():
-                time.sleep(0.6)
+                time.sleep(2)
                 open("saved", "w").close()
             sys.exit(143)
         signal.signal(signal.SIGTERM, save)
