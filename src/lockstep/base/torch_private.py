@@ -759,7 +759,7 @@ def divisor(node: Any) -> float | None:
     )
 
 
-_MEAN = 1  # torch's number for reduction="mean"
+MEAN_REDUCTION = 1  # torch's number for reduction="mean"
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 
 
@@ -770,7 +770,7 @@ def labels_averaged_by(node: Any) -> tuple[Tensor, int, Tensor] | None:
     Returns None for other nodes, and if the ignored label is not negative, or a `pack` hook has
     replaced the labels: to read them, activation checkpointing would compute the loss again.
     """
-    if node.name() not in _CROSS_ENTROPIES or node._saved_reduction != _MEAN:
+    if node.name() not in _CROSS_ENTROPIES or node._saved_reduction != MEAN_REDUCTION:
         return None
     # autograd returns a negative integer as an unsigned one
     ignored = node._saved_ignore_index - 2**64

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.base.torch_private import MEAN_REDUCTION
 from lockstep.comm.torch_collectives import CollectivesRefused
 from lockstep.training.loss import is_even_over_samples
 
 _OPERATIONS = ("nll_loss_forward", "nll_loss2d_forward")
 """Operations of cross entropy, for labels with 1 and with 3 dims."""
-_MEAN = 1  # torch's number for reduction="mean"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LabelMeans(CollectivesRefused):  # type: ignore[no-untyped-call]
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.overloadpacket.__name__ in _OPERATIONS:
             _, labels, weights, reduction, ignored = args
-            if reduction == _MEAN and labels.numel():
+            if reduction == MEAN_REDUCTION and labels.numel():
                 self._note(labels, weights, ignored, float(result[1]))
         return result
 
