@@ -48,6 +48,7 @@ PYTHONS = {
         "_config",
         "_on_queue_feeder_error",
         "_exit_function",
+        "_finalizer",
     ),
     *("_run_exitfuncs", "_TextIOBase", "_BufferedIOBase", "_resource_tracker"),
 }

@@ -27,7 +27,7 @@ from lockstep.base.loop_flow import (
     flow_of_methods,
     steps_of,
 )
-from lockstep.base.torch_private import tree_leaves, version
+from lockstep.base.torch_private import own_buffers, tree_leaves, version
 from lockstep.comm.mesh import to_local
 from lockstep.hooks.loop_variables import Helpers, frame_of_script, local_variables, loop_of
 from lockstep.hooks.loss_check import report_state
@@ -218,7 +218,7 @@ def _value_of(variables: Mapping[str, Any], path: str, saved: Set[int]) -> Any:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    return attributes(value) | (value._buffers if isinstance(value, nn.Module) else {})
+    return attributes(value) | (own_buffers(value) if isinstance(value, nn.Module) else {})
 
 
 def _trained(value: Any) -> list[Tensor]:
