@@ -65,8 +65,8 @@ def test_a_killed_audit_takes_the_launcher_and_the_ranks_with_it_and_not_what_ra
         ]
         try:
             audit.kill()
-            _, alive = psutil.wait_procs(processes[1:3], timeout=10)
+            _, alive = psutil.wait_procs(processes[1:3], timeout=60)
             assert not alive
-            assert processes[3].status() == psutil.STATUS_SLEEPING
+            assert processes[3].status() != psutil.STATUS_ZOMBIE
         finally:
             os.kill(processes[3].pid, signal.SIGKILL)

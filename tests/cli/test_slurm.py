@@ -18,7 +18,7 @@ import run_files
 from cluster import asked, cluster
 from processes import LOCKSTEP, ran
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(240)
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 ELASTIC, RANKS = str(SCRIPTS / "elastic.py"), str(SCRIPTS / "ranks.py")
@@ -73,9 +73,7 @@ def submitted(folder: Path, *line: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
+    while not condition():  # the test's own time limit ends it
         time.sleep(0.1)
 
 
@@ -153,7 +151,7 @@ def test_a_job_that_makes_room_for_another_is_requeued_and_goes_on_to_the_same_m
             cwd=tmp_path,
             check=True,
         )
-        _, told = job.communicate(timeout=100)
+        _, told = job.communicate(timeout=200)
         assert job.returncode == 0, told
     states = [line for line in told.splitlines() if "pending (None)" not in line]
     assert re.fullmatch(rf"lockstep: job {number} runs on n\[\d[-,]\d\]", states[0])
@@ -227,7 +225,7 @@ def test_a_job_on_a_node_that_is_drained_goes_on_on_another(
             drained_at = steps(tmp_path)
             wait_for(lambda: steps(tmp_path) >= drained_at + 2)  # it does not mind
             subprocess.run(["scancel", "--signal=USR1", number], check=True)
-            _, told = job.communicate(timeout=100)
+            _, told = job.communicate(timeout=200)
         finally:
             subprocess.run(["scontrol", "update", "nodename=n1", "state=resume"], check=True)
         assert job.returncode == 0, told
@@ -242,7 +240,7 @@ def test_a_job_that_fails_ends_with_its_status_and_is_not_requeued(
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n")
     with submitted(tmp_path, str(script)) as job:
-        _, told = job.communicate(timeout=60)
+        _, told = job.communicate(timeout=200)
     assert job.returncode == 3
     assert re.search(r"has ended: FAILED, exit status 3$", told)
     assert "restart" not in told

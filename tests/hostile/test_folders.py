@@ -266,7 +266,7 @@ def test_a_database_that_is_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(60)
     assert [type(each) for each in failures] == [LaunchError]
 
 
