@@ -478,6 +478,32 @@ def test_a_method_that_gets_the_step_passes_it_on() -> None:
         ("one(m); step.backward(m.x)", "def one(m):\n    m = m.first\n    m.reset()", ["m"]),
         ("step.backward(one(m, x))", "def one(m, x):\n    m.append(x)\n    return x", []),
         ("loss, m.x = one(m, x); step.backward(loss)", "def one(m, x): return x, 0.9 * m.x", []),
+        (
+            "d = one(m, x); step.backward(d['x'])",
+            "def one(m, x): m.n += 1; return {'x': x, 'n': m.n}",
+            [],
+        ),
+        (
+            "d = one(m, x); step.backward(d['x'])",
+            "def one(m, x):\n    m.n += 1; d = {'x': x}\n    d['n'] = m.n\n    return d",
+            [],
+        ),
+        (
+            "d = one(m, x); step.backward(d['n'])",
+            "def one(m, x):\n    m.n += 1; d = {'x': x}\n    d['n'] = m.n\n    return d",
+            ["m.n"],
+        ),
+        (
+            "d = one(m, x); step.backward(sum(d))",
+            "def one(m, x): m.n += 1; return {'x': x, 'n': m.n}",
+            ["m.n"],
+        ),
+        (
+            "d = one(m, x); step.backward(d['x'])",
+            "def one(m, x):\n    m.n += 1; d = {'x': x}\n    d[x] = m.n\n    return d",
+            ["m.n"],
+        ),
+        ("m, n = n, m + 1; step.backward(m)", "def one(): pass", ["n"]),
         ("m = one(x); step.backward(m)", "def one(x): return m(x)", []),
         ("m['x'] = x; step.backward(one(m['x']))", "def one(x): return x", []),
     ],

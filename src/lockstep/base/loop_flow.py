@@ -199,7 +199,13 @@ def _methods_in(source: str) -> Iterator[tuple[str, _Flow]]:
             flow = _Flow(_bound_by(each) - {own}, own)
             flow.run(each.body)
             flow.returns |= flow.used
-            for paths in (flow.returns, flow.kept, flow.filled, *flow.items.values()):
+            for paths in (
+                flow.returns,
+                flow.containers,
+                flow.kept,
+                flow.filled,
+                *flow.items.values(),
+            ):
                 attributes = {one.removeprefix(f"{own}.") for one in paths}
                 paths.clear()
                 paths |= attributes
@@ -232,9 +238,11 @@ class _Flow:
         self._variables = variables
         self.used: set[str] = set()
         self.returns: set[str] = set()
-        self.items = defaultdict[int, set[str]](set)
-        """For each item of the tuples that a function returns, the variables used to compute
-        it."""
+        self.items = defaultdict[str, set[str]](set)
+        """For each item of the tuples and dicts that a function returns, such as `[0]` or
+        `['loss']`, the variables used to compute it."""
+        self.containers: set[str] = set()
+        """The variables used to compute these tuples and dicts."""
         self.read: set[str] = set()
         self.changed: set[str] = set()
         self.assigned: set[str] = set()
@@ -251,8 +259,8 @@ class _Flow:
 
     def returned(self, item: str) -> set[str]:
         """Return the variables that affect what a function returns, or the `[0]` of it."""
-        parts = [each for place, each in self.items.items() if item in ("", f"[{place}]")]
-        return self.returns.union(*parts)
+        part = self.items.get(item, set()) if item else self.containers
+        return self.returns | part
 
     def _statement(self, each: ast.stmt) -> None:
         if isinstance(each, _FUNCTION):
@@ -305,23 +313,38 @@ class _Flow:
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         called = path_of(value.func) if isinstance(value, ast.Call) else None
-        call, origins = self._call_of_helper(value), self._of(value)
-        is_taken_apart = isinstance(target, ast.Tuple) and not any(
-            isinstance(each, ast.Starred) for each in target.elts
-        )
-        if not isinstance(target, ast.Tuple) or not is_taken_apart:
-            self._set(target, origins)
-            if isinstance(value, ast.Constant) and value.value is True:
-                self.origins[f"{path_of(target)} {_IS_TRUE}"] = _NONE
+        origins, items = self._of(value), self._items_of(value)
+        if isinstance(target, ast.Tuple) and not _has_starred(target):
+            for place, each in enumerate(target.elts):
+                item = f"[{place}]"
+                if called in origins:
+                    self._set(each, origins - {called} | {f"{called}.{item}"})
+                else:
+                    self._set(each, items.get(item, origins))
             return
-        for place, each in enumerate(target.elts):
-            item = f"[{place}]"
-            if call is not None:
-                self._set(each, _NONE.union(*map(self._value, self._returned(call, item))))
-            elif called in origins:
-                self._set(each, origins - {called} | {f"{called}.{item}"})
-            else:
-                self._set(each, origins)
+        self._set(target, origins)
+        if (path := path_of(target)) is not None and path_of(value) is None:
+            self.origins |= {f"{path}{item}": each | self._decides for item, each in items.items()}
+            if isinstance(value, ast.Constant) and value.value is True:
+                self.origins[f"{path} {_IS_TRUE}"] = _NONE
+
+    def _items_of(self, node: ast.expr) -> Origins:
+        """Return the origins of the items of a tuple or dict, as far as they are known."""
+        if isinstance(node, ast.Tuple):
+            elements = {} if _has_starred(node) else dict(enumerate(node.elts))
+            return {f"[{place}]": self._of(each) for place, each in elements.items()}
+        if isinstance(node, ast.Dict):
+            pairs = zip(node.keys, node.values, strict=True)
+            constants = {
+                each.value: value for each, value in pairs if isinstance(each, ast.Constant)
+            }
+            return {f"[{name!r}]": self._of(each) for name, each in constants.items()}
+        if (call := self._call_of_helper(node)) is not None:
+            found = {item: self._returned(call, item) for item in self._inside(call)[0].items}
+            return {item: _NONE.union(*map(self._value, paths)) for item, paths in found.items()}
+        start = f"{path_of(node)}["
+        known = {name: each for name, each in self.origins.items() if name.startswith(start)}
+        return {f"[{name.removeprefix(start)}": each for name, each in known.items()}
 
     def _called(self, call: ast.Call) -> None:
         called = call.func
@@ -428,11 +451,11 @@ class _Flow:
             if (call := self._call_of_helper(each)) is not None:
                 self._follow(call)
             if isinstance(each, ast.Return | ast.Yield | ast.YieldFrom):
-                if isinstance(each.value, ast.Tuple):
-                    for place, item in enumerate(each.value.elts):
-                        self.items[place] |= self._of(item) | self._decides
-                else:
-                    self.returns |= self._of(each) | self._decides
+                items = {} if each.value is None else self._items_of(each.value)
+                for item, origins in items.items():
+                    self.items[item] |= origins | self._decides
+                whole = self.containers if items else self.returns
+                whole |= self._of(each) | self._decides
             elif self._is_sink(each):
                 self.used |= self._of(each) | self._decides
 
@@ -558,6 +581,10 @@ def _prefixes(path: str) -> list[str]:
 def _names_passed(call: ast.Call) -> set[str]:
     values = [*call.args, *(each.value for each in call.keywords)]
     return {each.id for each in values if isinstance(each, ast.Name)}
+
+
+def _has_starred(node: ast.Tuple) -> bool:
+    return any(isinstance(each, ast.Starred) for each in node.elts)
 
 
 def _own_names(function: ast.FunctionDef) -> set[str]:
