@@ -9,7 +9,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -44,6 +44,10 @@ class Helper:
     """Maps the path of a helper in the function, such as `self.train_step`, to the helper."""
     flows: dict[frozenset[str], _Flow] = field(default_factory=dict)
     """For each set of parameters that hold a step: the function's flow."""
+
+    @cached_property
+    def own_names(self) -> set[str]:
+        return _own_names(self.code)
 
 
 class LoopFlow(NamedTuple):
@@ -473,9 +477,10 @@ class _Flow:
         helper = self._helpers[str(path_of(call.func))]
         steps = frozenset(steps_passed(call, helper, self._given))
         if steps not in helper.flows:
-            own = _own_names(helper.code)
             # the flow of a function that calls itself is unfinished where it is asked for here
-            helper.flows[steps] = flow = _Flow(steps, helpers=helper.helpers, variables=own)
+            helper.flows[steps] = flow = _Flow(
+                steps, helpers=helper.helpers, variables=helper.own_names
+            )
             flow.run(helper.code.body)
         return helper.flows[steps], helper, passed_to(call, helper)
 
@@ -498,7 +503,7 @@ class _Flow:
             value = path_of(values[name])
             for each in self._paths(values[name], items) if value is None else [value]:
                 yield f"{each}{dot}{attribute}"
-        elif name not in _own_names(helper.code):
+        elif name not in helper.own_names:
             if name in helper.closed_over or (
                 helper.module is None and name not in self._variables
             ):
@@ -510,23 +515,28 @@ class _Flow:
         """Follow the values that a helper gives to the loss, and those that it changes."""
         flow, helper, values = self._inside(call)
 
-        def origins_of(paths: Iterable[str]) -> frozenset[str]:
-            here = (
-                one for path in paths for one in self._as_here(path, helper, values, self.origins)
-            )
+        @cache
+        def origins_of(path: str) -> frozenset[str]:
+            here = self._as_here(path, helper, values, self.origins)
             return _NONE.union(*map(self._value, here))
 
-        self.used |= origins_of(flow.used) | (self._decides if flow.used else _NONE)
-        changed = {path: origins_of(flow.origins.get(path, ())) for path in flow.changed}
-        for path, origins in changed.items():
+        self.used |= _NONE.union(*map(origins_of, flow.used))
+        self.used |= self._decides if flow.used else _NONE
+        changed = {path: [*self._as_here(path, helper, values)] for path in flow.changed}
+        origins = {
+            path: _NONE.union(*map(origins_of, flow.origins.get(path, ())))
+            for path, here in changed.items()
+            if here
+        }
+        for path, each in origins.items():
             name = path.partition(".")[0]
             # a parameter that the helper assigns is another variable than the caller's
             is_same = name not in values or path_of(values[name]) is not None
-            for each in self._as_here(path, helper, values):
+            for one in changed[path]:
                 if is_same and not (path in values and path in flow.assigned):
-                    self._set_path(each, origins)
+                    self._set_path(one, each)
                 else:
-                    self._put(each, origins)
+                    self._put(one, each)
 
     def _is_sink(self, node: ast.AST) -> bool:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
