@@ -459,7 +459,12 @@ class _Flow:
                 for item, origins in items.items():
                     self.items[item] |= origins | self._decides
                 whole = self.containers if items else self.returns
-                whole |= self._of(each) | self._decides
+                found = self._of(each) | self._decides
+                if self._own is None and _makes_object(each.value):
+                    # any of its attributes may be the loss, others are for a log
+                    kept = (path for path in found if self.changed.isdisjoint(_prefixes(path)))
+                    found = frozenset(kept)
+                whole |= found
             elif self._is_sink(each):
                 self.used |= self._of(each) | self._decides
 
@@ -591,6 +596,12 @@ def _prefixes(path: str) -> list[str]:
 def _names_passed(call: ast.Call) -> set[str]:
     values = [*call.args, *(each.value for each in call.keywords)]
     return {each.id for each in values if isinstance(each, ast.Name)}
+
+
+def _makes_object(node: ast.AST | None) -> bool:
+    """True for a call such as `Output(loss, running)`."""
+    called = node.func if isinstance(node, ast.Call) else None
+    return isinstance(called, ast.Name) and called.id[0].isupper()
 
 
 def _has_starred(node: ast.Tuple) -> bool:
