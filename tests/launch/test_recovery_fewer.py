@@ -77,12 +77,16 @@ def test_without_a_process_that_takes_long_and_fails_the_others_go_on(
         script(
             """
             if restarted("in_place"):
+                wait_until(Path("fails").exists)
                 return time.sleep(1.5)
             wait_until(lambda: times(0) and times(1))
             if rank == 1: die()
             lose_a_peer()
             """,
-            "if rejoin.is_rejoining: raise ImportError('no module')\ntrain(7, sizes=[1, 2])",
+            "if rejoin.is_rejoining:\n"
+            "    Path('fails').touch()\n"
+            "    raise ImportError('no module')\n"
+            "train(7, sizes=[1, 2])",
         ),
         max_restarts=1,
         recovery="in-place",
