@@ -156,6 +156,17 @@ def test_other_variables_are_not(name: str) -> None:
     assert flow_of_loop(loop(NOT_CARRIED[name])).carried == []
 
 
+def test_a_match_with_a_wildcard_sets_a_variable_on_every_path() -> None:
+    cases = "match step.index:\n    case 1: w = 1\n    case {}: w = 2\nstep.backward(loss(w))"
+    assert flow_of_loop(loop(cases.format("_"))).carried == []
+    assert flow_of_loop(loop(cases.format("2"))).carried == ["w"]
+    assert flow_of_loop(loop(cases.format("_ if x"))).carried == ["w"]
+
+
+def test_a_function_of_the_script_may_be_named_as_a_builtin() -> None:
+    assert flow_of_loop(loop("setattr(step, 'a')\nstep.backward(loss)")).carried == []
+
+
 def test_the_target_may_be_a_tuple() -> None:
     found = loop(
         "step.backward(loss(number, scale))\nscale *= 2",
@@ -509,6 +520,7 @@ def test_a_method_that_gets_the_step_passes_it_on() -> None:
         ("m, n = n, m + 1; step.backward(m)", "def one(): pass", ["n"]),
         ("m = one(x); step.backward(m)", "def one(x): return m(x)", []),
         ("m['x'] = x; step.backward(one(m['x']))", "def one(x): return x", []),
+        (f"step.backward({'one(' * 30}m{')' * 30})", "def one(x): return x + x.n", []),
     ],
 )
 def test_a_function_of_the_script(body: str, helper: str, expected: list[str]) -> None:

@@ -3,6 +3,8 @@ one."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib.util
 import sys
 from collections import OrderedDict
@@ -18,6 +20,7 @@ from training.subjects import each_of, rows, sgd
 import lockstep as ls
 from lockstep.base.loop_flow import flow_of_methods
 from lockstep.hooks.carried_variables import code_of
+from lockstep.hooks.loop_variables import Helpers
 from lockstep.testing.pool import WorkerPool
 
 
@@ -588,3 +591,32 @@ def test_a_class_whose_file_is_being_edited_has_no_code(
     assert flow_of_methods(code_of(module.Pool), {"add"}).kept == {"n": False}
     file.write_text("class Pool(:\n    def add(self\n")
     assert flow_of_methods(code_of(module.Pool), {"add"}).kept == {}
+
+
+class Slots:
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def put(self, value: float) -> float:
+        return value
+
+
+def wrapped(value: float) -> float:
+    return value
+
+
+def of_a_lost_module(value: float) -> float:
+    return value
+
+
+def test_looking_for_helpers_runs_no_code_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    around = functools.wraps(wrapped)(lambda value: value)
+    vars(wrapped)["__wrapped__"] = around
+    monkeypatch.setattr(of_a_lost_module, "__module__", "lost")
+    monkeypatch.setitem(sys.modules, "lost", None)
+    variables = {"slots": Slots(), "around": around, "of_a_lost_module": of_a_lost_module}
+    body = ast.parse("slots.put(step), around(step), of_a_lost_module(step)")
+    found = Helpers(sys._getframe()).used_by(body, {"step"}, variables)
+    assert [(path, each.is_method) for path, each in found.items()] == [("slots.put", True)]

@@ -282,7 +282,10 @@ class _Flow:
         elif isinstance(each, ast.If):
             self._branches(each.test, [each.body, each.orelse])
         elif isinstance(each, ast.Match):
-            self._branches(each.subject, [[], *(case.body for case in each.cases)])
+            last = each.cases[-1]
+            is_complete = last.guard is None and getattr(last.pattern, "pattern", last) is None
+            bodies = [case.body for case in each.cases]
+            self._branches(each.subject, bodies if is_complete else [[], *bodies])
         elif isinstance(each, ast.With):
             for item in each.items:
                 self._look_for_sinks(item.context_expr)
@@ -355,7 +358,7 @@ class _Flow:
         owner = path_of(called.value) if isinstance(called, ast.Attribute) else None
         if self._call_of_helper(call) is not None:
             self._of(call)
-        elif (name := _attribute_named(call, "setattr")) is not None:
+        elif len(call.args) == 3 and (name := _attribute_named(call, "setattr")) is not None:
             self._set(name, self._of(call.args[2]))
         elif owner is not None and isinstance(called, ast.Attribute) and called.attr in _FILLS:
             self._set_path(owner, _NONE.union(*map(self._of, call.args)))
@@ -492,21 +495,27 @@ class _Flow:
     def _returned(self, call: ast.Call, item: str = "") -> Iterator[str]:
         """Yield the paths that affect what a call of a helper returns, or the `[0]` of it."""
         flow, helper, values = self._inside(call)
+        passed = self._paths_passed(values, self.origins)
         for path in flow.returned(item):
-            yield from self._as_here(path, helper, values, self.origins)
+            yield from self._as_here(path, helper, passed)
+
+    def _paths_passed(
+        self, values: Mapping[str, ast.expr], items: Container[str] = ()
+    ) -> dict[str, Iterable[str]]:
+        paths = {name: path_of(each) for name, each in values.items()}
+        return {
+            name: dict.fromkeys(self._paths(values[name], items)) if path is None else [path]
+            for name, path in paths.items()
+        }
 
     def _as_here(
-        self,
-        path: str,
-        helper: Helper,
-        values: Mapping[str, ast.expr],
-        items: Container[str] = (),
+        self, path: str, helper: Helper, passed: Mapping[str, Iterable[str]]
     ) -> Iterator[str]:
-        """Yield the paths that a helper's path has where it is called."""
+        """Yield the paths that a helper's path has where it is called. `passed` maps its parameters
+        to the paths of their values."""
         name, dot, attribute = path.partition(".")
-        if name in values:
-            value = path_of(values[name])
-            for each in self._paths(values[name], items) if value is None else [value]:
+        if name in passed:
+            for each in passed[name]:
                 yield f"{each}{dot}{attribute}"
         elif name not in helper.own_names:
             if name in helper.closed_over or (
@@ -520,14 +529,17 @@ class _Flow:
         """Follow the values that a helper gives to the loss, and those that it changes."""
         flow, helper, values = self._inside(call)
 
+        passed = self._paths_passed(values, self.origins)
+
         @cache
         def origins_of(path: str) -> frozenset[str]:
-            here = self._as_here(path, helper, values, self.origins)
+            here = self._as_here(path, helper, passed)
             return _NONE.union(*map(self._value, here))
 
         self.used |= _NONE.union(*map(origins_of, flow.used))
         self.used |= self._decides if flow.used else _NONE
-        changed = {path: [*self._as_here(path, helper, values)] for path in flow.changed}
+        targets = self._paths_passed(values) if flow.changed else {}
+        changed = {path: [*self._as_here(path, helper, targets)] for path in flow.changed}
         origins = {
             path: _NONE.union(*map(origins_of, flow.origins.get(path, ())))
             for path, here in changed.items()
@@ -591,11 +603,6 @@ class _Flow:
 def _prefixes(path: str) -> list[str]:
     parts = path.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-
-
-def _names_passed(call: ast.Call) -> set[str]:
-    values = [*call.args, *(each.value for each in call.keywords)]
-    return {each.id for each in values if isinstance(each, ast.Name)}
 
 
 def _makes_object(node: ast.AST | None) -> bool:

@@ -88,6 +88,7 @@ class Helpers:
         self.local_names = {*code.co_varnames, *self._cells}
         """The variables of the loop's function, which hide those of its module."""
         self._found: dict[Any, Helper] = {}
+        self._codes: dict[FunctionType, ast.FunctionDef | None] = {}
         self.modules: dict[str, ModuleType] = {}
         """The modules of functions from other files, by the last part of their names."""
 
@@ -106,8 +107,11 @@ class Helpers:
             if path is None or path in helpers or path.partition(".")[0] in inner:
                 continue
             function, is_method = _function_at(path, variables)
-            code = None if function is None or level == _MOST_LEVELS else _code_of(function)
-            if function is None or code is None:
+            if function is None or level == _MOST_LEVELS:
+                continue
+            if function not in self._codes:
+                self._codes[function] = _code_of(function)
+            if (code := self._codes[function]) is None:
                 continue
             own = steps_passed(call, Helper(code, is_method), steps)
             free = {*function.__code__.co_freevars}
@@ -134,10 +138,10 @@ class Helpers:
 
 
 def _code_of(function: FunctionType) -> ast.FunctionDef | None:
-    if not is_users(function.__module__):
+    if sys.modules.get(function.__module__) is None or not is_users(function.__module__):
         return None
     # the source file is missing, or was edited since the function was defined
-    with suppress(OSError, TypeError, SyntaxError, tokenize.TokenError):
+    with suppress(OSError, TypeError, ValueError, SyntaxError, tokenize.TokenError):
         code = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
         return code if isinstance(code, ast.FunctionDef) else None
     return None
@@ -161,13 +165,14 @@ def _function_at(path: str, variables: Mapping[str, Any]) -> tuple[FunctionType 
         is_method = isinstance(value, classmethod) or (
             not isinstance(value, staticmethod)
             and not isinstance(holder, type | ModuleType)
-            and name not in getattr(holder, "__dict__", {})
+            and inspect.getattr_static(type(holder), name, None) is value
         )
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     elif not isinstance(value, FunctionType | type):
         value, is_method = inspect.getattr_static(type(value), "__call__", None), True
-    value = inspect.unwrap(value) if isinstance(value, FunctionType) else None
+    for _ in range(_MOST_LEVELS):  # `inspect.unwrap` calls a `__getattr__` of the script
+        value = vars(value).get("__wrapped__", value) if isinstance(value, FunctionType) else None
     return (value, is_method) if isinstance(value, FunctionType) else (None, False)
 
 
