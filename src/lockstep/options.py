@@ -523,10 +523,15 @@ def non_negative_int(text: str, name: str) -> int:
 
 
 def check_run_dir(run_dir: str | None, name: str) -> None:
-    """Refuse an empty path, which would mean the working directory. `name` is the option or keyword
-    with the path."""
+    """Refuse a URL, and an empty path, which would mean the working directory. `name` is the option
+    or keyword with the path."""
     if run_dir == "":
         raise RunDirectoryError(
             f"{name} is empty; it names the folder that the run writes to (is a shell variable"
             f" unset?); give a path, or leave {name} out"
+        )
+    if run_dir is not None and "://" in run_dir:
+        raise RunDirectoryError(
+            f"{name} is {run_dir!r}, a URL; a run directory is a folder of this machine; give a"
+            f" path, and ls.Saving(folder=URL) for checkpoints at a URL"
         )

@@ -521,6 +521,7 @@ def test_a_method_that_gets_the_step_passes_it_on() -> None:
         ("m = one(x); step.backward(m)", "def one(x): return m(x)", []),
         ("m['x'] = x; step.backward(one(m['x']))", "def one(x): return x", []),
         (f"step.backward({'one(' * 30}m{')' * 30})", "def one(x): return x + x.n", []),
+        (f"step.backward({'one(' * 30}m{')' * 30})", "def one(x): return x.n + x.m + x", []),
     ],
 )
 def test_a_function_of_the_script(body: str, helper: str, expected: list[str]) -> None:

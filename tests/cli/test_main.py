@@ -280,6 +280,14 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
             ),
         ),
         (
+            ["run", "--run-dir", "s3://bucket/run", "train.py"],
+            (
+                "RunDirectoryError: --run-dir is 's3://bucket/run', a URL; a run directory is a"
+                " folder of this machine; give a path, and ls.Saving(folder=URL) for checkpoints at"
+                " a URL"
+            ),
+        ),
+        (
             ["slurm", "--time", "10", "--run", "--nix", "train.py"],
             "UsageError: No such option '--nix'; see lockstep run --help",
         ),

@@ -262,6 +262,10 @@ def test_two_searches_of_one_folder_share_the_trials(
             "LaunchError: --storage 's.db'; it must be the URL of a database: sqlite:///search.db, ",
         ),
         (
+            ["--trials", 2, "--run-dir", "s3://b/x"],
+            "RunDirectoryError: --run-dir is 's3://b/x', a URL; a run directory is a folder of ",
+        ),
+        (
             ["--sampler", "tpe"],
             (
                 "LaunchError: a search by tpe without --trials; only a grid ends by itself; give "

@@ -465,9 +465,12 @@ def test_objects_instead_of_functions_that_make_them_are_refused(tmp_path: Path)
             assert f": {remedy}" in str(caught.value)
 
 
-def test_an_empty_run_dir_is_refused() -> None:
-    with pytest.raises(RunDirectoryError, match="run_dir is empty"):
-        ls.Session(run_dir="")
+@pytest.mark.parametrize(
+    ("run_dir", "text"), [("", "run_dir is empty"), ("gs://bucket/run", "a URL")]
+)
+def test_a_run_dir_that_is_no_path_is_refused(run_dir: str, text: str) -> None:
+    with pytest.raises(RunDirectoryError, match=text):
+        ls.Session(run_dir=run_dir)
 
 
 def test_an_event_says_how_many_steps_were_done(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ _CONSTANT = re.compile(r"\[('[^']*'|\d+)\]")
 _IS_TRUE = "[is True]"
 """Follows a variable that a statement has set to True, in a name among the origins. Is forgotten as
 an item of the variable, such as `buffer[:n]`."""
+_MOST_PARTS = 5
+"""Paths through helpers are cut after this many names: `g(g(g(x)))` has 2 ** 3 paths if `g` reads
+`x.a` and `x.b`."""
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 # variable -> the variables whose values at the beginning of the step may have been used to compute
@@ -516,7 +519,7 @@ class _Flow:
         name, dot, attribute = path.partition(".")
         if name in passed:
             for each in passed[name]:
-                yield f"{each}{dot}{attribute}"
+                yield ".".join(f"{each}{dot}{attribute}".split(".")[:_MOST_PARTS])
         elif name not in helper.own_names:
             if name in helper.closed_over or (
                 helper.module is None and name not in self._variables

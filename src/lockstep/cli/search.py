@@ -31,6 +31,7 @@ from lockstep.cli.arguments import (
 )
 from lockstep.launch.environment import count_processes
 from lockstep.launch.termination import PREEMPTED_STATUS
+from lockstep.options import check_run_dir
 from lockstep.plan import Plan
 from lockstep.scripts.line import ScriptLine
 from lockstep.search.request import (
@@ -168,6 +169,7 @@ def command(
 def run_search(line: ScriptLine, given: dict[str, Any], **fields: Any) -> int:
     refuse_on_windows("lockstep search")
     check_storage(given["storage"])
+    check_run_dir(given["run_dir"], "--run-dir")
     if given["slurm"] is not None:
         return _send_to_slurm(given["slurm"], given["parallel"], line)
     timeout = given["timeout"]
