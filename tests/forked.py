@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -205,6 +206,7 @@ def _fork(
     own = _own_modules()
     pipes = _pipes()
     _end_threads_of_openmp()
+    parent = os.getpid()
     number = os.fork()
     if number == 0:
         try:
@@ -229,6 +231,7 @@ def _fork(
                 }
             )
             _default_signals()
+            _wait_until_asleep(parent)
             if preexec_fn is not None:
                 preexec_fn()
             enter()
@@ -238,6 +241,20 @@ def _fork(
     process.pid = number
     process._child_created = True
     process._close_pipe_fds(*given)
+
+
+def _wait_until_asleep(parent: int) -> None:
+    """Wait until the parent's main thread sleeps, at most a second. A launcher starts its workers
+    one after another, and has a thread that serves a store. If the first worker connected while
+    the next one is forked, that thread could hold a lock of the C library, such as that of name
+    lookups, and the fork would wait for the lock without end."""
+    stat = Path(f"/proc/{parent}/task/{parent}/stat")
+    asleep, deadline = 0, time.monotonic() + 1.0
+    with suppress(OSError):  # the parent has ended
+        while asleep < 2 and time.monotonic() < deadline:
+            state = stat.read_text().rpartition(")")[2].split()[0]
+            asleep = asleep + 1 if state == "S" else 0
+            time.sleep(0.002)
 
 
 def _is_writer(args: Any) -> bool:
