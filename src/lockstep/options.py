@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any, Literal, cast, get_args
@@ -522,7 +523,7 @@ def non_negative_int(text: str, name: str) -> int:
     return value
 
 
-def check_run_dir(run_dir: str | None, name: str) -> None:
+def check_run_dir(run_dir: str | os.PathLike[str] | None, name: str) -> None:
     """Refuse a URL, and an empty path, which would mean the working directory. `name` is the option
     or keyword with the path."""
     if run_dir == "":
@@ -530,8 +531,9 @@ def check_run_dir(run_dir: str | None, name: str) -> None:
             f"{name} is empty; it names the folder that the run writes to (is a shell variable"
             f" unset?); give a path, or leave {name} out"
         )
-    if run_dir is not None and "://" in run_dir:
+    # a `Path` has one slash of the two
+    if run_dir is not None and re.match(r"[A-Za-z][\w+.-]+:/", os.fspath(run_dir)):
         raise RunDirectoryError(
-            f"{name} is {run_dir!r}, a URL; a run directory is a folder of this machine; give a"
+            f"{name} is '{run_dir}', a URL; a run directory is a folder of this machine; give a"
             f" path, and ls.Saving(folder=URL) for checkpoints at a URL"
         )

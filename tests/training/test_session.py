@@ -466,9 +466,10 @@ def test_objects_instead_of_functions_that_make_them_are_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("run_dir", "text"), [("", "run_dir is empty"), ("gs://bucket/run", "a URL")]
+    ("run_dir", "text"),
+    [("", "run_dir is empty"), ("gs://bucket/run", "a URL"), (Path("s3://bucket/run"), "a URL")],
 )
-def test_a_run_dir_that_is_no_path_is_refused(run_dir: str, text: str) -> None:
+def test_a_run_dir_that_is_no_path_is_refused(run_dir: Any, text: str) -> None:
     with pytest.raises(RunDirectoryError, match=text):
         ls.Session(run_dir=run_dir)
 
