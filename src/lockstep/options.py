@@ -531,9 +531,9 @@ def check_run_dir(run_dir: str | os.PathLike[str] | None, name: str) -> None:
             f"{name} is empty; it names the folder that the run writes to (is a shell variable"
             f" unset?); give a path, or leave {name} out"
         )
-    # a `Path` has one slash of the two
+    # str(Path("s3://bucket")) is "s3:/bucket"
     if run_dir is not None and re.match(r"[A-Za-z][\w+.-]+:/", os.fspath(run_dir)):
         raise RunDirectoryError(
             f"{name} is '{run_dir}', a URL; a run directory is a folder of this machine; give a"
-            f" path, and ls.Saving(folder=URL) for checkpoints at a URL"
+            " path, and ls.Saving(folder=URL) for checkpoints at a URL"
         )

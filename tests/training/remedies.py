@@ -3,7 +3,6 @@ it."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -510,10 +509,6 @@ class OneType(OtherTypes):
     kinds = (torch.float32, torch.float32)
 
 
-class OneWord(Unequal):
-    """Lists of words, which torch's collate turns around."""
-
-
 def every_other(epoch: int, seed: int) -> Any:
     return list(range(0, 48, 2))
 
@@ -528,11 +523,6 @@ def opened(shard: int, epoch: int, start: int) -> Any:
 
 def not_opened(shard: int, epoch: int, start: int) -> Any:
     opened(shard, epoch, start)
-
-
-def fewer_each_time() -> Callable[[int, int], Any]:
-    counts = itertools.count()
-    return lambda epoch, seed: list(range(48 - 16 * (next(counts) > 1)))
 
 
 LOADER: Any = DataLoader(rows(48), batch_size=16)
@@ -632,10 +622,6 @@ def on_metric(name: str) -> ls.OnMetric:
 
 def measuring(**metrics: Any) -> dict[str, Any]:
     return {"evaluation": ls.Evaluation(data=HELD_OUT, every=1, metrics=metrics)}
-
-
-def whole_errors(rows: Tensor) -> Any:
-    return rows.mean(0)
 
 
 class Kept:

@@ -216,7 +216,7 @@ def refuse_overlap(output: Tensor, tensor: Tensor) -> None:
 
 
 def size_text(tensor: Tensor) -> str:
-    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{tensor.numel()} {dtype_name(tensor.dtype)}"
 
 
 def signature_of(collective: str, dtype_code: int, length: int, detail: int) -> int:

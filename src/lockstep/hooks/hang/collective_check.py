@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lockstep.base.dtypes import dtype_name
 from lockstep.base.errors import MismatchError
 from lockstep.base.nested import tree_tensors
 from lockstep.base.torch_private import (
@@ -134,6 +135,4 @@ def _described(call: CollectiveCall, given: Mapping[str, Any]) -> str:
 
 def _tensors(given: Mapping[str, Any]) -> str:
     tensors = tree_tensors(list(given.values()))
-    return ", ".join(
-        f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in tensors
-    )
+    return ", ".join(f"{dtype_name(each.dtype)} {tuple(each.shape)}" for each in tensors)

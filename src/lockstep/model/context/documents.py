@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base import accelerator
+from lockstep.base.dtypes import dtype_name
 from lockstep.base.errors import DataError
 from lockstep.base.torch_private import assert_async
 
@@ -118,7 +119,7 @@ def _checked(ids: Any) -> Tensor:
         or ids.dtype == torch.bool
     ):
         problem = (
-            f"{str(ids.dtype).removeprefix('torch.')} of shape {tuple(ids.shape)}"
+            f"{dtype_name(ids.dtype)} of shape {tuple(ids.shape)}"
             if isinstance(ids, Tensor) and not ids.is_nested
             else f"a {'nested tensor' if isinstance(ids, Tensor) else type(ids).__name__}"
         )
